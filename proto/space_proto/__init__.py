@@ -1,0 +1,1 @@
+"""The contract between router and worker: messages, stubs, and nothing else."""

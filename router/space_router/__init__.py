@@ -1,0 +1,1 @@
+"""The front house: HTTP, text, scheduling, pages, workers. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The embedded model: data only, opened through importlib.resources."""

@@ -1,0 +1,1 @@
+"""Equivalence, acceptance, quality and load, measured and reported."""
