@@ -1,0 +1,296 @@
+"""How this server serves: one frozen, flat record, built once by the command line and handed down.
+
+Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`; its `setting` says the unit
+and the reason of the default, and how a text becomes a value.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from space_router import parse
+from space_router.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "SPACESERVE_"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line knows about one field."""
+
+    group: str
+    help: str  # what it is, its unit, and why the default is what it is
+    parse: Callable[[str], object]  # raises ValueError("must be ...")
+    metavar: str
+
+
+def setting(default: Any, group: str, help: str, parse: Callable[[str], object], metavar: str) -> Any:
+    """A config field that is also a flag."""
+    return field(default=default, metadata={"setting": Setting(group, help, parse, metavar)})
+
+
+_MODEL, _HTTP, _SPECULATION, _MEMORY, _LIMITS, _WORKERS = (
+    "model",
+    "HTTP",
+    "speculation",
+    "memory and batching",
+    "limits",
+    "workers and process",
+)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Everything `spaceserve serve` can be told."""
+
+    model: str = setting(
+        "demo",
+        _MODEL,
+        "what to serve: `demo` (the embedded Python-code model, needs no network), a folder with config.json, "
+        "tokenizer.json and safetensors, or a Hugging Face id",
+        parse.text,
+        "demo|PATH|HF_ID",
+    )
+    served_model_name: str | None = setting(
+        None, _MODEL, "name clients use in `model`; default: the last part of --model", parse.text, "NAME"
+    )
+    dtype: str = setting(
+        "auto",
+        _MODEL,
+        "number format of weights, keys and values; auto takes the checkpoint's on a GPU and whichever is exact and "
+        "faster on a CPU",
+        parse.one_of("auto", "float32", "bfloat16"),
+        "auto|float32|bfloat16",
+    )
+    device: str = setting(
+        "auto",
+        _MODEL,
+        "where the worker computes, as torch names it; auto takes the first GPU, else the CPU",
+        parse.text,
+        "auto|cpu|cuda[:N]",
+    )
+    attention: str = setting(
+        "auto", _MODEL, "attention implementation; auto takes the fastest exact one", parse.text, "NAME"
+    )
+    max_model_len: int | None = setting(
+        None,
+        _MODEL,
+        "most tokens of one sequence, prompt and output together; default: the checkpoint's own window",
+        parse.whole(1, None),
+        "TOKENS",
+    )
+    chat_template: str | None = setting(
+        None,
+        _MODEL,
+        "chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own",
+        parse.text,
+        "NAME|PATH",
+    )
+    generation_config: str = setting(
+        "auto",
+        _MODEL,
+        "auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's "
+        "(temperature 1, top_p 1)",
+        parse.one_of("auto", "off"),
+        "auto|off",
+    )
+
+    host: str = setting(
+        "127.0.0.1",
+        _HTTP,
+        "address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere",
+        parse.text,
+        "ADDRESS",
+    )
+    port: int = setting(8080, _HTTP, "TCP port; 0 lets the system choose", parse.whole(0, 65535), "PORT")
+    api_key_file: str | None = setting(
+        None,
+        _HTTP,
+        "file with one API key per line; with it (or with SPACESERVE_API_KEYS, separated by commas) clients must send "
+        "`Authorization: Bearer KEY`. Keys are never given on the command line, where every process can read them",
+        parse.text,
+        "PATH",
+    )
+    max_body: int = setting(
+        4 * 1024**2,
+        _HTTP,
+        "largest request body, in bytes (KiB, MiB allowed); the default holds a prompt of about a million tokens",
+        parse.size,
+        "SIZE",
+    )
+    drain_timeout: float = setting(
+        30.0,
+        _HTTP,
+        "seconds that running requests have to finish after SIGTERM; the default is Kubernetes' own grace period",
+        parse.seconds,
+        "SECONDS",
+    )
+
+    speculation: str = setting(
+        "auto",
+        _SPECULATION,
+        "drafts per step: auto follows measured cost, off decodes plainly, a number is an upper bound. Requests may "
+        "ask for less. The text is the same with each",
+        parse.speculation,
+        "auto|off|K",
+    )
+    space_mask_ids: tuple[int, ...] = setting(
+        (),
+        _SPECULATION,
+        "mask token ids of a SPACE checkpoint whose config.json does not say: one shared id, or one per position, "
+        "separated by commas",
+        parse.ids,
+        "ID[,ID...]",
+    )
+    space_num_masks: int | None = setting(
+        None, _SPECULATION, "masks per group (k) that go with one shared --space-mask-ids", parse.whole(1, 16), "K"
+    )
+
+    kv_memory: str = setting(
+        "auto",
+        _MEMORY,
+        "memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto lets the worker choose",
+        parse.memory,
+        "SIZE|FRACTION|auto",
+    )
+    block_size: int = setting(
+        16,
+        _MEMORY,
+        "positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster",
+        parse.one_of_numbers(8, 16, 32, 64, 128),
+        "POSITIONS",
+    )
+    num_blocks: int | None = setting(
+        None, _MEMORY, "blocks of keys and values, instead of --kv-memory", parse.whole(1, None), "BLOCKS"
+    )
+    max_sequences: int = setting(
+        64,
+        _MEMORY,
+        "most sequences decoding at once; others wait in the queue",
+        parse.whole(1, 4096),
+        "SEQUENCES",
+    )
+    max_prefill_rows: int = setting(
+        512,
+        _MEMORY,
+        "most prompt tokens in one step, over all sequences; more prefills faster, less keeps running streams smooth",
+        parse.whole(1, 65536),
+        "ROWS",
+    )
+
+    max_queue: int = setting(
+        256,
+        _LIMITS,
+        "most requests waiting; the next one gets 429 with Retry-After at once instead of waiting unboundedly",
+        parse.whole(0, 1_000_000),
+        "REQUESTS",
+    )
+    max_choices: int = setting(
+        16, _LIMITS, "largest `n` or `best_of` of a request, and most prompts in one", parse.whole(1, 1024), "CHOICES"
+    )
+    max_stop_strings: int = setting(
+        4, _LIMITS, "most stop strings of a request; the default is OpenAI's", parse.whole(1, 1024), "STRINGS"
+    )
+
+    workers: int = setting(
+        1,
+        _WORKERS,
+        "worker processes to start, each with the whole model; 1 uses all cores of a CPU best",
+        parse.whole(1, 64),
+        "WORKERS",
+    )
+    worker_address: tuple[str, ...] = setting(
+        (),
+        _WORKERS,
+        "addresses of running workers (unix:PATH or HOST:PORT, separated by commas) to use instead of starting any",
+        parse.words,
+        "ADDRESS[,ADDRESS...]",
+    )
+    worker_start_timeout: float = setting(
+        600.0,
+        _WORKERS,
+        "seconds a worker may take to read its weights and listen; large models on slow disks take minutes",
+        parse.seconds,
+        "SECONDS",
+    )
+    num_threads: int | None = setting(
+        None, _WORKERS, "threads of a CPU worker; default: torch's own choice", parse.whole(1, 1024), "THREADS"
+    )
+    log_level: str = setting(
+        "info",
+        _WORKERS,
+        "least severe messages to print; none of them contains prompts or outputs",
+        parse.one_of("debug", "info", "warning", "error"),
+        "debug|info|warning|error",
+    )
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # read by the command line, never a flag
+
+    @property
+    def max_draft_length(self) -> int | None:
+        """The server's bound on drafts per step; None follows measured cost."""
+        return {"auto": None, "off": 0}.get(self.speculation, _number_or_none(self.speculation))
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "spaceserve-demo" if self.model == "demo" else self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _number_or_none(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def settings() -> dict[str, tuple[Field[Any], Setting]]:
+    """Every field that is a flag, by field name, in order."""
+    return {f.name: (f, f.metadata["setting"]) for f in fields(ServeConfig) if "setting" in f.metadata}
+
+
+def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServeConfig:
+    """A config from texts: a flag wins over its environment variable, that over the default.
+
+    `flags` holds field names; None means not given. An empty environment variable counts as not given. Raises
+    ConfigError naming flag or variable, value and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    for name, (_, known) in settings().items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if (text := flags.get(name)) is not None:
+            source = "--" + name.replace("_", "-")
+        elif text := environment.get(variable):
+            source = variable
+        else:
+            continue
+        try:
+            values[name] = known.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}={text!r}: {error}.") from None
+    keys = _read_keys(values.get("api_key_file"), environment)
+    config = ServeConfig(**values, api_keys=keys)
+    if config.space_num_masks is not None and len(config.space_mask_ids) not in (0, 1, config.space_num_masks):
+        raise ConfigError(
+            f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "
+            "give one shared id, or one per mask."
+        )
+    return config
+
+
+def _read_keys(file: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """API keys from the file (one per line, `#` starts a comment line) and from SPACESERVE_API_KEYS."""
+    lines = environment.get(ENVIRONMENT_PREFIX + "API_KEYS", "").split(",")
+    if file is not None:
+        try:
+            lines += [
+                line
+                for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+                if not line.startswith("#")
+            ]
+        except OSError as error:
+            raise ConfigError(f"--api-key-file={file!r}: cannot be read: {error.strerror}.") from None
+    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if file is not None and not keys:
+        raise ConfigError(f"--api-key-file={file!r}: holds no key; write one per line.")
+    return keys

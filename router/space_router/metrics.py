@@ -1,0 +1,127 @@
+"""What an operator sees: every Prometheus series of this router, complete from the first scrape on."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+
+MAX_POSITION = 16
+"""Most draft positions with a series of their own; `accepted_by_position_total` has labels 1..MAX_POSITION."""
+
+# Seconds. A step of a small CPU model takes ~1 ms, an 8B model on a GPU 3-5 ms, a long prefill chunk up to seconds.
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_WAIT_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_WHOLE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Tokens and drafts of one step are small whole numbers: one bucket each where speculation lives, then wider.
+_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)
+_DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+
+OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
+"""How an admitted request ended: label `outcome` of `requests_total`."""
+
+REASONS = ("invalid", "too_long", "unauthorized", "body_too_large", "queue_full", "not_ready", "draining")
+"""Why a request was refused before it was queued: label `reason` of `rejected_total`."""
+
+
+class Metrics:
+    """All series, registered and with every label value present at construction, on a registry of their own.
+
+    An attribute is named as its series without `spaceserve_`. The engine observes everything except
+    `requests_total`, `rejected_total` and `request_seconds`, which belong to the HTTP face: only it knows that a
+    request left early because a stop string matched and not because its client went away.
+    """
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        # `requests` and `requests_total` are two series in Prometheus' text format, but one name to a registry.
+        beside = CollectorRegistry()
+        self._registries = (registry, beside)
+
+        def counter(name: str, help_: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"spaceserve_{name}", help_, labels, registry=registry)
+
+        def gauge(name: str, help_: str, labels: tuple[str, ...] = (), on: CollectorRegistry = registry) -> Gauge:
+            return Gauge(f"spaceserve_{name}", help_, labels, registry=on)
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"spaceserve_{name}", help_, labels, buckets=buckets, registry=registry)
+
+        self.tokens_per_step = histogram(
+            "tokens_per_step", "Tokens emitted by one sequence in one decode step, after the cut", _TOKENS
+        )
+        self.drafted_tokens_total = counter("drafted_tokens_total", "Draft tokens verified")
+        self.accepted_tokens_total = counter("accepted_tokens_total", "Draft tokens accepted, inside the cut")
+        self.accepted_by_position_total = counter(
+            "accepted_by_position_total", "Draft tokens accepted, by place in the chain behind the root", ("position",)
+        )
+        self.draft_length = histogram("draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS)
+        self.rows_total = counter("rows_total", "Rows that went through the model", ("kind",))
+        self.speculation_speedup = gauge(
+            "speculation_speedup", "Tokens per second with speculation over the measured cost of plain decoding"
+        )
+
+        self.step_seconds = histogram("step_seconds", "Worker time of one step, by phase", _STEP_SECONDS, ("phase",))
+        self.step_host_seconds = histogram(
+            "step_host_seconds", "Worker time of one step spent outside the model", _STEP_SECONDS
+        )
+        self.worker_up = gauge("worker_up", "Workers connected and accepted")
+        self.worker_restarts_total = counter("worker_restarts_total", "Workers that were lost and started again")
+
+        self.time_to_first_token_seconds = histogram(
+            "time_to_first_token_seconds", "From submission to the first token", _WHOLE_SECONDS
+        )
+        self.inter_token_latency_seconds = histogram(
+            "inter_token_latency_seconds", "Gap between steps that gave a request tokens, per token", _GAP_SECONDS
+        )
+        self.request_seconds = histogram("request_seconds", "From submission to the end of a request", _WHOLE_SECONDS)
+        self.queue_seconds = histogram("queue_seconds", "From submission to the first admission", _WAIT_SECONDS)
+        self.requests = gauge("requests", "Requests in the router now", ("state",), on=beside)
+        self.requests_total = counter("requests_total", "Requests that were queued and have ended", ("outcome",))
+        self.rejected_total = counter("rejected_total", "Requests refused before they were queued", ("reason",))
+
+        self.prompt_tokens_total = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
+        self.generated_tokens_total = counter("generated_tokens_total", "Tokens emitted")
+        self.prefix_cache_hit_tokens_total = counter(
+            "prefix_cache_hit_tokens_total", "Prompt tokens whose keys and values were already in shared blocks"
+        )
+        self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", ("state",))
+        self.preemptions_total = counter("preemptions_total", "Sequences released to make room and admitted again")
+        # A series per sensor that exists; none without a sensor.
+        self.energy_joules_total = counter("energy_joules_total", "Energy drawn, by device", ("device",))
+
+        for position in range(1, MAX_POSITION + 1):
+            self.accepted_by_position_total.labels(position=str(position))
+        for kind in ("chain", "mask", "prefill"):
+            self.rows_total.labels(kind=kind)
+        for phase in ("forward", "sample", "draft"):
+            self.step_seconds.labels(phase=phase)
+        for state in ("queued", "running"):
+            self.requests.labels(state=state)
+        for outcome in OUTCOMES:
+            self.requests_total.labels(outcome=outcome)
+        for reason in REASONS:
+            self.rejected_total.labels(reason=reason)
+        for state in ("free", "held", "cached"):
+            self.kv_blocks.labels(state=state)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The present value of one sample, by its full name; None where there is none."""
+        found = (registry.get_sample_value(name, labels) for registry in self._registries)
+        return next((value for value in found if value is not None), None)
+
+    def render(self) -> bytes:
+        """Every series in Prometheus' text format."""
+        return b"".join(generate_latest(_WithoutCreated(registry)) for registry in self._registries)
+
+
+class _WithoutCreated(CollectorRegistry):
+    """A registry's series without the `_created` times, which would double their number for no use here."""
+
+    def __init__(self, inner: CollectorRegistry) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
