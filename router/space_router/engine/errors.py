@@ -1,0 +1,105 @@
+"""What can go wrong with a request between the door and its last token.
+
+EngineError
+├── Refused                 at the door: raised by Engine.submit, nothing was queued
+│   ├── PromptTooLong       prompt (and max_tokens) do not fit the window
+│   ├── CacheTooSmall       prompt and max_tokens do not fit all pages together
+│   ├── QueueFull           come back later
+│   ├── NotReady            no worker has said hello yet
+│   └── Draining            the router is stopping
+├── Broken                  later: raised out of the stream's iterator
+│   ├── WorkerFailed        workers died with this request in hand, too often to try again
+│   ├── DeadlineExceeded    the request's own time is over
+│   ├── RequestFailed       this request alone failed in the worker
+│   └── RequestCancelled    somebody cancelled it by its name
+└── WorkerStartFailed       no worker can be started at all (a bad model path, for example)
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Anything the engine says no to."""
+
+
+class Refused(EngineError):
+    """The request was refused at the door; nothing was queued."""
+
+
+class PromptTooLong(Refused):
+    """Prompt, or prompt and max_tokens, exceed the window of the model."""
+
+    def __init__(self, *, num_prompt: int, max_tokens: int | None, window: int) -> None:
+        if max_tokens is None or num_prompt >= window:
+            message = (
+                f"The prompt has {num_prompt} tokens; this model takes {window} with the answer, "
+                f"so at most {window - 1} of prompt. Shorten it."
+            )
+        else:
+            message = (
+                f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}: {num_prompt + max_tokens} "
+                f"together; this model takes {window}. Shorten the prompt or ask for at most {window - num_prompt}."
+            )
+        super().__init__(message)
+        self.num_prompt = num_prompt
+        self.max_tokens = max_tokens
+        self.window = window
+
+
+class CacheTooSmall(Refused):
+    """Prompt and max_tokens need more slots than all pages of a worker have."""
+
+    def __init__(self, *, num_prompt: int, max_tokens: int | None, num_slots: int) -> None:
+        answer = 1 if max_tokens is None else max_tokens
+        super().__init__(
+            f"The request needs {num_prompt + answer + 1} slots of cache (a prompt of {num_prompt} tokens, an answer of "
+            f"{answer}, and one more); all pages together have {num_slots}. Ask for less or raise `--kv-memory`."
+        )
+        self.num_prompt = num_prompt
+        self.max_tokens = max_tokens
+        self.num_slots = num_slots
+
+
+class QueueFull(Refused):
+    """As many requests wait as may wait."""
+
+    def __init__(self, *, max_queue: int, retry_after: float) -> None:
+        super().__init__(f"{max_queue} requests are waiting already. Try again in about {retry_after:.0f} s.")
+        self.max_queue = max_queue
+        self.retry_after = retry_after  # seconds
+
+
+class NotReady(Refused):
+    """No worker is up yet, so nothing is known about the model."""
+
+
+class Draining(Refused):
+    """The router is stopping and takes no new work."""
+
+
+class Broken(EngineError):
+    """The request was taken, and ends without its last token."""
+
+
+class WorkerFailed(Broken):
+    """Workers died with this request in hand so often that it is not tried again."""
+
+
+class DeadlineExceeded(Broken):
+    """The request's own time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request did not finish within its {seconds:g} s. Ask for less or raise `timeout`.")
+        self.seconds = seconds
+
+
+class RequestFailed(Broken):
+    """This request alone failed; every other goes on."""
+
+
+class RequestCancelled(Broken):
+    """The request was cancelled by its name."""
+
+
+class WorkerStartFailed(EngineError):
+    """No worker can be started: its own last words are in the message."""

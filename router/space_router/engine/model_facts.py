@@ -1,0 +1,57 @@
+"""What a worker says about its model and its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from space_proto import worker_pb2
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The Hello of a worker, as the router uses it."""
+
+    model_name: str
+    model_hash: str
+    tokenizer_hash: str  # "" where the worker has no tokenizer.json
+    incarnation: str  # fresh at every start of the process
+    vocab_size: int
+    window: int  # most positions of one sequence, prompt and answer
+    block_size: int  # slots per block
+    num_blocks: int
+    max_sequences: int  # most sequences running at once
+    max_draft_length: int
+    num_masks: int  # 0: a plain checkpoint
+    mask_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    has_draft_head: bool
+    dtype: str
+    device: str
+    attention: str
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all pages together."""
+        return self.block_size * self.num_blocks
+
+    @classmethod
+    def from_hello(cls, hello: worker_pb2.Hello) -> ModelFacts:
+        return cls(
+            model_name=hello.model_name,
+            model_hash=hello.model_hash,
+            tokenizer_hash=hello.tokenizer_hash,
+            incarnation=hello.incarnation,
+            vocab_size=hello.vocab_size,
+            window=hello.window,
+            block_size=hello.block_size,
+            num_blocks=hello.num_blocks,
+            max_sequences=hello.max_sequences,
+            max_draft_length=hello.max_draft_length,
+            num_masks=hello.num_masks,
+            mask_ids=tuple(hello.mask_ids),
+            eos_ids=tuple(hello.eos_ids),
+            has_draft_head=hello.has_draft_head,
+            dtype=hello.dtype,
+            device=hello.device,
+            attention=hello.attention,
+        )
