@@ -1,0 +1,115 @@
+"""The geometry of one sequence's step: which drafts and mask tokens are laid out, and where they stand.
+
+Pure integers. Letters as in the SPACE reference: the root stands at position n-1, draft i at n-1+i, mask j of group g at
+n-1+g+j. Group g assumes that exactly g drafts are accepted; its mask j predicts position n+g+j, the j-th token behind
+the bonus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The masks to draft from after a verdict: masks `first_mask`, `first_mask`+1, … of group `group`."""
+
+    group: int
+    first_mask: int  # counts from 1, as masks do; > 1 when an earlier group stands in for one that was not laid out
+    num_drafts: int  # masks left from `first_mask` on: drafts the next step can have
+
+    @property
+    def masks(self) -> range:
+        """The mask numbers (from 1), in the order of the drafts they yield."""
+        return range(self.first_mask, self.first_mask + self.num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """Which drafts and mask tokens one sequence lays out in one step."""
+
+    num_drafts: int  # live drafts in the chain behind the root
+    masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 0 or len(self.masks) != self.num_drafts + 1 or min(self.masks) < 0:
+            raise ValueError(
+                f"A layout of {self.num_drafts} drafts has {self.num_drafts + 1} groups of 0 or more masks; "
+                f"got masks={self.masks}."
+            )
+
+    @classmethod
+    def plain(cls) -> DraftLayout:
+        """The root alone: plain decoding, and a prefill chunk."""
+        return _PLAIN
+
+    @classmethod
+    def full(cls, num_drafts: int, num_masks: int) -> DraftLayout:
+        """Every group whole. With num_drafts == num_masks == k these are the (k+1)² rows of the paper."""
+        return cls(num_drafts, (num_masks,) * (num_drafts + 1))
+
+    @classmethod
+    def pruned(cls, num_drafts: int, num_masks: int, num_kept: int, reach: Sequence[float]) -> DraftLayout:
+        """The `num_kept` most valuable masks of the full layout.
+
+        `reach[j]` is A_j, the chance that the first j drafts are all accepted (A_0 = 1; missing entries repeat the last).
+        Mask (g, j) is worth P(a=g)·A_j tokens of the next step (SPACE §5), which falls with j, so each group keeps a
+        leading run. Equal worths: the earlier group, then the earlier mask.
+        """
+
+        def reached(j: int) -> float:
+            return 1.0 if j == 0 or not reach else reach[min(j, len(reach) - 1)]
+
+        def ends(g: int) -> float:
+            return reached(g) - (reached(g + 1) if g < num_drafts else 0.0)
+
+        ranked = sorted(
+            ((-ends(g) * reached(j), g, j) for g in range(num_drafts + 1) for j in range(1, num_masks + 1)),
+        )
+        counts = [0] * (num_drafts + 1)
+        for _, group, _ in ranked[:num_kept]:
+            counts[group] += 1
+        return cls(num_drafts, tuple(counts))
+
+    def within(self, root_position: int, window: int) -> DraftLayout:
+        """This layout without the drafts and masks whose position would reach the window."""
+        room = window - 1 - root_position  # positions behind the root that exist
+        if room >= self.num_drafts + max(self.masks):
+            return self
+        num_drafts = min(self.num_drafts, max(room, 0))
+        masks = tuple(max(0, min(self.masks[g], room - g)) for g in range(num_drafts + 1))
+        return DraftLayout(num_drafts, masks)
+
+    def with_drafts(self, num_drafts: int) -> DraftLayout:
+        """This layout for a sequence with fewer live drafts: the groups behind the last draft go."""
+        return self if num_drafts >= self.num_drafts else DraftLayout(num_drafts, self.masks[: num_drafts + 1])
+
+    @property
+    def num_masks(self) -> int:
+        """Mask rows, over all groups."""
+        return sum(self.masks)
+
+    @property
+    def num_rows(self) -> int:
+        """Root, drafts and masks."""
+        return 1 + self.num_drafts + self.num_masks
+
+    def mask_positions(self, root_position: int) -> list[int]:
+        """Absolute position of every mask row, group after group."""
+        return [root_position + g + j for g, count in enumerate(self.masks) for j in range(1, count + 1)]
+
+    def next_drafts(self, accepted: int) -> GroupChoice | None:
+        """The masks to draft from when `accepted` drafts were accepted; None if no laid-out mask reaches behind the bonus.
+
+        The largest group g <= accepted that has masks left: its masks from accepted-g+1 on predict the positions behind
+        the bonus. An earlier group in place of group `accepted` gives fewer drafts, never wrong ones.
+        """
+        for group in range(accepted, -1, -1):
+            first = accepted - group + 1
+            if self.masks[group] >= first:
+                return GroupChoice(group, first, self.masks[group] - first + 1)
+        return None
+
+
+_PLAIN = DraftLayout(0, (0,))

@@ -1,0 +1,33 @@
+"""What a loaded model is, in numbers: what the worker tells the router, and sizes things by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The checkpoint and how it is held."""
+
+    name: str  # as given to load_model
+    vocab_size: int  # rows of the output head
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int  # most positions of one sequence
+    dtype: torch.dtype  # of weights, keys and values
+    dtype_reason: str  # why this dtype was chosen, for the log
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …, num_masks; a shared id is repeated
+    num_masks: int  # 0: a plain checkpoint
+    model_hash: str
+    tokenizer_hash: str  # "" where the checkpoint has no tokenizer.json
+    has_draft_head: bool
+    kv_bytes_per_token: int  # keys and values of one slot in all layers
+    attention: str  # the attention implementation in use
+    num_threads: int  # threads of one product on the CPU
