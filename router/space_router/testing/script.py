@@ -1,0 +1,77 @@
+"""What a scripted worker does, as data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from space_router.testing.language import HashLanguage, Language
+
+Accepts: TypeAlias = Callable[[int, int, int], int]
+"""(seq_id, number of the decode step in its sequence, live drafts d) -> accepted drafts, 0..d."""
+
+Garbage: TypeAlias = Literal["report_no", "unknown_sequence", "too_many_tokens", "computed", "vocabulary"]
+"""Ways in which a report can contradict the contract."""
+
+
+def never(seq_id: int, step: int, num_drafts: int) -> int:
+    """No draft is accepted."""
+    return 0
+
+
+def always(seq_id: int, step: int, num_drafts: int) -> int:
+    """Every draft is accepted."""
+    return num_drafts
+
+
+def half(seq_id: int, step: int, num_drafts: int) -> int:
+    """Every other step accepts all."""
+    return num_drafts if step % 2 else 0
+
+
+def sometimes(seq_id: int, step: int, num_drafts: int) -> int:
+    """Any number, by a hash."""
+    return hashlib.blake2b(b"%d,%d" % (seq_id, step), digest_size=1).digest()[0] % (num_drafts + 1)
+
+
+def listed(lengths: Sequence[int]) -> Accepts:
+    """These accepted lengths in turn, over and over, cut to the live drafts."""
+
+    def accepts(seq_id: int, step: int, num_drafts: int) -> int:
+        return min(lengths[step % len(lengths)], num_drafts)
+
+    return accepts
+
+
+@dataclass
+class Script:
+    """Who the worker says it is, and how it behaves. Behaviour may be changed while it runs."""
+
+    language: Language = field(default_factory=lambda: HashLanguage(range(4, 250)))
+    accepts: Accepts = sometimes
+    draft_length: int = 3  # drafts it lays out where slots and limits allow
+
+    vocab_size: int = 256
+    block_size: int = 4
+    num_blocks: int = 64
+    window: int = 512
+    max_sequences: int = 64
+    mask_ids: tuple[int, ...] = (3,)
+    eos_ids: tuple[int, ...] = (2,)
+    model_name: str = "scripted"
+    model_hash: str = "scripted"
+    tokenizer_hash: str = ""
+    protocol_major: int = 1
+
+    step_seconds: float = 0.0  # sleep before each step
+    plain_step_seconds: float = 0.001  # what it reports as the cost of plain decoding
+    release_steps: int = 1  # steps that still write to a sequence's pages after its Release
+    heartbeat_seconds: float = 1.0
+    failing_id: int | None = None  # a sequence whose prompt holds this id fails alone
+
+    refuse: str | None = None  # answer Start with this refusal
+    die_after_steps: int | None = None  # end every stream, and come back as a new incarnation, once
+    hang_after_steps: int | None = None  # say nothing more, heartbeats included, once
+    garbage: Garbage | None = None  # contradict the contract in the next step, once
