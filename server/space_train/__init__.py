@@ -1,1 +1,1 @@
-"""Training: SAR-SFT, the draft head, and the recipe of the embedded model."""
+"""Training: a corpus of permissively licensed Python, a tokenizer, a small Llama, its masks and its draft head."""

@@ -1,0 +1,108 @@
+"""Next-token training of the small Llama."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from space_train.network import Network
+from space_train.optimiser import Optimiser
+from space_train.packed_tokens import PackedTokens
+from space_train.schedule import Budget, LearningRate, between
+from space_train.stage import Counters, Measures, run_stage
+
+
+@dataclass(frozen=True)
+class PretrainPlan:
+    """What next-token training does, apart from its budget."""
+
+    seed: int = 0
+    tokens_per_step: int = 8192
+    # Mostly short windows (cheaper attention, more documents a step), some as long as the window that is served.
+    lengths: tuple[int, ...] = (256, 256, 512, 256, 256, 1024)
+    # Share of stand-alone documented functions; it grows as the learning rate falls.
+    function_share: tuple[float, float] = (0.2, 0.4)
+    muon_rate: float = 0.02
+    adam_rate: float = 3e-3
+    learning_rate: LearningRate = LearningRate(warmup=0.02, decay_from=0.4, final=0.1)
+    compile: bool = True
+    autocast: bool = True
+
+
+def can_compile() -> bool:
+    """Whether torch.compile finds a C++ compiler; it doubles the rate on a CPU."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def autocast(enabled: bool) -> AbstractContextManager[object]:
+    """bf16 products with float32 weights and residual stream."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def next_token_loss(network: Network, ids: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of ids[:, 1:] given what is before them; `ids` [B, R]."""
+    hidden = network(ids)[:, :-1].reshape(-1, network.shape.hidden_size)
+    return F.cross_entropy(network.logits(hidden).float(), ids[:, 1:].reshape(-1))
+
+
+def draw(
+    streams: Mapping[str, PackedTokens], counters: Counters, length: int, num_tokens: int, function_share: float
+) -> Tensor:
+    """The next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
+    count = max(1, num_tokens // length)
+    num_functions = round(function_share * count)
+    windows = []
+    for name, some in (("files", count - num_functions), ("functions", num_functions)):
+        if some:
+            drawn = counters.drawn.get(name, 0)
+            # Rounded up to a whole window, so that no window of this length is drawn twice in an epoch.
+            drawn = -(-drawn // length) * length
+            windows.append(streams[name].windows(drawn, some, length))
+            counters.drawn[name] = drawn + some * length
+    return torch.cat(windows)
+
+
+def bits_per_byte(network: Network, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False) -> Measures:
+    """Held-out next-token loss in nats per token, and in bits per byte of text; `held_out` [N, length]."""
+    nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
+    with torch.no_grad(), autocast(use_autocast):
+        for ids in held_out.split(8):
+            nats += float(next_token_loss(network, ids)) * ids[:, 1:].numel()
+    return {"loss": nats / held_out[:, 1:].numel(), "bits_per_byte": nats / math.log(2) / num_bytes}
+
+
+def pretrain(
+    network: Network,
+    streams: Mapping[str, PackedTokens],
+    evaluate: Callable[[], Measures],
+    plan: PretrainPlan,
+    budget: Budget,
+    checkpoint: Path,
+    *,
+    stop_after_steps: int | None = None,
+) -> Counters:
+    """Train `network` in place (initialised from the seed, or resumed from `checkpoint`)."""
+    network.initialise(torch.Generator().manual_seed(plan.seed))
+    optimiser = Optimiser([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
+    loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile and can_compile() else next_token_loss
+
+    def step(counters: Counters, progress: float) -> Measures:
+        length = plan.lengths[counters.step % len(plan.lengths)]
+        ids = draw(streams, counters, length, plan.tokens_per_step, between(*plan.function_share, progress))
+        with autocast(plan.autocast):
+            loss = loss_of(network, ids)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step(plan.learning_rate.at(progress))
+        counters.num_tokens += ids.numel()
+        return {"loss": float(loss.detach())}
+
+    parts = {"network": network, "optimiser": optimiser}
+    return run_stage("next-token", budget, parts, step, evaluate, checkpoint, stop_after_steps=stop_after_steps)

@@ -1,0 +1,122 @@
+"""One stage of training: a step repeated until its budget is used, with progress lines, and checkpoints to resume from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from space_train.schedule import Budget
+
+Measures = dict[str, float]
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold: a module, an optimiser."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@dataclass
+class Counters:
+    """How far a stage has come."""
+
+    step: int = 0
+    num_tokens: int = 0
+    elapsed_seconds: float = 0.0
+    drawn: dict[str, int] = field(default_factory=dict)  # ids drawn from each stream
+    history: list[Measures] = field(default_factory=list)  # one entry per evaluation
+
+
+def save_atomically(state: Mapping[str, Any], path: Path) -> None:
+    """Write, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The tensors and plain values of a checkpoint (no code is run)."""
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
+
+
+def run_stage(
+    name: str,
+    budget: Budget,
+    parts: Mapping[str, Stateful],
+    step: Callable[[Counters, float], Measures],
+    evaluate: Callable[[], Measures],
+    checkpoint: Path,
+    *,
+    seconds_between_checkpoints: float = 90.0,
+    seconds_between_lines: float = 20.0,
+    seconds_between_evaluations: float = 300.0,
+    stop_after_steps: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Counters:
+    """Repeat `step(counters, progress)` until `budget` is used; the counters at the end.
+
+    A checkpoint that exists is resumed: parts, counters and so the data continue where they were. `step` adds to
+    `counters.num_tokens` and `counters.drawn`. `stop_after_steps` ends early without finishing, as a kill would.
+    """
+    counters = Counters()
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint)
+        for key, part in parts.items():
+            part.load_state_dict(state["parts"][key])
+        counters = Counters(**state["counters"])
+        print(f"{name}: resumed at step {counters.step}, {counters.num_tokens / 1e6:.2f} M tokens", flush=True)
+
+    def save() -> None:
+        state = {key: part.state_dict() for key, part in parts.items()}
+        save_atomically({"parts": state, "counters": asdict(counters)}, checkpoint)
+
+    def assess(progress: float) -> None:
+        measures = {"progress": progress, "tokens": float(counters.num_tokens), **evaluate()}
+        counters.history.append(measures)
+        print(f"{name}: held out: {describe(measures)}", flush=True)
+
+    last = last_line = last_save = clock()
+    last_evaluation, line_tokens, steps_here = last, counters.num_tokens, 0
+    while (progress := budget.progress(counters.elapsed_seconds, counters.num_tokens)) < 1.0:
+        if stop_after_steps is not None and steps_here >= stop_after_steps:
+            return counters
+        measures = step(counters, progress)
+        counters.step, steps_here = counters.step + 1, steps_here + 1
+        now = clock()
+        counters.elapsed_seconds, last = counters.elapsed_seconds + now - last, now
+        if now - last_line >= seconds_between_lines:
+            rate = (counters.num_tokens - line_tokens) / (now - last_line)
+            done = budget.progress(counters.elapsed_seconds, counters.num_tokens)
+            left = counters.elapsed_seconds * (1 - done) / max(done, 1e-9) / 60
+            print(
+                f"{name}: {100 * done:5.1f} %  step {counters.step}  {counters.num_tokens / 1e6:.2f} M tokens  "
+                f"{rate:,.0f} tokens/s  {describe(measures)}  ETA {left:.0f} min",
+                flush=True,
+            )
+            last_line, line_tokens = now, counters.num_tokens
+        if now - last_evaluation >= seconds_between_evaluations:
+            assess(progress)
+            last_evaluation = clock()
+        if now - last_save >= seconds_between_checkpoints:
+            save()
+            last_save = clock()
+    if not counters.history or counters.history[-1]["progress"] < 1.0:
+        assess(1.0)
+        save()
+    return counters
+
+
+def describe(measures: Measures) -> str:
+    """`loss 2.310  bits_per_byte 0.981`, without the keys that only place an entry."""
+    return "  ".join(f"{key} {value:.3f}" for key, value in measures.items() if key not in ("progress", "tokens"))
