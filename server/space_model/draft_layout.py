@@ -1,8 +1,8 @@
 """The geometry of one sequence's step: which drafts and mask tokens are laid out, and where they stand.
 
-Pure integers. Letters as in the SPACE reference: the root stands at position n-1, draft i at n-1+i, mask j of group g at
-n-1+g+j. Group g assumes that exactly g drafts are accepted; its mask j predicts position n+g+j, the j-th token behind
-the bonus.
+Pure integers. Letters as in the SPACE reference: the root stands at position n-1, draft i at n-1+i, mask j of group g
+at n-1+g+j. Group g assumes that exactly g drafts are accepted; its mask j predicts position n+g+j, the j-th token
+behind the bonus.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DraftLayout:
     def pruned(cls, num_drafts: int, num_masks: int, num_kept: int, reach: Sequence[float]) -> DraftLayout:
         """The `num_kept` most valuable masks of the full layout.
 
-        `reach[j]` is A_j, the chance that the first j drafts are all accepted (A_0 = 1; missing entries repeat the last).
+        `reach[j]` is A_j, the chance that the first j drafts are all accepted (A_0 = 1; missing ones repeat the last).
         Mask (g, j) is worth P(a=g)·A_j tokens of the next step (SPACE §5), which falls with j, so each group keeps a
         leading run. Equal worths: the earlier group, then the earlier mask.
         """
@@ -100,7 +100,7 @@ class DraftLayout:
         return [root_position + g + j for g, count in enumerate(self.masks) for j in range(1, count + 1)]
 
     def next_drafts(self, accepted: int) -> GroupChoice | None:
-        """The masks to draft from when `accepted` drafts were accepted; None if no laid-out mask reaches behind the bonus.
+        """The masks to draft from when `accepted` drafts were accepted; None if none reaches behind the bonus.
 
         The largest group g <= accepted that has masks left: its masks from accepted-g+1 on predict the positions behind
         the bonus. An earlier group in place of group `accepted` gives fewer drafts, never wrong ones.

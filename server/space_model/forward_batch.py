@@ -18,17 +18,22 @@ ROW_MULTIPLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's rows in one step: pending ids (the last one that closes the known ids is the root), its drafts, its masks."""
+    """One sequence's rows in one step: its pending ids, its drafts, its masks.
+
+    The pending ids are those not computed yet; the last of them is the root if it closes the known ids.
+    """
 
     ids: Sequence[int]  # chain rows: pending ids, then the drafts (layout.num_drafts of them)
     start: int  # absolute position of ids[0]: the number of ids already computed
     pages: Sequence[int]  # block numbers of the sequence, position 0 onwards
-    layout: DraftLayout = field(default_factory=DraftLayout.plain)  # plain for a prefill chunk that does not reach the root
+    layout: DraftLayout = field(
+        default_factory=DraftLayout.plain
+    )  # plain for a prefill chunk that does not reach the root
 
 
 # chain rows of all segments            mask rows of all segments                     padding
 # [0 ........... num_chain_rows)        [num_chain_rows ........ num_rows)            [num_rows ... R)
-#  pending ids, drafts; K, V written     group after group; K, V live in the step      sees position 0 of nobody, writes nothing
+#  pending ids, drafts; K, V written     group after group; K, V live in the step      id 0; writes nothing, unread
 @dataclass(frozen=True)
 class ForwardBatch:
     """The rows of one step on the device, and what each of them sees. Built once, shared by all layers."""
@@ -57,12 +62,11 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """Pack the segments.
 
-        `mask_ids[j-1]` is the id of mask j. Every chain row's position must lie in `pages`; a ValueError names the first
-        segment for which that is not so.
+        `mask_ids[j-1]` is the id of mask j. Every chain row's position must lie in `pages`: a ValueError names the
+        first segment for which that is not so.
         """
         ids: list[int] = []
         positions: list[int] = []
-        owner: list[int] = []
         chain_rows: list[range] = []
         for number, segment in enumerate(segments):
             count, end = len(segment.ids), segment.start + len(segment.ids)
@@ -75,45 +79,47 @@ class ForwardBatch:
             chain_rows.append(range(len(ids), len(ids) + count))
             ids.extend(segment.ids)
             positions.extend(range(segment.start, end))
-            owner.extend([number] * count)
         num_chain_rows = len(ids)
         visible = [position + 1 for position in positions]
 
-        groups: list[range] = []
+        group = [-1] * num_chain_rows
+        num_groups = 0
         mask_rows: list[list[range]] = []
+        mask_runs: list[range] = []
         for number, segment in enumerate(segments):
-            layout = segment.layout
-            root = segment.start + len(segment.ids) - layout.num_drafts - 1
+            first = len(ids)
+            root = segment.start + len(segment.ids) - segment.layout.num_drafts - 1
             of_segment = []
-            for g, count in enumerate(layout.masks):
+            for g, count in enumerate(segment.layout.masks):
                 if count > len(mask_ids):
                     raise ValueError(f"Segment {number} lays out {count} masks; the checkpoint has {len(mask_ids)}.")
                 of_segment.append(range(len(ids), len(ids) + count))
-                if count:
-                    ids.extend(mask_ids[:count])
-                    positions.extend(range(root + g + 1, root + g + count + 1))
-                    visible.extend([root + g + 1] * count)
-                    owner.extend([number] * count)
-            groups.extend(run for run in of_segment if run)
+                ids.extend(mask_ids[:count])
+                positions.extend(range(root + g + 1, root + g + 1 + count))
+                visible.extend([root + g + 1] * count)
+                group.extend([num_groups] * count)
+                num_groups += 1
             mask_rows.append(of_segment)
+            mask_runs.append(range(first, len(ids)))
         num_rows = len(ids)
 
-        padding = -num_rows % ROW_MULTIPLE
-        device_ids = torch.tensor([ids + [0] * padding, positions + [0] * padding], dtype=torch.int64, device=device)
+        padding = [0] * (-num_rows % ROW_MULTIPLE)
+        on_device = torch.tensor([ids + padding, positions + padding], dtype=torch.int64, device=device)
         rows = StepRows(
             positions=np.array(positions, dtype=np.int64),
             visible=np.array(visible, dtype=np.int64),
-            owner=np.array(owner, dtype=np.int64),
-            num_chain_rows=num_chain_rows,
-            groups=groups,
+            chain_runs=chain_rows,
+            mask_runs=mask_runs,
+            group=np.array(group, dtype=np.int64),
             pages=[segment.pages for segment in segments],
+            num_chain_rows=num_chain_rows,
+            num_padded=num_rows + len(padding),
             block_size=block_size,
-            num_padded=num_rows + padding,
             device=torch.device(device),
         )
         return cls(
-            ids=device_ids[0],
-            positions=device_ids[1],
+            ids=on_device[0],
+            positions=on_device[1],
             chain_rows=chain_rows,
             mask_rows=mask_rows,
             num_chain_rows=num_chain_rows,

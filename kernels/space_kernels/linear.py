@@ -1,0 +1,74 @@
+"""Linear layers whose weights are packed once for the CPU's matrix units, row-invariant bitwise."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROW_TILE = 4
+"""Rows of a product are a multiple of this: fewer take another order of summation (measured on torch 2.13)."""
+
+_TYPICAL_ROWS = 16
+"""Row count the packed layout is chosen for: that of a SPACE step of one sequence."""
+
+
+class PackedLinear(nn.Module):
+    """x·Wᵀ + b with W in the CPU library's own layout: about twice as fast as the plain one for few rows.
+
+    A row's result does not depend on the other rows, bitwise, for row counts that are multiples of ROW_TILE; other
+    counts are padded here.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [out, in], bias [out], float32 or bfloat16, on the CPU. The weight is copied."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = can_pack(weight.dtype)
+        self.weight = pack(weight) if self.packed else weight.detach().clone()
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        rows = x.numel() // self.in_features
+        if rows % ROW_TILE:
+            flat = pad_rows(x.reshape(rows, self.in_features))
+            return self._product(flat)[:rows].view(*x.shape[:-1], self.out_features)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.packed:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return product
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
+    """[N, …] -> [N', …]: rows of zeros up to the next multiple; x itself where none are needed."""
+    missing = -len(x) % multiple
+    return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out, in] -> the same numbers in the layout that products of a few rows read fastest."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TYPICAL_ROWS)
+    return packed
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has the packed product and it computes what it should: the operators are private ones."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 40, generator=generator).to(dtype)
+    bias = torch.randn(24, generator=generator).to(dtype)
+    x = torch.randn(8, 40, generator=generator).to(dtype)
+    try:
+        product = torch.ops.mkldnn._linear_pointwise(x, pack(weight), bias, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return bool(torch.allclose(product.float(), F.linear(x, weight, bias).float(), rtol=2e-2, atol=2e-2))

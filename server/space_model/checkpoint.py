@@ -1,0 +1,103 @@
+"""A checkpoint on disk: its files, its hashes, and the configs that say what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from space_model.model_error import CheckpointNotFound, UnsupportedModel
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with config.json and safetensors files."""
+
+    name: str  # as asked for
+    folder: Path
+    config: dict[str, Any]  # config.json
+    weights: tuple[Path, ...]  # the model's safetensors files
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """`demo`, a folder, or the id of a repository on the Hugging Face hub."""
+        folder = _folder(str(path))
+        config_file = folder / "config.json"
+        if not config_file.is_file():
+            raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            raise UnsupportedModel(
+                f"The checkpoint {path} brings its own code (auto_map in config.json); remote code is never run. "
+                "Use a checkpoint of an architecture that transformers has."
+            )
+        return cls(str(path), folder, config, _weights(folder))
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; empty where it is absent."""
+        file = self.folder / name
+        loaded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return loaded
+
+    def model_hash(self) -> str:
+        """Over config.json and the headers of the weights (names, dtypes, shapes, offsets): cheap, and seen by eye."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for file in self.weights:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                digest.update(stream.read(length))
+        return digest.hexdigest()
+
+    def tokenizer_hash(self) -> str:
+        """sha256 of tokenizer.json, "" where there is none."""
+        file = self.folder / "tokenizer.json"
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """What ends a text, as the generation config says, else the config."""
+        for source in (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {}):
+            ids = source.get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+        return ()
+
+
+def _folder(path: str) -> Path:
+    if path == "demo":
+        return Path(str(importlib.resources.files("space_demo")))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        raise CheckpointNotFound(f"There is no folder {path}, and it is no hub id (owner/name) either.")
+    import huggingface_hub  # only here: a local checkpoint needs no network library
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_WANTED))
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFound(f"There is no folder {path}, and the hub did not give {path}: {error}") from error
+
+
+def _weights(folder: Path) -> tuple[Path, ...]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointNotFound(f"{index} names {missing[0]}, which is not there ({len(missing)} files missing).")
+        return tuple(folder / name for name in names)
+    if (folder / "model.safetensors").is_file():
+        return (folder / "model.safetensors",)
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise CheckpointNotFound(
+            f"{folder} has its weights as {pickled[0].name}, which can run code when it is opened. "
+            f"Turn it into safetensors first: spaceserve convert {folder} NEW_FOLDER"
+        )
+    raise CheckpointNotFound(f"{folder} has no model.safetensors (and no model.safetensors.index.json).")

@@ -1,0 +1,156 @@
+"""From a folder to a SpaceModel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from space_model import family
+from space_model.checkpoint import Checkpoint
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.model_error import CheckpointNotFound, InvalidSetting, UnsupportedModel
+from space_model.model_facts import ModelFacts
+from space_model.output_head import OutputHead
+from space_model.paged_attention_interface import ATTENTION_NAME
+from space_model.precision import choose_device, choose_dtype
+from space_model.probe import check_logits, expected_logits
+from space_model.space_model import SpaceModel
+from space_model.space_section import SpaceSection, load_draft_head
+from space_model.transformers_network import TransformersNetwork, make_row_invariant
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    mask_ids: Sequence[int] | None = None,
+    num_masks: int | None = None,
+    attention: str = "auto",
+    max_model_len: int | None = None,
+    num_threads: int | None = None,
+) -> SpaceModel:
+    """Load the checkpoint at `path` (a folder, a hub id, or `demo`).
+
+    `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
+    `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
+    CPU (None: as torch has it). Raises a ModelError that names the cause.
+    """
+    if attention not in {"auto", "torch"}:
+        raise InvalidSetting(f"There is no attention implementation {attention!r}; there are auto and torch.")
+    if num_threads is not None:
+        if num_threads < 1:
+            raise InvalidSetting(f"num_threads must be at least 1; got {num_threads}.")
+        torch.set_num_threads(num_threads)
+    checkpoint = Checkpoint.open(path)
+    config = family.read_config(checkpoint)
+    place = choose_device(device)
+    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None))
+    section = SpaceSection.parse(
+        checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
+    )
+    draft_head = None
+    if section.draft_head is not None:
+        draft_head = load_draft_head(
+            checkpoint, section.draft_head, hidden_size=int(config.hidden_size), dtype=number, device=place
+        )
+
+    model = _read_weights(checkpoint, config, number, place)
+    num_heads, kv_heads, head_dim = family.sizes(config)
+    facts = ModelFacts(
+        name=checkpoint.name,
+        vocab_size=len(model.get_output_embeddings().weight),
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window=_window(config, max_model_len),
+        dtype=number,
+        dtype_reason=reason,
+        device=place,
+        eos_ids=checkpoint.eos_ids(),
+        mask_ids=section.mask_ids,
+        num_masks=len(section.mask_ids),
+        model_hash=checkpoint.model_hash(),
+        tokenizer_hash=checkpoint.tokenizer_hash(),
+        has_draft_head=draft_head is not None,
+        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * number.itemsize,
+        attention="torch",
+        num_threads=torch.get_num_threads(),
+    )
+    return _assemble(model, config, facts, draft_head)
+
+
+def _assemble(
+    model: PreTrainedModel, config: PreTrainedConfig, facts: ModelFacts, draft_head: DraftHeadWeights | None
+) -> SpaceModel:
+    """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
+    expected = expected_logits(model, facts)
+    base, output = model.base_model, model.get_output_embeddings()
+    head = OutputHead(output.weight, output.bias, scale=family.head_scale(config), softcap=family.head_softcap(config))
+    if facts.device.type == "cpu":
+        make_row_invariant(base, facts.num_threads)
+    space_model = SpaceModel(facts, TransformersNetwork(base), head, draft_head)
+    check_logits(space_model, expected)
+    return space_model
+
+
+def _read_weights(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint."""
+    with _quiet():
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.folder),
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, SafetensorError) as error:
+            raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
+        except (RuntimeError, ValueError, ImportError) as error:
+            raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.requires_grad_(False)
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers: a missing or odd weight is an error here, with our words."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _window(config: PreTrainedConfig, max_model_len: int | None) -> int:
+    trained = getattr(config, "max_position_embeddings", None)
+    if max_model_len is None:
+        if trained is None:
+            raise InvalidSetting("config.json does not say how many positions the model has; give max_model_len.")
+        return int(trained)
+    if max_model_len < 1 or (trained is not None and max_model_len > trained):
+        raise InvalidSetting(f"max_model_len must lie in 1..{trained}, the model's positions; got {max_model_len}.")
+    return max_model_len

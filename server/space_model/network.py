@@ -1,0 +1,22 @@
+"""The seam between a step and the network that computes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from space_model.forward_batch import ForwardBatch
+from space_model.paged_kv import PagedKV
+
+
+class Network(Protocol):
+    """Everything between the ids and the head."""
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]: rows of the embedding table, unscaled."""
+        ...

@@ -1,0 +1,45 @@
+"""Which device and which number format a model is held in, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from space_model.model_error import InvalidSetting
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidSetting(f"{device!r} is no device that torch knows; use auto, cpu or cuda.") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidSetting("This machine (or this build of torch) has no CUDA device; use --device cpu.")
+    return place
+
+
+def choose_dtype(dtype: str, device: torch.device, stored: torch.dtype | None) -> tuple[torch.dtype, str]:
+    """The dtype and the reason for it. `stored` is the checkpoint's own."""
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise InvalidSetting(f"dtype must be auto, float32 or bfloat16; got {dtype!r}.")
+        return _DTYPES[dtype], "as asked"
+    if device.type != "cpu":
+        if stored is torch.float32:
+            return torch.float32, "the checkpoint's own"
+        return torch.bfloat16, "the checkpoint's own" if stored is torch.bfloat16 else f"stands in for {stored}"
+    if stored is torch.bfloat16 and _has_bf16_products():
+        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
+    if stored is torch.bfloat16:
+        return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX)"
+    return torch.float32, f"the checkpoint is {stored}"
+
+
+def _has_bf16_products() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 in one instruction."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

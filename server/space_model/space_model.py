@@ -1,0 +1,59 @@
+"""A loaded model: rows in, hidden rows out, logits on demand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.forward_batch import ForwardBatch
+from space_model.model_facts import ModelFacts
+from space_model.network import Network
+from space_model.output_head import OutputHead
+from space_model.paged_kv import PagedKV
+
+
+class SpaceModel:
+    """A decoder with its output head and, where the checkpoint has one, its draft head.
+
+    On the CPU every method gives a row the same bits whatever the other rows, their number, and the threads.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, network: Network, head: OutputHead, draft_head: DraftHeadWeights | None
+    ) -> None:
+        self.facts = facts
+        self.draft_head = draft_head
+        self._network, self._head = network, head
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        """Pages for num_blocks·block_size slots."""
+        return PagedKV.allocate(
+            num_layers=self.facts.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_heads=self.facts.kv_heads,
+            head_dim=self.facts.head_dim,
+            dtype=self.facts.dtype,
+            device=self.facts.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """One pass over the batch's rows: [R, hidden] after the final norm. Chain rows leave their K and V in `kv`."""
+        return self._network.forward(batch, kv)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V] float32, with the family's scale and soft cap."""
+        return self._head.logits(hidden)
+
+    @torch.inference_mode()
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, hidden], ids [N, M] -> [N, M] float32: only the logits of those ids."""
+        return self._head.logits_of(hidden, ids)
+
+    @torch.inference_mode()
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]: rows of the embedding table, without the scale some families put on them."""
+        return self._network.embed(ids)

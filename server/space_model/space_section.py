@@ -1,0 +1,112 @@
+"""What a checkpoint says about its masks and its draft head: the `space` section of config.json, or flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from space_model.checkpoint import Checkpoint
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.model_error import InvalidSpaceSection
+
+
+@dataclass(frozen=True)
+class DraftHeadSection:
+    """Where the draft head is, and its two figures."""
+
+    file: str
+    hidden: int
+    embedding_scale: float
+
+
+@dataclass(frozen=True)
+class SpaceSection:
+    """The masks of a checkpoint."""
+
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated
+    draft_head: DraftHeadSection | None
+
+    @classmethod
+    def parse(
+        cls,
+        config: dict[str, object],
+        *,
+        mask_ids: Sequence[int] | None,
+        num_masks: int | None,
+        vocab_size: int,
+    ) -> SpaceSection:
+        """The section of config.json; arguments that are given win over it."""
+        section = config.get("space") or {}
+        if not isinstance(section, dict):
+            raise InvalidSpaceSection('"space" in config.json must be an object.')
+        if section.get("adapter") is not None:
+            raise InvalidSpaceSection('"adapter" in the space section of config.json: gated adapters are not served.')
+        declared = section.get("mask_token_ids") or []
+        ids = list(declared if mask_ids is None else mask_ids)
+        if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+            raise InvalidSpaceSection(f"Mask ids must be integers; got {ids}.")
+        count = num_masks
+        if count is None and mask_ids is None:
+            count = section.get("num_masks")
+        if count is None:
+            count = len(ids)
+        if not isinstance(count, int) or count < 0:
+            raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count}.")
+        if count and not ids:
+            raise InvalidSpaceSection(f"{count} masks need mask ids: one shared by all, or one per position.")
+        if len(ids) == 1:
+            ids = ids * count
+        if len(ids) < count:
+            raise InvalidSpaceSection(f"{count} masks need 1 or {count} mask ids; got {len(ids)}.")
+        ids = ids[:count]
+        for id in ids:
+            if not 0 <= id < vocab_size:
+                raise InvalidSpaceSection(
+                    f"Mask id {id} is outside the vocabulary of {vocab_size}. "
+                    "`spaceserve convert` adds mask rows to a checkpoint."
+                )
+        return cls(tuple(ids), _draft_head(section.get("draft_head")) if ids else None)
+
+
+def _draft_head(section: object) -> DraftHeadSection | None:
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise InvalidSpaceSection('"draft_head" in the space section of config.json must be an object.')
+    try:
+        return DraftHeadSection(str(section["file"]), int(section["hidden"]), float(section["embedding_scale"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidSpaceSection(
+            f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
+        ) from error
+
+
+def load_draft_head(
+    checkpoint: Checkpoint, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> DraftHeadWeights:
+    """Read w1 [head hidden, 2·hidden] and w2 [hidden, head hidden], and check their shapes."""
+    file = checkpoint.folder / section.file
+    if file.parent != checkpoint.folder or not file.is_file():
+        raise InvalidSpaceSection(f"The draft head {section.file} is not in {checkpoint.folder}.")
+    wanted = {
+        "draft_head.w1.weight": (section.hidden, 2 * hidden_size),
+        "draft_head.w2.weight": (hidden_size, section.hidden),
+    }
+    found = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, shape in wanted.items():
+                if name not in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    raise InvalidSpaceSection(f"{file} has no tensor {name}.")
+                found[name] = tensors.get_tensor(name)
+                if tuple(found[name].shape) != shape:
+                    raise InvalidSpaceSection(
+                        f"{name} in {file} has shape {tuple(found[name].shape)}; config.json makes it {shape}."
+                    )
+    except SafetensorError as error:
+        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
+    return DraftHeadWeights(w1, w2, section.embedding_scale)

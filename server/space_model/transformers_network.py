@@ -1,0 +1,77 @@
+"""Any transformers decoder as a Network: our attention, and on the CPU our linears, activations and experts."""
+
+from __future__ import annotations
+
+from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
+from space_kernels.experts import RowInvariantExperts
+from space_kernels.linear import PackedLinear
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from space_model.forward_batch import ForwardBatch
+from space_model.model_error import UnsupportedModel
+from space_model.paged_attention_interface import Step
+from space_model.paged_kv import PagedKV
+
+_STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
+
+
+class TransformersNetwork:
+    """The base model of a transformers decoder (ids to the final norm)."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self.base = base
+        self._embedding: Tensor = base.get_input_embeddings().weight
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        step = Step(batch, kv)
+        out = self.base(
+            input_ids=batch.ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            space_step=step,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return F.embedding(ids, self._embedding)
+
+
+def make_row_invariant(base: nn.Module, num_threads: int) -> None:
+    """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts.
+
+    One module at a time, so that only one weight is in memory twice.
+    """
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            elif _is_activation(child):
+                setattr(parent, name, row_invariant(child, num_threads))
+            elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+                if type(child).__name__ not in _STANDARD_EXPERTS:
+                    raise UnsupportedModel(
+                        f"{type(child).__name__} is no mixture of experts that this server knows "
+                        f"({', '.join(sorted(_STANDARD_EXPERTS))})."
+                    )
+                activation = row_invariant(child.get_submodule("act_fn"), num_threads)
+                weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
+                setattr(parent, name, RowInvariantExperts(*weights, activation))
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return isinstance(module, nn.SiLU | nn.GELU) or type(module).__module__ == "transformers.activations"
+
+
+def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:
+    """The activation, row-invariant with up to `num_threads` threads."""
+    if isinstance(activation, nn.ReLU | RowInvariantActivation):
+        return activation
+    for composed in (silu, gelu, gelu_tanh):
+        if same_function(activation, composed):
+            return RowInvariantActivation(activation, composed, num_threads)
+    raise UnsupportedModel(f"The activation {type(activation).__name__} is not served; silu, gelu and gelu_tanh are.")
