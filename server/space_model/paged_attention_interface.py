@@ -42,7 +42,8 @@ def paged_attention(
     **others: object,
 ) -> tuple[Tensor, None]:
     """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D]."""
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _MEANINGLESS_HERE)
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    unknown = sorted(asked - _MEANINGLESS_HERE)
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("a mask of its own" if attention_mask is not None else "dropout")
         raise UnsupportedModel(

@@ -1,0 +1,177 @@
+"""Random tiny checkpoints of every served family, with a tokenizer: whole enough for any test, and small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
+FIRST_MASK = 4
+"""Ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_MOE = {"num_experts_per_tok": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama3": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "phi3": {"model_type": "phi3"},
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {
+        "model_type": "granite",
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64, **_MOE},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **_MOE},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 24, "logit_scale": 0.5},
+}
+"""What makes each served family itself, in a config; `gemma2` has soft caps by default, `mistral` a sliding window."""
+
+
+def tiny_checkpoint(
+    path: Path,
+    family: str = "llama",
+    *,
+    vocab_size: int = 128,
+    num_masks: int = 5,
+    shared_mask: bool = False,
+    draft_head: bool = True,
+    dtype: str = "float32",
+    window: int = 512,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Write a random checkpoint of `family` to the folder `path` (made if absent) and return it.
+
+    It has a byte-level tokenizer (printable ASCII and newline where the vocabulary has no room for all bytes), a chat
+    template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    specials = _num_specials(num_masks, shared_mask)
+    if vocab_size < specials + len(_ASCII):
+        raise ValueError(
+            f"vocab_size must be at least {specials + len(_ASCII)} with {num_masks} masks; got {vocab_size}."
+        )
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": window,
+        "bos_token_id": END,
+        "eos_token_id": END,
+        "pad_token_id": END,
+        "tie_word_embeddings": True,
+        **FAMILIES[family],
+        **config,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:  # unit gain through a layer, and logits far enough apart that text is not one long loop
+            gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
+            weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
+    model.tie_weights()
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    if num_masks:
+        _write_space(path, num_masks, shared_mask, hidden_size, dtype, generator if draft_head else None)
+    _write_tokenizer(path, vocab_size, num_masks, shared_mask)
+    return path
+
+
+_ASCII = [10, *range(32, 127)]
+
+
+def _num_specials(num_masks: int, shared_mask: bool) -> int:
+    return FIRST_MASK + (min(num_masks, 1) if shared_mask else num_masks)
+
+
+def _write_space(
+    path: Path, num_masks: int, shared_mask: bool, hidden: int, dtype: str, generator: torch.Generator | None
+) -> None:
+    """The `space` section of config.json, and a random draft head if there is a generator to draw it."""
+    section: dict[str, Any] = {
+        "num_masks": num_masks,
+        "mask_token_ids": [FIRST_MASK] if shared_mask else list(range(FIRST_MASK, FIRST_MASK + num_masks)),
+        "adapter": None,
+        "draft_head": None,
+    }
+    if generator is not None:
+        width = 32
+        weights = {
+            "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
+            "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
+        }
+        weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+        save_file(weights, path / "draft_head.safetensors", metadata={"format": "pt"})
+        section["draft_head"] = {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
+    config_file = path / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config_file.write_text(json.dumps(config | {"space": section}, indent=1), encoding="utf-8")
+
+
+def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, shared_mask: bool) -> None:
+    """Byte-level, without merges: one token per byte."""
+    masks = 1 if shared_mask and num_masks else num_masks
+    specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *(f"<|mask_{j + 1}|>" for j in range(masks))]
+    letter_of = _byte_letters()
+    room = vocab_size - len(specials)
+    letters = [letter_of[byte] for byte in (range(256) if room >= 256 else _ASCII)]
+    vocabulary = {token: id for id, token in enumerate([*specials, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "bos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|unk|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _byte_letters() -> dict[int, str]:
+    """The printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(256 + n) for n, byte in enumerate(others)}
