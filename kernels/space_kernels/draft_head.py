@@ -1,0 +1,82 @@
+"""The draft head: k small steps, one after the other, in which each draft knows the token before it (SPACE §4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from space_kernels.law import MIN_TEMPERATURE, Law
+from space_kernels.noise import gumbel
+
+NUM_CANDIDATES = 256
+"""Ids per mask that are rescored: a mask's own 256 best keep 97 % of the agreement (SPACE §4)."""
+
+
+def choose_candidates(logits: Tensor, ids: Tensor, laws: Sequence[Law], keys: Tensor, positions: Tensor) -> Tensor:
+    """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
+
+    logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
+    Truncation is over the candidates alone, typical-p is left out: a draft only has to be likely, not exact.
+    """
+    greedy = torch.tensor([law.greedy for law in laws], device=logits.device)
+    first = ids.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0]  # equal values: the lower id
+    if all(law.greedy for law in laws):
+        return first
+    M = logits.shape[1]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    z = logits.to(torch.float64) / column([max(law.temperature, MIN_TEMPERATURE) for law in laws])
+    if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws):
+        top_k = column([float(law.top_k or M) for law in laws])
+        top_p, min_p = column([law.top_p for law in laws]), column([law.min_p for law in laws])
+        ordered, order = torch.sort(z, dim=1, descending=True, stable=True)
+        rank = torch.arange(M, device=z.device)
+        probability = torch.softmax(ordered.masked_fill(rank >= top_k, -math.inf), dim=1)
+        before = probability.cumsum(dim=1) - probability
+        stays = (rank < top_k) & ((before < top_p) | (top_p >= 1.0)) & (probability >= min_p * probability[:, :1])
+        stays[:, 0] = True
+        z = z.masked_fill(~torch.zeros_like(stays).scatter(1, order, stays), -math.inf)
+    sampled = ids.gather(1, (z + gumbel(keys, positions, ids)).argmax(dim=1, keepdim=True))[:, 0]
+    return torch.where(greedy, first, sampled)
+
+
+def propose(
+    hidden: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    bonus: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    laws: Sequence[Law],
+    *,
+    w1: Tensor,
+    w2: Tensor,
+    embedding_scale: float,
+    embed: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Drafts for S sequences of up to K usable masks each; columns beyond a sequence's own masks have no meaning.
+
+    hidden [S, K, hidden]: rows of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
+    offsets [S, K, M] float32: what the law adds to a candidate's logit (-inf: impossible); bonus [S] int64;
+    positions [S] int64: absolute index of the first draft; keys [S] int64; S laws.
+    `embed`: [S] ids -> [S, hidden]; `logits_of`: [S, hidden], [S, M] ids -> [S, M] float32.
+
+        h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)]),   previous: the bonus, then the draft before
+    """
+    previous = bonus
+    drafts = []
+    for j in range(hidden.shape[1]):
+        h = hidden[:, j]
+        pair = torch.cat([h, embedding_scale * embed(previous)], dim=1)  # [S, 2·hidden]
+        rescored = h + F.linear(F.silu(F.linear(pair, w1)), w2)
+        logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
+        previous = choose_candidates(logits, ids[:, j], laws, keys, positions + j)
+        drafts.append(previous)
+    return torch.stack(drafts, dim=1)  # [S, K]

@@ -1,0 +1,223 @@
+"""The law of choice on rows of logits: every stage of SPACE §3, in its order, with the state each row's prefix implies.
+
+    raw logits -> bias, allowed and banned ids, min_tokens, bad words -> repetition, presence, frequency penalties
+               -> ÷ temperature -> top-k -> top-p -> min-p -> typical-p
+
+A chain row's prefix is hypothetical: the known ids, then the drafts before it. Every stage treats each row by itself,
+so a row's result does not depend on the rows beside it; stages that no row uses cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from space_kernels.law import MIN_TEMPERATURE, Law
+from space_kernels.ordering import first_columns
+
+_NEVER = -math.inf
+_FIRST_CANDIDATES = 256
+"""Candidates sorted at first for a nucleus; rows that need more are sorted deeper. The result does not depend on it."""
+
+
+class TokenCounts:
+    """How often each id occurs in one sequence: what penalties need, kept up to date instead of counted again."""
+
+    def __init__(
+        self, ids: Sequence[int], num_prompt: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        known = torch.tensor(ids, dtype=torch.int64, device=device)
+        self.output = torch.bincount(known[num_prompt:], minlength=vocab_size)  # [V] int64
+        self.seen = torch.bincount(known, minlength=vocab_size) > 0  # [V] bool
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Count ids that were generated."""
+        new = torch.tensor(ids, dtype=torch.int64, device=self.output.device)
+        self.output.index_add_(0, new, torch.ones_like(new))
+        self.seen[new] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice to be made: by which law, and behind which ids."""
+
+    law: Law
+    ids: Sequence[int]  # known ids of the sequence: prompt, then output
+    num_prompt: int
+    tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
+    counts: TokenCounts | None = field(default=None)  # of `ids`; needed where the law penalises
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token being chosen."""
+        return len(self.ids) + len(self.tail)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated ids before this choice."""
+        return self.position - self.num_prompt
+
+    def ends_with(self, head: Sequence[int]) -> bool:
+        """Whether the prefix ends with these ids."""
+        if len(head) > self.position:
+            return False
+        missing = len(head) - len(self.tail)
+        behind = self.tail[len(self.tail) - len(head) :] if missing <= 0 else self.tail
+        before = self.ids[len(self.ids) - missing :] if missing > 0 else ()
+        return [*before, *behind] == list(head)
+
+
+def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
+    """Apply the whole law of each row, in place; impossible ids become -inf.
+
+    logits [N, V] float32 (overwritten and returned), N rows, banned_ids [B] int64 (impossible in every row).
+    """
+    edit(logits, rows, banned_ids)
+    divide(logits, rows)
+    truncate(logits, rows)
+    return logits
+
+
+def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
+    """Bias, allowed and banned ids, min_tokens, bad words, penalties; in place."""
+    edited = [(number, row) for number, row in enumerate(rows) if row.law.edits]
+    _add_bias(logits, edited)
+    _keep_allowed(logits, edited)
+    if len(banned_ids):
+        logits.index_fill_(1, banned_ids, _NEVER)
+    _ban(logits, edited)
+    _penalise(logits, edited)
+
+
+def _cells(cells: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(row, id) pairs as two index tensors."""
+    pairs = torch.tensor(cells, dtype=torch.int64, device=device)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _add_bias(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+    biases = [(number, id_, value) for number, row in edited for id_, value in row.law.bias]
+    if biases:
+        at = _cells([(number, id_) for number, id_, _ in biases], logits.device)
+        logits[at] += torch.tensor([value for _, _, value in biases], dtype=logits.dtype, device=logits.device)
+
+
+def _keep_allowed(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+    bounded = [number for number, row in edited if row.law.allowed_ids]
+    if bounded:
+        at = _cells([(n, id_) for n, row in edited for id_ in row.law.allowed_ids], logits.device)
+        kept = logits[at]
+        logits[bounded] = _NEVER
+        logits[at] = kept
+
+
+def _ban(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+    bans = [(n, id_) for n, row in edited if row.num_generated < row.law.min_tokens for id_ in row.law.end_ids]
+    bans += [(n, run[-1]) for n, row in edited for run in row.law.bad_words if row.ends_with(run[:-1])]
+    if bans:
+        logits[_cells(bans, logits.device)] = _NEVER
+
+
+def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+    penalised = [(number, row) for number, row in edited if row.law.penalises]
+    if not penalised:
+        return
+    device = logits.device
+    counts = [row.counts or TokenCounts(row.ids, row.num_prompt, logits.shape[1], device) for _, row in penalised]
+    output = torch.stack([of_row.output for of_row in counts])  # [P, V]
+    seen = torch.stack([of_row.seen for of_row in counts])
+    ahead = [(p, id_) for p, (_, row) in enumerate(penalised) for id_ in row.tail]
+    if ahead:
+        at = _cells(ahead, device)
+        output.index_put_(at, torch.ones(len(ahead), dtype=output.dtype, device=device), accumulate=True)
+        seen[at] = True
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=logits.dtype, device=device)[:, None]
+
+    repetition = column([row.law.repetition_penalty for _, row in penalised])
+    presence = column([row.law.presence_penalty for _, row in penalised])
+    frequency = column([row.law.frequency_penalty for _, row in penalised])
+    numbers = [number for number, _ in penalised]
+    z = logits[numbers]
+    z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
+    z = z - presence * (output > 0)
+    logits[numbers] = z - frequency * output
+
+
+def divide(logits: Tensor, rows: Sequence[Row]) -> None:
+    """÷ temperature, in place; rows at temperature 0 stay as they are."""
+    temperatures = [1.0 if row.law.greedy else max(row.law.temperature, MIN_TEMPERATURE) for row in rows]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits /= torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+
+
+def truncate(z: Tensor, rows: Sequence[Row]) -> None:
+    """top-k, top-p, min-p, typical-p; in place, on rows already divided by their temperature."""
+    nucleus = [n for n, row in enumerate(rows) if row.law.truncates and (row.law.top_k > 0 or row.law.top_p < 1.0)]
+    if nucleus:
+        z[nucleus] = _keep_first(z[nucleus], [rows[n].law for n in nucleus])
+    floored = [n for n, row in enumerate(rows) if row.law.truncates and row.law.min_p > 0.0]
+    if floored:
+        z[floored] = _keep_probable(z[floored], [rows[n].law.min_p for n in floored])
+    typical = [n for n, row in enumerate(rows) if row.law.truncates and row.law.typical_p < 1.0]
+    if typical:
+        z[typical] = _keep_typical(z[typical], [rows[n].law.typical_p for n in typical])
+
+
+def _keep_first(z: Tensor, laws: list[Law]) -> Tensor:
+    """The top_k first candidates, then of those the first that together reach top_p (at least one).
+
+    A candidate stays if the probability before it, renormalised over the top-k, is below top_p. Sums run in float64
+    from the most probable candidate on, so that they do not depend on how many candidates were sorted.
+    """
+    V = z.shape[1]
+    top_k = [min(law.top_k, V) if law.top_k > 0 else V for law in laws]
+    k = torch.tensor(top_k, device=z.device)[:, None]
+    p = torch.tensor([law.top_p for law in laws], dtype=torch.float64, device=z.device)[:, None]
+    probability = torch.softmax(z.to(torch.float64), dim=1)  # [n, V]
+    kept = torch.full_like(z, _NEVER)
+    todo = torch.arange(len(laws), device=z.device)
+    count = min(V, max([_FIRST_CANDIDATES, *(bound for bound in top_k if bound < V)]))
+    while len(todo):
+        columns = first_columns(z[todo], count)  # [n, count]
+        reached = probability[todo].gather(1, columns).cumsum(dim=1)
+        within_k = torch.arange(count, device=z.device) < k[todo]
+        total = reached.gather(1, (k[todo] - 1).clamp(max=count - 1))
+        total = torch.where(k[todo] < V, total, 1.0)
+        before = torch.nn.functional.pad(reached, (1, 0))[:, :-1]
+        stays = within_k & ((before < p[todo] * total) | (p[todo] >= 1.0))
+        kept[todo] = torch.full_like(kept[todo], _NEVER).scatter(
+            1, columns, torch.where(stays, z[todo].gather(1, columns), _NEVER)
+        )
+        # Rows whose last sorted candidate stays may have more to keep, unless top-k ended them.
+        todo = todo[stays[:, -1] & (k[todo][:, 0] > count)]
+        count = min(V, count * 8)
+    return kept
+
+
+def _keep_probable(z: Tensor, min_p: list[float]) -> Tensor:
+    """Candidates at least min_p times as probable as the most probable one."""
+    log_floor = torch.tensor([math.log(fraction) for fraction in min_p], dtype=torch.float64, device=z.device)
+    below_best = z.to(torch.float64) - z.amax(dim=1, keepdim=True)
+    return torch.where(below_best >= log_floor[:, None], z, _NEVER)
+
+
+def _keep_typical(z: Tensor, typical_p: list[float]) -> Tensor:
+    """Candidates whose information is closest to the entropy, until they together reach typical_p (at least one)."""
+    log_p = torch.log_softmax(z.to(torch.float64), dim=1)
+    probability = log_p.exp()
+    possible = z > _NEVER
+    information = torch.where(possible, -log_p, 0.0)
+    entropy = (probability * information).cumsum(dim=1)[:, -1:]
+    distance = torch.where(possible, (information - entropy).abs(), math.inf)
+    columns = torch.sort(distance, dim=1, stable=True).indices  # equal distances: the lower id first
+    reached = probability.gather(1, columns).cumsum(dim=1)
+    before = torch.nn.functional.pad(reached, (1, 0))[:, :-1]
+    mass = torch.tensor(typical_p, dtype=torch.float64, device=z.device)[:, None]
+    stays = torch.zeros_like(possible).scatter(1, columns, before < mass)
+    return torch.where(stays, z, _NEVER)

@@ -1,0 +1,65 @@
+"""The draft head over many sequences at once is the head over each by itself."""
+
+import math
+
+import torch
+from space_kernels.draft_head import choose_candidates, propose
+from space_kernels.law import Law
+from space_kernels.processors import Row
+from space_kernels.sampling import choose_rows
+from torch.nn import functional as F
+
+HIDDEN, VOCAB, K, M = 8, 40, 3, 12
+
+
+def tensors(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+LAWS = [
+    Law(temperature=0.0),
+    Law(key=5, temperature=0.8),
+    Law(key=6, temperature=1.3, top_k=4),
+    Law(key=7, temperature=0.9, top_p=0.6, min_p=0.05),
+]
+
+
+def test_many_sequences_at_once_equal_one_by_one() -> None:
+    S = len(LAWS)
+    E, w1, w2 = tensors(1, VOCAB, HIDDEN), tensors(2, 6, 2 * HIDDEN), tensors(3, HIDDEN, 6)
+    hidden = tensors(4, S, K, HIDDEN)
+    ids = torch.stack(
+        [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(n))[:M].sort().values for n in range(S * K)]
+    ).view(S, K, M)
+    offsets = torch.zeros(S, K, M)
+    offsets[:, :, 3] = -math.inf
+    bonus, positions, keys = torch.arange(S), torch.arange(S) * 10, torch.tensor([law.key for law in LAWS])
+
+    def run(at: slice) -> torch.Tensor:
+        return propose(
+            hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at], LAWS[at],
+            w1=w1, w2=w2, embedding_scale=2.0,
+            embed=lambda chosen: E[chosen],
+            logits_of=lambda h, of: (E[of] * h[:, None]).sum(-1),
+        )  # fmt: skip
+
+    together = run(slice(0, S))
+    assert torch.equal(together, torch.cat([run(slice(n, n + 1)) for n in range(S)]))
+
+    # The greedy sequence, by the equation of SPACE §4.
+    previous = 0
+    for j in range(K):
+        h = hidden[0, j]
+        h = h + w2 @ F.silu(w1 @ torch.cat([h, 2.0 * E[previous]]))
+        logits = E[ids[0, j]] @ h + offsets[0, j]
+        previous = int(ids[0, j][logits.argmax()])
+        assert together[0, j] == previous
+
+
+def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
+    logits = tensors(9, len(LAWS), VOCAB)
+    ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
+    keys, positions = torch.tensor([law.key for law in LAWS]), torch.tensor([1, 2, 3, 4])
+    drafts = choose_candidates(logits, ids, LAWS, keys, positions)
+    rows = [Row(law, ids=(0,) * (n + 1), num_prompt=1) for n, law in enumerate(LAWS)]
+    assert drafts.tolist() == choose_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()

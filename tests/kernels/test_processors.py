@@ -1,0 +1,208 @@
+"""Each stage of the law against a slow oracle of its own, alone and together; rows do not see each other."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from space_kernels.law import Law
+from space_kernels.processors import Row, TokenCounts, process
+
+V = 17
+NO_IDS = torch.tensor([], dtype=torch.int64)
+INF = math.inf
+
+
+def order(values: np.ndarray) -> list[int]:
+    """Largest first, equal values: the lower id first."""
+    return sorted(range(len(values)), key=lambda v: (-values[v], v))
+
+
+def probabilities(z: np.ndarray) -> np.ndarray:
+    weights = np.exp(z.astype(np.float64) - z.max())
+    return weights / weights.sum()
+
+
+def keep_until(ranked: list[int], p: np.ndarray, mass: float) -> set[int]:
+    kept, reached = set(), 0.0
+    for v in ranked:
+        if reached >= mass:
+            break
+        kept.add(v)
+        reached += p[v]
+    return kept
+
+
+def only(z: np.ndarray, kept: set[int]) -> np.ndarray:
+    return np.array([z[v] if v in kept else -INF for v in range(len(z))], dtype=np.float32)
+
+
+def slow_law(raw: np.ndarray, row: Row, banned: list[int]) -> np.ndarray:
+    """SPACE §3, one id and one stage at a time."""
+    law, z = row.law, raw.astype(np.float32).copy()
+    prefix = [*row.ids, *row.tail]
+    output = Counter(prefix[row.num_prompt :])
+    for v, value in law.bias:
+        z[v] += np.float32(value)
+    impossible = set(banned)
+    if law.allowed_ids:
+        impossible |= set(range(len(z))) - set(law.allowed_ids)
+    if len(prefix) - row.num_prompt < law.min_tokens:
+        impossible |= set(law.end_ids)
+    for run in law.bad_words:
+        head = list(run[:-1])
+        if prefix[len(prefix) - len(head) :] == head and len(head) <= len(prefix):
+            impossible.add(run[-1])
+    z[list(impossible)] = -INF
+    for v in range(len(z)):
+        if v in prefix:
+            penalty = np.float32(law.repetition_penalty)
+            z[v] = z[v] / penalty if z[v] > 0 else z[v] * penalty
+        if output[v]:
+            z[v] -= np.float32(law.presence_penalty)
+            z[v] -= np.float32(law.frequency_penalty) * np.float32(output[v])
+    if law.temperature == 0:
+        return z
+    z = z / np.float32(law.temperature)
+    if law.top_k:
+        z = only(z, set(order(z)[: law.top_k]))
+    if law.top_p < 1:
+        z = only(z, keep_until(order(z), probabilities(z), law.top_p))
+    if law.min_p > 0:
+        p = probabilities(z)
+        z = only(z, {v for v in range(len(z)) if p[v] >= law.min_p * p.max()})
+    if law.typical_p < 1:
+        p = probabilities(z)
+        possible = [v for v in range(len(z)) if p[v] > 0]
+        entropy = -sum(p[v] * math.log(p[v]) for v in possible)
+        ranked = sorted(possible, key=lambda v: (abs(-math.log(p[v]) - entropy), v))
+        z = only(z, keep_until(ranked, p, law.typical_p))
+    return z
+
+
+def assert_same(got: torch.Tensor, expected: np.ndarray) -> None:
+    assert (got == -INF).tolist() == (expected == -INF).tolist()
+    np.testing.assert_allclose(got.numpy(), expected, rtol=2e-6)
+
+
+LAWS = {
+    "neutral": Law(),
+    "greedy": Law(temperature=0.0, top_k=2),
+    "bias": Law(bias=((3, 5.0), (0, -2.5))),
+    "allowed": Law(allowed_ids=(1, 4, 9, 11)),
+    "min tokens": Law(min_tokens=4, end_ids=(2, 5)),
+    "min tokens reached": Law(min_tokens=3, end_ids=(2, 5)),
+    "bad word": Law(bad_words=((6,),)),
+    "bad run": Law(bad_words=((7, 3, 8), (1, 3, 9))),
+    "repetition": Law(repetition_penalty=1.7),
+    "presence": Law(presence_penalty=0.9),
+    "frequency": Law(frequency_penalty=0.6),
+    "negative penalties": Law(presence_penalty=-0.9, frequency_penalty=-1.5, repetition_penalty=0.8),
+    "temperature": Law(temperature=0.6),
+    "top-k": Law(top_k=4),
+    "top-k of all": Law(top_k=V + 5),
+    "top-p": Law(top_p=0.7),
+    "tiny top-p": Law(top_p=1e-6),
+    "min-p": Law(min_p=0.2),
+    "min-p of one": Law(min_p=1.0),
+    "typical": Law(typical_p=0.5),
+    "all": Law(
+        bias=((3, 1.0),),
+        allowed_ids=tuple(range(1, 16)),
+        min_tokens=9,
+        end_ids=(2,),
+        bad_words=((6,), (3, 8)),
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        temperature=0.8,
+        top_k=9,
+        top_p=0.95,
+        min_p=0.01,
+        typical_p=0.9,
+    ),
+}
+
+
+def raw_logits(seed: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("seed", range(4))
+def test_each_stage_equals_the_slow_law(law: Law, seed: int) -> None:
+    row = Row(law, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
+    raw = raw_logits(seed, 1)
+    expected = slow_law(raw[0].numpy(), row, [0, 13])
+    assert_same(process(raw, [row], torch.tensor([0, 13]))[0], expected)
+
+
+@given(
+    st.lists(st.sampled_from(sorted(LAWS)), min_size=1, max_size=6),
+    st.integers(0, 10_000),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: int) -> None:
+    rows = [
+        Row(LAWS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3]) for n, name in enumerate(names)
+    ]
+    raw = raw_logits(seed, len(rows))
+    together = process(raw.clone(), rows, torch.tensor([16]))
+    for n, row in enumerate(rows):
+        alone = process(raw[n : n + 1].clone(), [row], torch.tensor([16]))
+        assert torch.equal(together[n], alone[0])
+        assert_same(together[n], slow_law(raw[n].numpy(), row, [16]))
+
+
+def test_counts_kept_up_to_date_equal_counts_of_the_whole_prefix() -> None:
+    law = Law(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    counts = TokenCounts([4, 4, 5], 2, V)
+    counts.extend([6, 6])
+    raw = raw_logits(1, 1)
+    kept = process(raw.clone(), [Row(law, (4, 4, 5, 6, 6), 2, (6,), counts)], NO_IDS)
+    assert torch.equal(kept, process(raw.clone(), [Row(law, (4, 4, 5, 6, 6), 2, (6,))], NO_IDS))
+    assert counts.output.tolist() == TokenCounts([4, 4, 5, 6, 6], 2, V).output.tolist()
+
+
+def test_equal_values_at_a_cut_keep_the_lower_ids() -> None:
+    level = torch.zeros(2, V)
+    level[:, 11] = 1.0
+    kept = process(level, [Row(Law(top_k=3), (1,), 1), Row(Law(top_p=0.3), (1,), 1)], NO_IDS)
+    assert (kept[0] > -INF).nonzero()[:, 0].tolist() == [0, 1, 11]
+    assert (kept[1] > -INF).nonzero()[:, 0].tolist() == [0, 1, 2, 11]  # e/(e+16) = .145, then .053 each
+
+
+def test_minus_zero_equals_zero() -> None:
+    level = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
+    kept = process(level, [Row(Law(top_k=2), (1,), 1)], NO_IDS)
+    assert (kept[0] > -INF).tolist() == [True, True, False, False]
+
+
+def test_a_nucleus_wider_than_the_first_sort_is_whole() -> None:
+    raw = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * 0.1
+    laws = [Law(top_p=0.99), Law(top_p=0.01), Law(top_p=0.9, top_k=3000)]
+    kept = process(raw.clone(), [Row(law, (1,), 1) for law in laws], NO_IDS)
+    for n, law in enumerate(laws):
+        assert_same(kept[n], slow_law(raw[n].numpy(), Row(law, (1,), 1), []))
+
+
+def test_typical_keeps_of_equal_distances_the_lower_id() -> None:
+    kept = process(torch.zeros(1, 4), [Row(Law(typical_p=0.5), (1,), 1)], NO_IDS)
+    assert (kept[0] > -INF).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("tail", [(), (7,), (1, 7), (5, 1, 7)])
+def test_the_head_of_a_bad_run_is_found_across_the_border_of_drafts(tail: tuple[int, ...]) -> None:
+    whole = (5, 1, 7)
+    row = Row(Law(bad_words=((1, 7, 2),)), ids=(9, *whole[: 3 - len(tail)]), num_prompt=1, tail=tail)
+    assert process(torch.zeros(1, V), [row], NO_IDS)[0, 2] == -INF
+
+
+def test_a_tiny_temperature_leaves_the_largest_logit() -> None:
+    raw = torch.tensor([[1e4, -1e4, 9.9e3]])
+    z = process(raw, [Row(Law(temperature=1e-30), (0,), 1)], NO_IDS)
+    assert z.isfinite().all()
+    assert z[0].argmax() == 0
