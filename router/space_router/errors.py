@@ -1,4 +1,24 @@
-"""What can go wrong before or beside a request, as a tree; each message names the bound, the value and the cure."""
+"""What can go wrong on this side of the engine, as a tree; each message names the bound, the value and the cure.
+
+RouterError
+├── ConfigError        a flag, a variable or a file says something unusable: the process does not start
+└── ApiError           a request that is answered with an error status
+    ├── InvalidRequest     400: a field is wrong, `param` names it
+    ├── TooManyTokens      400: prompt (and answer) do not fit the window
+    ├── Unauthorized       401
+    ├── NotFound           404
+    ├── MethodNotAllowed   405
+    ├── TimedOut           408: the request's own deadline
+    ├── BodyTooLarge       413
+    ├── UnsupportedMedia   415
+    ├── Overloaded         429, with Retry-After
+    ├── ClientGone         499: nobody reads it; it is only logged
+    ├── GenerationFailed   500: this request alone failed
+    ├── Internal           500: with an id, no internals
+    └── Unavailable        503: starting or draining
+"""
+
+import math
 
 
 class RouterError(Exception):
@@ -7,3 +27,152 @@ class RouterError(Exception):
 
 class ConfigError(RouterError):
     """A flag, environment variable or file that says how to serve is not usable."""
+
+
+class ApiError(RouterError):
+    """A request that is answered with an error status, in the shape of the API it came by."""
+
+    status = 500
+    kind = "server_error"  # OpenAI's `type`
+    tgi_kind = "generation"  # TGI's `error_type`
+    tgi_status: int | None = None  # where TGI answers with another status
+    reason: str | None = None  # label of the metric `rejected_total`
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.details: dict[str, int] = {}  # further fields of the error object
+        self.headers: dict[str, str] = {}
+
+
+class InvalidRequest(ApiError):
+    """A field is missing, unknown, of the wrong type, or out of its bounds."""
+
+    status = 400
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
+    tgi_status = 422
+    reason = "invalid"
+
+
+class TooManyTokens(InvalidRequest):
+    """Prompt, or prompt and answer, exceed what a sequence may have."""
+
+    reason = "too_long"
+
+    def __init__(self, message: str, *, num_prompt: int, limit: int) -> None:
+        super().__init__(message, param="prompt", code="context_length_exceeded")
+        self.details = {"n_prompt_tokens": num_prompt, "n_ctx": limit}
+
+
+class Unauthorized(ApiError):
+    """No key, or none that is known."""
+
+    status = 401
+    kind = "authentication_error"
+    tgi_kind = "authentication"
+    reason = "unauthorized"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+        self.headers = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ApiError):
+    """There is no such route, model or request."""
+
+    status = 404
+    kind = "invalid_request_error"
+    tgi_kind = "not_found"
+
+
+class MethodNotAllowed(ApiError):
+    """The route exists, for other methods."""
+
+    status = 405
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
+
+
+class TimedOut(ApiError):
+    """The request's own deadline passed."""
+
+    status = 408
+    kind = "timeout_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="timeout", code="deadline_exceeded")
+
+
+class BodyTooLarge(ApiError):
+    """The body exceeds `--max-body`."""
+
+    status = 413
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
+    reason = "body_too_large"
+
+
+class UnsupportedMedia(ApiError):
+    """The body is not announced as JSON."""
+
+    status = 415
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
+    reason = "invalid"
+
+
+class Overloaded(ApiError):
+    """The queue is full."""
+
+    status = 429
+    kind = "rate_limit_error"
+    tgi_kind = "overloaded"
+    reason = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message, code="queue_full")
+        self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
+
+
+class ClientGone(ApiError):
+    """The client closed its connection, or cancelled the request by its id."""
+
+    status = 499
+    kind = "cancelled"
+    tgi_kind = "incomplete_generation"
+
+
+class GenerationFailed(ApiError):
+    """The request was taken and could not be finished."""
+
+    status = 500
+    kind = "server_error"
+    tgi_kind = "generation"
+    tgi_status = 424
+
+
+class Internal(ApiError):
+    """Something unforeseen; the log has the rest, under the same id."""
+
+    status = 500
+    kind = "server_error"
+    tgi_kind = "incomplete_generation"
+
+    def __init__(self, error_id: str) -> None:
+        super().__init__(f"Internal error {error_id}. The server's log has it under this id.", code="internal_error")
+
+
+class Unavailable(ApiError):
+    """The server is starting, has no worker, or is stopping."""
+
+    status = 503
+    kind = "service_unavailable_error"
+    tgi_kind = "unhealthy"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message, code=reason)
+        self.reason = reason
+        self.headers = {"Retry-After": "1"}

@@ -1,0 +1,1 @@
+"""The HTTP faces: OpenAI's, TGI's, and the operators'."""

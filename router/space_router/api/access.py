@@ -1,0 +1,55 @@
+"""The outermost layer: who may come in, and an answer whatever happens inside."""
+
+import hmac
+import logging
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from space_router.api.answers import error_answer, unforeseen
+from space_router.errors import Unauthorized
+from space_router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/readyz", "/ping", "/livez", "/startupz", "/version", "/metrics"})
+"""What probes and scrapers reach without a key."""
+
+
+class Access:
+    """ASGI middleware: checks the API key; turns an unforeseen exception into an error with an id."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._known(Headers(scope=scope)):
+            error = Unauthorized("The API key is missing or not known. Send `Authorization: Bearer KEY`.")
+            self._metrics.rejected_total.labels(reason="unauthorized").inc()
+            await error_answer(error, scope["path"])(scope, receive, send)
+            return
+        begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            answer = error_answer(unforeseen(error), scope["path"])
+            if not begun:
+                await answer(scope, receive, send)
+
+    def _known(self, headers: Headers) -> bool:
+        """Compares with every key, in time that does not depend on which one fits."""
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        offered = given.strip().encode() if kind.lower() == "bearer" else b""
+        known = [hmac.compare_digest(offered, key) for key in self._keys]
+        return any(known)

@@ -1,0 +1,49 @@
+"""JSON answers and errors, in the shape of the API they belong to."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from space_router.errors import ApiError, Internal
+
+log = logging.getLogger(__name__)
+
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize"})
+"""Paths whose errors have TGI's shape."""
+
+
+def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    body = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": body | error.details}
+
+
+def tgi_error(error: ApiError) -> dict[str, Any]:
+    prefix = {
+        "validation": "Input validation error: ",
+        "overloaded": "Model is overloaded: ",
+        "generation": "Request failed during generation: ",
+        "incomplete_generation": "Incomplete generation: ",
+    }.get(error.tgi_kind, "")
+    return {"error": prefix + error.message, "error_type": error.tgi_kind}
+
+
+def error_answer(error: ApiError, path: str) -> Response:
+    """The answer to a request that came by `path`."""
+    if path in TGI_PATHS:
+        return answer(tgi_error(error), status=error.tgi_status or error.status, headers=error.headers)
+    return answer(openai_error(error), status=error.status, headers=error.headers)
+
+
+def unforeseen(error: Exception) -> Internal:
+    """Log an exception nobody expected; the client learns the id under which the log has it."""
+    error_id = uuid.uuid4().hex[:12]
+    log.error("internal error %s", error_id, exc_info=error)
+    return Internal(error_id)

@@ -1,0 +1,102 @@
+"""From the bytes of a request to a checked pydantic model, or to an error that stays small."""
+
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedMedia
+
+BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Fields that are accepted and change nothing: they are the client's own notes."""
+
+
+class Body(BaseModel):
+    """A request body: no unknown fields, no silent conversions, finite numbers only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxdict = 4
+_short.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short whatever it is."""
+    text = _short.repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+async def read_object(request: Request, max_body: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises UnsupportedMedia, BodyTooLarge, InvalidRequest, ClientGone."""
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise UnsupportedMedia(f"The body is announced as {shown(media)}; send `Content-Type: application/json`.")
+    too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:18]) > max_body:
+        raise BodyTooLarge(too_large)
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > max_body:
+                raise BodyTooLarge(too_large)
+            pieces.append(piece)
+    except ClientDisconnect:
+        raise ClientGone("The client went away while sending its request.") from None
+    try:
+        value = orjson.loads(b"".join(pieces))
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg[:100]} (at character {error.pos}).") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"The body must be a JSON object; got {shown(value)}.")
+    return value
+
+
+def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]]) -> BodyT:
+    """Check an object against a model; null means absent.
+
+    `neutral`: known but unsupported fields with the values at which leaving them out changes nothing.
+    """
+    given = {key: value for key, value in values.items() if value is not None and key not in BOOKKEEPING}
+    for key in neutral.keys() & given.keys():
+        value = given.pop(key)
+        if not any(type(value) is type(allowed) and value == allowed for allowed in neutral[key]):
+            raise InvalidRequest(
+                f"`{key}` is not supported by this server; got {shown(value)}. Leave it out.",
+                param=key,
+                code="unsupported_parameter",
+            )
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first complaint, as `field` must be ...; got ...; the number of others."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = [str(part)[:60] for part in first["loc"]]
+    name = ".".join(place[:4]) or "body"
+    param = place[0] if place else None
+    others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "missing":
+        return InvalidRequest(f"`{name}` is required.{others}", param=param, code="missing_parameter")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(
+            f"`{name}` is not a field of this request. Nothing is accepted and ignored.{others}",
+            param=param,
+            code="unknown_parameter",
+        )
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)[:200]
+    return InvalidRequest(
+        f"`{name}` {message}; got {shown(first['input'])}.{others}", param=param, code="invalid_value"
+    )

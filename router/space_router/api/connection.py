@@ -1,0 +1,70 @@
+"""Work that is worth doing only while somebody is there to read it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from space_router.errors import ClientGone
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, with everything it holds, once the client goes away: ClientGone."""
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientGone("The client went away.")
+    finally:
+        for task in (doing, watching):
+            task.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, as they come; holds `scope` until the last one is sent or the client has gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        scope: AbstractAsyncContextManager[Any],
+        headers: Mapping[str, str],
+        request_id: str,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self._events = events
+        self._scope = scope
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._scope:
+            try:
+                await while_connected(receive, self._send(send))
+            except ClientGone:
+                log.info("request %s: 499, the client went away during the stream", self._request_id)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,278 @@
+"""Parse at the door: a checked body becomes a plan of valid engine requests, or an error that names its field."""
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from space_router.api.body import shown
+from space_router.api.plan import Choice, Plan, Prompt
+from space_router.config import ServeConfig
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.errors import InvalidRequest, NotFound, TooManyTokens
+from space_router.text.model_text import ModelText
+from space_router.text.text_stream import TextRules
+
+MAX_STOP_LENGTH = 1024
+"""Most characters of one stop string."""
+
+_SMALLEST = 1e-30
+"""Positive parameters stay positive in float32, where 0 would mean `unset`."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Sequence[int] | None = None
+    stop: Any = None
+    include_stop_str_in_output: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    num_choices: int = 1  # how many are generated for each prompt
+    num_shown: int = 1
+    seed: int | None = None
+    num_logprobs: int | None = None  # None: no log-probabilities
+    num_prompt_logprobs: int | None = None
+    speculation: str | int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True)
+class Door:
+    """Turns parameters and prompts into plans, for one model under one config."""
+
+    config: ServeConfig
+    text: ModelText
+    facts: ModelFacts
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound unless the model asked for is the one served."""
+        if name is not None and name != self.text.name:
+            raise NotFound(
+                f"The model {shown(name)} is not served here; `{self.text.name}` is.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def prompts(self, value: Any, *, add_special_tokens: bool, truncate: int | None, param: str) -> list[Prompt]:
+        """A string, a list of strings, token ids, or a list of lists of token ids."""
+        if isinstance(value, str):
+            values: list[Any] = [value]
+        elif isinstance(value, list) and value and all(type(part) is int for part in value):
+            values = [value]
+        elif isinstance(value, list) and value and all(isinstance(part, str | list) for part in value):
+            values = value
+        else:
+            raise InvalidRequest(
+                f"`{param}` must be a string, a list of strings, token ids or a list of lists of token ids, and not "
+                f"empty; got {shown(value)}.",
+                param=param,
+            )
+        if len(values) > self.config.max_choices:
+            raise InvalidRequest(
+                f"`{param}` has {len(values)} prompts; at most {self.config.max_choices} in one request.", param=param
+            )
+        return [
+            self.prompt(part, add_special_tokens=add_special_tokens, truncate=truncate, param=param) for part in values
+        ]
+
+    def prompt(self, value: Any, *, add_special_tokens: bool, truncate: int | None, param: str) -> Prompt:
+        """One prompt: a string or token ids. The last `truncate` ids are kept."""
+        tokenizer = self.text.tokenizer
+        if isinstance(value, str):
+            self._check_characters(value, truncate)
+            try:
+                ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"`{param}` holds half of a surrogate pair; send UTF-8.", param=param) from None
+        elif all(type(id_) is int for id_ in value):
+            ids = self.check_ids(value, param)
+        else:
+            raise InvalidRequest(f"`{param}` mixes token ids with other things; got {shown(value)}.", param=param)
+        if masks := self._masks.intersection(ids):
+            raise InvalidRequest(
+                f"`{param}` holds the mask token {min(masks)} ({shown(tokenizer.token_text(min(masks)))}), which is "
+                "for drafting only. Leave it out.",
+                param=param,
+            )
+        if not ids:
+            raise InvalidRequest(f"`{param}` has no tokens; give at least one.", param=param)
+        cut = truncate is not None and len(ids) > truncate
+        kept = ids[-truncate:] if cut and truncate is not None else ids
+        text = value if isinstance(value, str) and not cut else tokenizer.decode(kept)
+        return Prompt(tuple(kept), text)
+
+    def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> Plan:
+        """One engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
+        count = wanted.num_choices
+        if count * len(prompts) > self.config.max_choices:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with {count} choices each are {count * len(prompts)}; at most "
+                f"{self.config.max_choices} in one request.",
+                param="n",
+            )
+        seed = secrets.randbits(53) if wanted.seed is None else wanted.seed  # 53 bits are exact in every JSON reader
+        request_id = wanted.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        sampling = self._sampling(wanted, seed)
+        rules = TextRules(
+            stops=self._stops(wanted.stop),
+            keep_stop=bool(wanted.include_stop_str_in_output),
+            min_tokens=wanted.min_tokens or 0,
+            skip_special_tokens=wanted.skip_special_tokens is not False,
+        )
+        max_tokens = wanted.max_tokens
+        if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:
+            raise InvalidRequest(
+                f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `max_tokens`.", param="min_tokens"
+            )
+        drafts = self._speculation(wanted.speculation)
+        stop_ids = tuple(dict.fromkeys(self.check_ids(wanted.stop_token_ids or (), "stop_token_ids")))
+        choices = []
+        for index in range(count * len(prompts)):
+            prompt, choice = prompts[index // count], index % count
+            request = ValidRequest(
+                request_id=request_id if count * len(prompts) == 1 else f"{request_id}-{index}",
+                prompt_ids=prompt.ids,
+                sampling=replace(sampling, choice=choice),
+                max_tokens=None if max_tokens is None else max(1, max_tokens),
+                eos_ids=() if wanted.ignore_eos else self.facts.eos_ids,
+                stop_ids=stop_ids,
+                max_draft_length=drafts,
+                want_logprobs=wanted.num_logprobs is not None,
+                num_logprobs=wanted.num_logprobs or 0,
+                num_prompt_logprobs=wanted.num_prompt_logprobs if choice == 0 else None,
+                priority=wanted.priority or 0,
+                deadline=wanted.timeout,
+                cache_salt=wanted.cache_salt or "",
+                share_prefix=wanted.num_prompt_logprobs is None or choice > 0,
+            )
+            choices.append(Choice(index, prompt, request, rules))
+        return Plan(request_id, seed, tuple(prompts), tuple(choices), wanted.num_shown, answered=max_tokens != 0)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+        """Raises InvalidRequest for an id that is no row of the output head."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.facts.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequest(
+                f"`{param}` holds the token id {shown(wrong)}; ids of this model are 0 to {self.facts.vocab_size - 1}.",
+                param=param,
+            )
+        return list(ids)
+
+    @property
+    def _masks(self) -> frozenset[int]:
+        return frozenset(self.facts.mask_ids)
+
+    def _check_characters(self, text: str, truncate: int | None) -> None:
+        """Refuse a hopeless prompt before it is tokenised: no known token is longer than 256 bytes."""
+        if truncate is None and len(text) > 256 * self.facts.window:
+            at_least = len(text) // 256
+            raise TooManyTokens(
+                f"The prompt has {len(text)} characters, at least {at_least} tokens; this model takes "
+                f"{self.facts.window}. Shorten it or set `truncate_prompt_tokens`.",
+                num_prompt=at_least,
+                limit=self.facts.window,
+            )
+
+    def _sampling(self, wanted: Parameters, seed: int) -> Sampling:
+        defaults = self.text.sampling_defaults
+        penalty = wanted.repetition_penalty or defaults.get("repetition_penalty", 1.0)
+
+        def chosen(name: str, value: float | None, neutral: float) -> float:
+            return defaults.get(name, neutral) if value is None else value
+
+        return Sampling(
+            seed=seed,
+            temperature=float(chosen("temperature", wanted.temperature, 1.0)),
+            top_k=max(0, int(chosen("top_k", wanted.top_k, 0))),
+            top_p=max(_SMALLEST, float(chosen("top_p", wanted.top_p, 1.0))),
+            min_p=float(chosen("min_p", wanted.min_p, 0.0)),
+            typical_p=max(_SMALLEST, float(chosen("typical_p", wanted.typical_p, 1.0))),
+            repetition_penalty=max(_SMALLEST, float(penalty)),
+            presence_penalty=wanted.presence_penalty or 0.0,
+            frequency_penalty=wanted.frequency_penalty or 0.0,
+            logit_bias=self._logit_bias(wanted.logit_bias or {}),
+            allowed_ids=self._allowed(wanted.allowed_token_ids),
+            bad_words=self._bad_words(wanted.bad_words or ()),
+            min_tokens=wanted.min_tokens or 0,
+        )
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> Mapping[int, float]:
+        values: dict[int, float] = {}
+        for key, value in bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidRequest(
+                    f"`logit_bias` must map token ids to numbers; got the key {shown(key)}.", param="logit_bias"
+                )
+            values[int(key)] = float(value)
+        self.check_ids(list(values), "logit_bias")
+        return MappingProxyType(values)
+
+    def _allowed(self, ids: Sequence[int] | None) -> tuple[int, ...]:
+        if ids is None:
+            return ()
+        allowed = tuple(dict.fromkeys(self.check_ids(ids, "allowed_token_ids")))
+        if self._masks.issuperset(allowed):
+            raise InvalidRequest("`allowed_token_ids` allows mask tokens only, which are never sampled.",
+                                 param="allowed_token_ids")  # fmt: skip
+        return allowed
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """A word as it begins a text and as it follows a space: two runs of ids where they differ."""
+        runs: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for form in (word, " " + word.lstrip()):
+                if ids := self.text.tokenizer.encode(form, add_special_tokens=False):
+                    runs[tuple(ids)] = None
+        return tuple(runs)
+
+    def _stops(self, stop: Any) -> tuple[str, ...]:
+        stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+        limit = self.config.max_stop_strings
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops[: limit + 1]):
+            raise InvalidRequest(f"`stop` must be a string or a list of strings; got {shown(stop)}.", param="stop")
+        if len(stops) > limit:
+            raise InvalidRequest(
+                f"`stop` has {len(stops)} strings; at most {limit} are taken (`--max-stop-strings`).", param="stop"
+            )
+        for text in stops:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    f"Each string of `stop` must have 1 to {MAX_STOP_LENGTH} characters; got {len(text)}.", param="stop"
+                )
+        return tuple(dict.fromkeys(stops))
+
+    def _speculation(self, wanted: str | int | None) -> int | None:
+        """The bound on drafts per step: the request's, within the server's."""
+        if wanted is None:
+            return self.config.max_draft_length
+        if wanted == "auto" or isinstance(wanted, str):
+            return self.config.max_draft_length if wanted == "auto" else 0
+        if wanted > self.facts.max_draft_length:
+            raise InvalidRequest(
+                f'`speculation` must be "auto", "off" or 0 to {self.facts.max_draft_length} for this model; got '
+                f"{shown(wanted)}.",
+                param="speculation",
+            )
+        bound = self.config.max_draft_length
+        return wanted if bound is None else min(wanted, bound)

@@ -1,0 +1,122 @@
+"""The fields of the OpenAI requests, ours included; bounds that depend on model or flags are checked in `door`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from space_router.api.body import Body
+
+# Known fields of OpenAI and of other servers that this server does not support, with the values that mean "off".
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+}
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **COMPLETION_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"], []),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prediction": (),
+}
+COMPLETION_NEUTRAL["prediction"] = ()
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count20 = Annotated[int, Field(ge=0, le=20)]
+
+
+class StreamOptions(Body):
+    """What else a stream carries."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationFields(Body):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: Any = Field(default=None, description="a string or a list of strings")
+    include_stop_str_in_output: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
+    ] | None = None  # fmt: skip
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=1024)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Count20 | None = None
+    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class CompletionBody(GenerationFields):
+    """`POST /v1/completions`."""
+
+    prompt: Any = Field(description="a string, a list of strings, token ids, or a list of lists of token ids")
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Count20 | None = None
+
+
+class TextPart(Body):
+    """A part of a message; only text is taken."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+class ChatBody(GenerationFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count20 | None = None

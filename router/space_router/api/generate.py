@@ -1,0 +1,309 @@
+"""TGI's face: `POST /generate`, `POST /generate_stream`, and `POST /`, which is one of the two."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from space_router.api.answers import answer, tgi_error, unforeseen
+from space_router.api.body import Body, read_object, validate
+from space_router.api.connection import EventStream, while_connected
+from space_router.api.door import Door, Parameters
+from space_router.api.logprobs import finite
+from space_router.api.plan import Plan
+from space_router.api.running import Progress, Running, Written
+from space_router.api.schema import json_body
+from space_router.api.service import Service
+from space_router.engine.request import TokenLogprobs
+from space_router.errors import ApiError, InvalidRequest
+from space_router.text.text_stream import FinishReason, TextToken
+from space_router.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 100
+"""As TGI's."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "watermark": (False,),
+    "grammar": (),
+    "adapter_id": (),
+}
+_FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
+
+
+class GenerateParameters(Body):
+    """`parameters`, as TGI names them; `speculation` is ours."""
+
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    do_sample: bool | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    return_full_text: bool | None = None
+    stop: Any = Field(default=None, description="a list of strings")
+    truncate: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
+    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+
+
+class GenerateBody(Body):
+    """`POST /generate` and `POST /generate_stream`."""
+
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
+class CompatBody(GenerateBody):
+    """`POST /`."""
+
+    stream: bool | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One TGI request, checked."""
+
+    plan: Plan
+    options: GenerateParameters
+    tokenizer: Tokenizer
+    sampled: bool  # False: greedy, and the seed is not shown
+    received: float  # monotonic seconds
+    validated: float
+
+    @classmethod
+    def read(cls, door: Door, body: GenerateBody, received: float, *, stream: bool) -> "Generation":
+        options = validate(GenerateParameters, body.parameters or {}, _NEUTRAL)
+        chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
+        sampled = bool(options.do_sample) or any(value is not None for value in chosen)
+        best_of = options.best_of or 1
+        if best_of > 1 and (stream or not sampled):
+            how = "cannot be streamed" if stream else "needs sampling (`do_sample`)"
+            raise InvalidRequest(f"`best_of` is {best_of}, which {how}.", param="best_of")
+        if stream and options.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` cannot be streamed.", param="decoder_input_details")
+        prompt = door.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
+        detailed = stream or bool(options.details) or best_of > 1
+        wanted = Parameters(
+            max_tokens=DEFAULT_MAX_NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens,
+            stop=options.stop,
+            temperature=(1.0 if options.temperature is None else options.temperature) if sampled else 0.0,
+            top_p=1.0 if options.top_p is None else options.top_p,
+            top_k=options.top_k or 0,
+            typical_p=1.0 if options.typical_p is None else options.typical_p,
+            min_p=0.0,
+            repetition_penalty=1.0 if options.repetition_penalty is None else options.repetition_penalty,
+            frequency_penalty=options.frequency_penalty,
+            num_choices=best_of,
+            seed=options.seed,
+            num_logprobs=(options.top_n_tokens or 0) if detailed else None,
+            num_prompt_logprobs=0 if options.decoder_input_details and options.details else None,
+            speculation=options.speculation,
+        )
+        plan = door.plan([prompt], wanted, prefix="gen")
+        return cls(plan, options, door.text.tokenizer, sampled, received, time.monotonic())
+
+    @property
+    def seed(self) -> int | None:
+        return self.plan.seed if self.sampled else None
+
+    def full_text(self, text: str) -> str:
+        return self.plan.prompts[0].text + text if self.options.return_full_text else text
+
+    async def whole(self, running: Running) -> dict[str, Any]:
+        written = await running.whole()
+        ranked = sorted(written, key=lambda one: _mean(one.tokens), reverse=True) if len(written) > 1 else written
+        best = ranked[0]
+        body: dict[str, Any] = {"generated_text": self.full_text(best.text)}
+        if self.options.details:
+            body["details"] = self._details(best, written[0])
+            if len(ranked) > 1:
+                body["details"]["best_of_sequences"] = [
+                    {"generated_text": self.full_text(one.text), **self._details(one, written[0])} for one in ranked[1:]
+                ]
+        return body
+
+    def _details(self, written: Written, first: Written) -> dict[str, Any]:
+        prefill: list[dict[str, Any]] = []
+        if self.options.decoder_input_details:
+            ids = self.plan.prompts[0].ids
+            known: list[TokenLogprobs | None] = [None] * (len(ids) - len(first.prompt_logprobs))
+            for id_, logprobs in zip(ids, [*known, *first.prompt_logprobs], strict=True):
+                value = None if logprobs is None else finite(logprobs.logprob)
+                prefill.append({"id": id_, "text": self.tokenizer.token_text(id_), "logprob": value})
+        texts = _token_texts(written.text, written.tokens, 0)
+        details: dict[str, Any] = {
+            **self._end(written.progress),
+            "prefill": prefill,
+            "tokens": [self._token(token, text) for token, text in zip(written.tokens, texts, strict=True)],
+        }
+        if self.options.top_n_tokens:
+            details["top_tokens"] = [self._top(token) for token in written.tokens]
+        return details
+
+    def _end(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "finish_reason": None if progress.finish is None else _FINISH[progress.finish],
+            "generated_tokens": progress.statistics.num_tokens,
+            "seed": self.seed,
+        }
+
+    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+        """One event per token; those of one step as one chunk; an error is the last event."""
+        try:
+            async with aclosing(self._events(running)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ApiError as error:
+            yield b"data:" + orjson.dumps(tgi_error(error)) + b"\n\n"
+        except Exception as error:
+            yield b"data:" + orjson.dumps(tgi_error(unforeseen(error))) + b"\n\n"
+
+    async def _events(self, running: Running) -> AsyncGenerator[bytes]:
+        # With stop strings a token waits for the next one, so that the last one kept can carry the end.
+        hold = bool(self.plan.choices[0].rules.stops)
+        waiting: list[tuple[TextToken, str]] = []
+        index = 0
+        given = ""
+        async for step in running.steps():
+            chunk = bytearray()
+            for progress, delta in step:
+                tokens = [token for token, _ in waiting] + list(delta.tokens)
+                texts = _token_texts(delta.text, tokens, len(given))
+                given += delta.text
+                pairs = list(zip(tokens, texts, strict=True))
+                if waiting:
+                    pairs[0] = (pairs[0][0], waiting[0][1] + pairs[0][1])
+                ended = delta.finish is not None
+                waiting = pairs[-1:] if hold and not ended else []
+                for token, text in pairs[: len(pairs) - len(waiting)]:
+                    index += 1
+                    end = given if ended and token is tokens[-1] else None
+                    chunk += self._event(index, progress, self._token(token, text), self._top(token), end)
+                if ended and not pairs:
+                    chunk += self._event(index + 1, progress, self._no_token(progress), [], given)
+            if chunk:
+                yield bytes(chunk)
+
+    def _event(
+        self, index: int, progress: Progress, token: dict[str, Any], top: list[dict[str, Any]], text: str | None
+    ) -> bytes:
+        event = {"index": index, "token": token, "top_tokens": top, "generated_text": None, "details": None}
+        if text is not None:
+            event["generated_text"] = self.full_text(text)
+            event["details"] = {**self._end(progress), "input_length": len(self.plan.prompts[0].ids)}
+        return b"data:" + orjson.dumps(event) + b"\n\n"
+
+    def _token(self, token: TextToken, text: str) -> dict[str, Any]:
+        id_ = token.span.id
+        logprob = None if token.logprobs is None else finite(token.logprobs.logprob)
+        return {"id": id_, "text": text, "logprob": logprob, "special": id_ in self.tokenizer.special_ids}
+
+    def _no_token(self, progress: Progress) -> dict[str, Any]:
+        """Stands in the last event where a stop string swallowed every token; clients want some token there."""
+        id_ = next(iter(progress.choice.request.eos_ids), 0)
+        return {"id": id_, "text": "", "logprob": 0.0, "special": True}
+
+    def _top(self, token: TextToken) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": id_,
+                "text": self.tokenizer.token_text(id_),
+                "logprob": finite(value),
+                "special": id_ in self.tokenizer.special_ids,
+            }
+            for id_, value in (token.logprobs.top if token.logprobs is not None else ())
+        ]
+
+    def headers(self, running: Running) -> dict[str, str]:
+        """TGI's timing headers, in milliseconds, and its counts."""
+        statistics = running.choices[0].stream.statistics
+        num_tokens = running.choices[0].statistics.num_tokens
+        now = time.monotonic()
+        queued = statistics.queue_seconds or 0.0
+        inference = now - self.validated - queued
+        seconds = {
+            "x-total-time": now - self.received,
+            "x-validation-time": self.validated - self.received,
+            "x-queue-time": queued,
+            "x-inference-time": inference,
+            "x-time-per-token": inference / max(1, num_tokens),
+        }
+        return {name: str(round(1000 * value)) for name, value in seconds.items()} | {
+            "x-prompt-tokens": str(len(self.plan.prompts[0].ids)),
+            "x-generated-tokens": str(num_tokens),
+            "x-request-id": self.plan.request_id,
+        }
+
+
+def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], offset: int) -> list[str]:
+    """The text of each token, so that they join to `text`, which begins at character `offset` of the stream.
+
+    A character comes with the last of its tokens; text whose token was given before goes with the next one.
+    """
+    texts: list[str] = []
+    begin = 0
+    for place in range(1, len(tokens) + 1):
+        end = len(text) if place == len(tokens) else min(len(text), max(begin, tokens[place].span.start - offset))
+        texts.append(text[begin:end])
+        begin = end
+    return texts
+
+
+def _mean(tokens: list[TextToken]) -> float:
+    values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else float("-inf")
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["TGI"])
+
+    async def whole(request: Request, body: GenerateBody, received: float) -> tuple[dict[str, Any], dict[str, str]]:
+        generation = Generation.read(service.door(), body, received, stream=False)
+        async with service.run(generation.plan) as running:
+            made = await while_connected(request.receive, generation.whole(running))
+            return made, generation.headers(running)
+
+    async def stream(body: GenerateBody, received: float) -> Response:
+        generation = Generation.read(service.door(), body, received, stream=True)
+        async with AsyncExitStack() as stack:
+            running = await stack.enter_async_context(service.run(generation.plan))
+            headers = {"x-request-id": generation.plan.request_id}
+            return EventStream(generation.events(running), stack.pop_all(), headers, generation.plan.request_id)
+
+    @router.post("/generate", openapi_extra=json_body(GenerateBody))
+    async def generate(request: Request) -> Response:
+        """Continue a text."""
+        received = time.monotonic()
+        body = validate(GenerateBody, await read_object(request, service.config.max_body), {})
+        made, headers = await whole(request, body, received)
+        return answer(made, headers=headers)
+
+    @router.post("/generate_stream", openapi_extra=json_body(GenerateBody))
+    async def generate_stream(request: Request) -> Response:
+        """Continue a text, one event per token."""
+        received = time.monotonic()
+        return await stream(validate(GenerateBody, await read_object(request, service.config.max_body), {}), received)
+
+    @router.post("/", openapi_extra=json_body(CompatBody))
+    async def compat(request: Request) -> Response:
+        """`/generate_stream` with `stream: true`, else `/generate` with its answer in a list."""
+        received = time.monotonic()
+        body = validate(CompatBody, await read_object(request, service.config.max_body), {})
+        if body.stream:
+            return await stream(body, received)
+        made, headers = await whole(request, body, received)
+        return answer([made], headers=headers)
+
+    return router

@@ -1,0 +1,111 @@
+"""What operators ask: is it alive, is it ready, what is it, how does it do."""
+
+import importlib.metadata
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from space_router.api.answers import answer
+from space_router.api.service import Service
+from space_router.errors import Unavailable
+
+VERSION = importlib.metadata.version("spaceserve")
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["operating"])
+
+    def ready() -> Response:
+        """200 when new work is taken."""
+        if service.draining:
+            raise Unavailable("The server is stopping and takes no new work.", reason="draining")
+        if not service.engine.ready:
+            raise Unavailable("No worker is up yet.", reason="not_ready")
+        return answer({"status": "ready"})
+
+    for path in ("/health", "/readyz", "/ping"):
+        router.add_api_route(path, ready, methods=["GET"], response_class=Response)
+
+    @router.get("/livez")
+    async def livez() -> Response:
+        """200 as long as the process answers."""
+        return answer({"status": "alive"})
+
+    @router.get("/startupz")
+    async def startupz() -> Response:
+        """200 once the model has been ready."""
+        if not service.started:
+            raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
+        return answer({"status": "started"})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return answer({"version": VERSION})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Every series, in Prometheus' text format."""
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/load")
+    async def load() -> Response:
+        """How busy the engine is now."""
+        figures = service.engine.load()
+        return answer({name: getattr(figures, name) for name in figures.__dataclass_fields__})
+
+    @router.get("/info")
+    async def info() -> Response:
+        """Model, limits and speculation, with TGI's names where TGI has them."""
+        return answer(describe(service))
+
+    @router.get("/")
+    async def root() -> Response:
+        """Where things are."""
+        return answer(
+            {
+                "name": "spaceserve",
+                "version": VERSION,
+                "model": service.text.name,
+                "docs": "/docs",
+                "info": "/info",
+                "metrics": "/metrics",
+                "openai": "/v1",
+                "tgi": "/generate",
+            }
+        )
+
+    return router
+
+
+def describe(service: Service) -> dict[str, Any]:
+    """The body of `/info`. What only a worker knows is null until one is there."""
+    config, facts = service.config, service.engine.facts
+    window = None if facts is None else facts.window
+    return {
+        "model_id": service.text.name,
+        "model_sha": None if facts is None else facts.model_hash,
+        "model_dtype": None if facts is None else facts.dtype,
+        "model_device_type": None if facts is None else facts.device,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": config.max_queue + (0 if facts is None else facts.max_sequences * config.workers),
+        "max_best_of": config.max_choices,
+        "max_stop_sequences": config.max_stop_strings,
+        "max_input_tokens": None if window is None else window - 1,
+        "max_total_tokens": window,
+        "max_client_batch_size": config.max_choices,
+        "router": "spaceserve",
+        "version": VERSION,
+        "vocab_size": None if facts is None else facts.vocab_size,
+        "attention": None if facts is None else facts.attention,
+        "block_size": None if facts is None else facts.block_size,
+        "num_blocks": None if facts is None else facts.num_blocks,
+        "speculation": {
+            "default": config.speculation,
+            "max_draft_length": None if facts is None else facts.max_draft_length,
+            "num_masks": None if facts is None else facts.num_masks,
+            "draft_head": None if facts is None else facts.has_draft_head,
+        },
+        "chat_template": service.text.chat_template is not None,
+        "ready": service.ready,
+    }

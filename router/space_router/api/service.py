@@ -1,0 +1,43 @@
+"""What every route needs, in one place: the engine, the texts, the config, the figures."""
+
+import time
+from dataclasses import dataclass, field
+
+from space_router.api.door import Door
+from space_router.api.plan import Plan
+from space_router.api.running import Running
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.errors import Unavailable
+from space_router.metrics import Metrics
+from space_router.text.model_text import ModelText
+
+
+@dataclass
+class Service:
+    """The parts of one running server."""
+
+    config: ServeConfig
+    text: ModelText
+    engine: Engine
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+    started: bool = False  # the engine has been ready once
+    draining: bool = False  # SIGTERM has come
+
+    @property
+    def ready(self) -> bool:
+        """New work is taken and a worker is there to do it."""
+        return self.engine.ready and not self.draining
+
+    def door(self) -> Door:
+        """Raises Unavailable while the model is not known yet, or no more."""
+        if self.draining:
+            raise Unavailable("The server is stopping and takes no new work.", reason="draining")
+        facts = self.engine.facts
+        if facts is None:
+            raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
+        return Door(self.config, self.text, facts)
+
+    def run(self, plan: Plan) -> Running:
+        return Running(self.engine, self.text.tokenizer, self.metrics, plan)

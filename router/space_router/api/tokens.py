@@ -1,0 +1,61 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from space_router.api.answers import answer
+from space_router.api.body import Body, read_object, validate
+from space_router.api.fields import TokenId
+from space_router.api.schema import json_body
+from space_router.api.service import Service
+from space_router.errors import InvalidRequest
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"parameters": ({},)}
+
+
+class TokenizeBody(Body):
+    """`inputs` is answered as TGI does, `prompt` as OpenAI-like servers do."""
+
+    inputs: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Ids to text."""
+
+    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    skip_special_tokens: bool | None = None
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", openapi_extra=json_body(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
+        body = validate(TokenizeBody, await read_object(request, service.config.max_body), _NEUTRAL)
+        facts = service.door().facts
+        special = body.add_special_tokens is not False
+        if (body.inputs is None) == (body.prompt is None):
+            raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
+        if body.inputs is None:
+            ids = service.text.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+            return answer({"tokens": ids, "count": len(ids), "max_model_len": facts.window})
+        spans = service.text.tokenizer.encode_spans(body.inputs, add_special_tokens=special)
+        return answer(
+            [{"id": id_, "text": body.inputs[start:end], "start": start, "stop": end} for id_, start, end in spans]
+        )
+
+    @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of ids."""
+        body = validate(DetokenizeBody, await read_object(request, service.config.max_body), {})
+        ids = service.door().check_ids(body.tokens, "tokens")
+        skip = bool(body.skip_special_tokens)
+        return answer({"prompt": service.text.tokenizer.decode(ids, skip_special_tokens=skip)})
+
+    return router

@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizer, incremental detokeniser, stop strings, chat templates."""

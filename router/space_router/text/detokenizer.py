@@ -1,0 +1,63 @@
+"""Ids to text, one by one, a character only when it is whole."""
+
+import codecs
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from space_router.text.tokenizer import Tokenizer
+
+
+class TokenSpan(NamedTuple):
+    """Where one token lies in the text of its stream: [start, end) in characters.
+
+    A token that is part of a character spans that character, though its text comes with the token that completes it.
+    start == end: the token has no characters (a skipped special token).
+    """
+
+    id: int
+    start: int
+    end: int
+
+
+class Detokenizer:
+    """The text of one stream so far. Every character comes exactly once, whole, with the token that completes it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._bytes_of = tokenizer.bytes_of
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = False  # bytes of an unfinished character are waiting
+        self._length = 0  # characters given out so far
+        # SentencePiece's space before the first word: part of the text unless the text begins here.
+        self._strip = tokenizer.bytes_of.strips_first_space and all(id_ in tokenizer.special_ids for id_ in prompt_ids)
+
+    def push(self, id_: int) -> tuple[str, TokenSpan]:
+        """The characters this token completes, and where it lies."""
+        content = b"" if id_ in self._skipped else self._bytes_of[id_]
+        if not content:
+            return "", TokenSpan(id_, self._length, self._length)
+        start = self._length
+        if self._pending:
+            head = self._decoder.decode(content[:1])
+            # A first byte that does not continue the waiting ones leaves them to a replacement character of their own.
+            if len(head) > 1 or (head and self._decoder.getstate()[0]):
+                start += 1
+            text = head + self._decoder.decode(content[1:])
+        else:
+            text = self._decoder.decode(content)
+        self._pending = bool(self._decoder.getstate()[0])
+        if self._strip:
+            self._strip = False
+            text = text.removeprefix(" ")
+        self._length += len(text)
+        end = self._length + self._pending
+        return text, TokenSpan(id_, start, max(start, end))
+
+    def finish(self) -> str:
+        """What an unfinished character leaves behind at the end of the stream: a replacement character, or nothing."""
+        text = self._decoder.decode(b"", final=True)
+        self._pending = False
+        self._length += len(text)
+        return text

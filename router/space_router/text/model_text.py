@@ -1,0 +1,48 @@
+"""Everything textual a checkpoint brings along."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from space_router.config import ServeConfig
+from space_router.text import chat_template, checkpoint
+from space_router.text.chat_template import ChatTemplate
+from space_router.text.tokenizer import Tokenizer
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """Tokenizer, chat template (None: the checkpoint has none) and default sampling parameters of one model."""
+
+    name: str  # as clients call it
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    sampling_defaults: Mapping[str, float]
+
+    @classmethod
+    def load(cls, config: ServeConfig) -> "ModelText":
+        """Raises ConfigError where a file is missing or unusable."""
+        folder = checkpoint.locate(config.model)
+        tokenizer = Tokenizer.load(folder)
+        tokens = {
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+            "unk_token": tokenizer.unk_token,
+        }
+        template = chat_template.find(folder, config.chat_template, tokens)
+        defaults = _defaults(folder) if config.generation_config == "auto" else {}
+        return cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """The sampling parameters generation_config.json names; the others keep the API's own defaults."""
+    values = checkpoint.read_json(folder, "generation_config.json")
+    return {
+        key: value
+        for key in _SAMPLING_DEFAULTS
+        if isinstance(value := values.get(key), int | float) and not isinstance(value, bool)
+    }

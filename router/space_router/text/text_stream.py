@@ -1,0 +1,193 @@
+"""One engine stream as text: detokenised, cut at stop strings, with the tokens that belong to each piece."""
+
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from space_router.engine.request import Delta, Finish, TokenLogprobs
+from space_router.text.detokenizer import Detokenizer, TokenSpan
+from space_router.text.stop_strings import StopMatch, StopStrings
+from space_router.text.tokenizer import Tokenizer
+
+
+class FinishReason(Enum):
+    """Why a text ended, as clients are told."""
+
+    EOS = "eos"  # an EOS id
+    STOP = "stop"  # a stop string or stop id
+    LENGTH = "length"  # max_tokens or the window
+
+
+class TextToken(NamedTuple):
+    """A token that is part of the text for good."""
+
+    span: TokenSpan
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What became certain with one step: a piece of text and the tokens that begin in it."""
+
+    text: str
+    tokens: tuple[TextToken, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None  # set in the last delta
+    stop_reason: str | int | None = None  # the stop string or stop id that ended it
+
+
+@dataclass
+class TextStatistics:
+    """What one text has cost, counting only what is inside the cut."""
+
+    num_tokens: int = 0
+    num_steps: int = 0  # decode steps
+    num_decoded: int = 0  # tokens of decode steps
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+class _Step(NamedTuple):
+    """One delta of the engine, until it is known how many of its tokens stay."""
+
+    num_tokens: int
+    accepted: int
+    decoded: bool
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How ids become text, and where the text ends."""
+
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False  # include_stop_str_in_output
+    min_tokens: int = 0  # stop strings are looked for behind the text of so many tokens
+    skip_special_tokens: bool = True
+
+
+@dataclass
+class TextStream:
+    """Iterates TextDeltas. Ends by itself at a stop string: the engine's stream is left to its owner to close."""
+
+    tokenizer: Tokenizer
+    prompt_ids: Sequence[int]
+    rules: TextRules
+    statistics: TextStatistics = field(default_factory=TextStatistics)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(
+            self.tokenizer, self.prompt_ids, skip_special_tokens=self.rules.skip_special_tokens
+        )
+        self._search = StopStrings(self.rules.stops)
+        self._searched_from = 0  # characters before the search began
+        self._text = ""  # text that is not given out yet; begins at character self._given
+        self._given = 0
+        self._tokens: deque[TextToken] = deque()  # tokens that are not given out yet
+        self._num_seen = 0
+        self._steps: list[_Step] = []
+
+    async def read(self, stream: AsyncIterable[Delta]) -> AsyncIterator[TextDelta]:
+        """The deltas of a stream as text; one for each that made something certain."""
+        async for delta in stream:
+            made = self.feed(delta)
+            if made is None:
+                continue
+            yield made
+            if made.finish is not None:
+                return
+
+    def feed(self, delta: Delta) -> TextDelta | None:
+        """What one delta makes certain; None where that is nothing. No more deltas after one with `finish`."""
+        match = self._take(delta)
+        if match is not None:
+            made = self._cut(match, delta.prompt_logprobs)
+        elif delta.finish is not None:
+            made = self._end(delta)
+        else:
+            made = self._give(self._certain(), delta.prompt_logprobs)
+        self._count(delta, made)
+        return made if made.text or made.tokens or made.prompt_logprobs or made.finish else None
+
+    def _take(self, delta: Delta) -> StopMatch | None:
+        """Detokenise and search the tokens of a delta, up to the match if there is one."""
+        shown = len(delta.tokens)
+        if delta.finish in (Finish.EOS, Finish.STOP_ID) and not self.rules.keep_stop:
+            shown -= 1  # the id that ends the stream has no text
+        for i, id_ in enumerate(delta.tokens):
+            if i < shown:
+                piece, span = self._detokenizer.push(id_)
+            else:
+                piece, span = "", TokenSpan(id_, self._length, self._length)
+            self._tokens.append(TextToken(span, delta.logprobs[i] if delta.logprobs else None))
+            if match := self._grow(piece):
+                return match
+        if delta.finish is not None:
+            return self._grow(self._detokenizer.finish())
+        return None
+
+    def _grow(self, piece: str) -> StopMatch | None:
+        self._text += piece
+        self._num_seen += 1
+        if not self.rules.stops:
+            return None
+        if self._num_seen <= self.rules.min_tokens:
+            self._searched_from = self._length
+            return None
+        return self._search.push(piece)
+
+    @property
+    def _length(self) -> int:
+        return self._given + len(self._text)
+
+    def _certain(self) -> int:
+        """Characters that stay whatever comes."""
+        return self._searched_from + self._search.num_certain if self.rules.stops else self._length
+
+    def _cut(self, match: StopMatch, prompt_logprobs: tuple[TokenLogprobs, ...]) -> TextDelta:
+        place = self._searched_from + (match.end if self.rules.keep_stop else match.start)
+        made = self._give(place, prompt_logprobs)
+        self._tokens.clear()
+        return TextDelta(made.text, made.tokens, made.prompt_logprobs, FinishReason.STOP, match.stop)
+
+    def _end(self, delta: Delta) -> TextDelta:
+        made = self._give(self._length, delta.prompt_logprobs)
+        tokens = made.tokens + tuple(self._tokens)
+        match delta.finish:
+            case Finish.EOS:
+                reason, stop = FinishReason.EOS, None
+            case Finish.STOP_ID:
+                reason, stop = FinishReason.STOP, delta.tokens[-1]
+            case _:
+                reason, stop = FinishReason.LENGTH, None
+        return TextDelta(made.text, tokens, made.prompt_logprobs, reason, stop)
+
+    def _give(self, end: int, prompt_logprobs: tuple[TokenLogprobs, ...]) -> TextDelta:
+        """Give out the text before `end`, with every token up to the first that has all its characters behind it."""
+        text = self._text[: end - self._given]
+        self._text = self._text[len(text) :]
+        self._given += len(text)
+        tokens = []
+        while self._tokens and (
+            self._tokens[0].span.start == self._tokens[0].span.end or self._tokens[0].span.start < end
+        ):
+            tokens.append(self._tokens.popleft())
+        return TextDelta(text, tuple(tokens), prompt_logprobs)
+
+    def _count(self, delta: Delta, made: TextDelta) -> None:
+        count = self.statistics
+        count.num_tokens += len(made.tokens)
+        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded))
+        count.num_drafted += delta.drafted
+        count.num_steps += delta.decoded
+        if made.finish is None:
+            return
+        left = count.num_tokens
+        for step in self._steps:
+            kept = min(left, step.num_tokens)
+            left -= kept
+            if step.decoded:
+                count.num_decoded += kept
+                count.num_accepted += min(step.accepted, kept)
+        self._steps.clear()
