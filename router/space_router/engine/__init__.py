@@ -1,1 +1,1 @@
-"""All requests of this router, from the door to the last token: queue, pages, schedule, streams. Never imports torch."""
+"""All requests of this router, from the door to the last token: queue, pages, schedule, streams. Torch-free."""

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from types import TracebackType
 
+from space_proto import worker_pb2
+
 from space_router.config import ServeConfig
+from space_router.engine import wire
+from space_router.engine.door import LoadFigures, allowed_tokens, worth_waiting
+from space_router.engine.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineError,
+    NotReady,
+    RequestCancelled,
+    RequestFailed,
+    WorkerFailed,
+    WorkerStartFailed,
+)
+from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
+from space_router.engine.observer import Observer
+from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
+from space_router.engine.scheduler import Advance, Scheduler, best_placement
+from space_router.engine.seat import Seat, WorkerSource
 from space_router.engine.stream import Stream
 from space_router.metrics import Metrics
+from space_router.workers.command import worker_command
+from space_router.workers.remote import RemoteWorker
+from space_router.workers.supervisor import Supervisor
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class LoadFigures:
-    """How busy the engine is now."""
-
-    num_queued: int
-    num_running: int
-    blocks_free: int
-    blocks_held: int
-    blocks_cached: int
-    num_workers_up: int
-    draining: bool
+MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
+MAX_WORKER_LOSSES = 3  # a request that saw so many workers die may be what kills them
 
 
 class Engine:
@@ -45,31 +61,95 @@ class Engine:
         *,
         tokenizer_hash: str | None = None,
         worker_timeout: float = 30.0,
+        worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
+        max_lag: int = MAX_LAG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any."""
+        """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
+        `worker_timeout`: seconds of silence after which a worker is dead; `worker_argv`: how a worker is started on an
+        address; `max_lag`: tokens a reader may be behind; `clock`: seconds, for measuring only.
+        """
+        self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
+        self._config = config
+        self._clock = clock
+        self._max_lag = max_lag
+        self._worker_argv = worker_argv
+        self._observer = Observer(metrics)
+        self._queue = RequestQueue(config.max_queue)
+        self._open: dict[Stream, LiveRequest] = {}  # not ended yet
+        self._num_submitted = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._up = asyncio.Event()
+        self._hopeless: WorkerStartFailed | None = None
+        self._exit = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._supervisors: list[Supervisor] = []
+        self._seats = [
+            Seat(
+                source,
+                schedule=self._new_scheduler,
+                tokenizer_hash=tokenizer_hash,
+                worker_timeout=worker_timeout,
+                max_prefill_rows=config.max_prefill_rows,
+            )
+            for source in self._sources()
+        ]
 
-    facts: ModelFacts | None
-    """What the workers said about the model; None until the first Hello."""
+    def _sources(self) -> list[WorkerSource]:
+        if self._config.worker_address:
+            return [RemoteWorker(address) for address in self._config.worker_address]
+        self._supervisors = [
+            Supervisor(
+                lambda address: self._worker_argv(self._config, address),
+                name=f"worker {number}",
+                start_timeout=self._config.worker_start_timeout,
+            )
+            for number in range(self._config.workers)
+        ]
+        return list(self._supervisors)
 
-    async def __aenter__(self) -> Engine: ...
+    def _new_scheduler(self, facts: ModelFacts) -> Scheduler:
+        return Scheduler(
+            facts, max_prefill_rows=self._config.max_prefill_rows, max_draft_length=self._config.max_draft_length
+        )
+
+    async def __aenter__(self) -> Engine:
+        for supervisor in self._supervisors:
+            await self._exit.enter_async_context(supervisor)
+        self._tasks = [asyncio.create_task(self._keep(seat)) for seat in self._seats]
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self._draining = True
+        for live in list(self._open.values()):
+            self._end(live, RequestFailed("The server has stopped before this request was done."))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._exit.aclose()
+
+    # What the HTTP face asks.
 
     @property
     def ready(self) -> bool:
         """At least one worker is up and the engine is not draining."""
-        raise NotImplementedError
+        return not self._draining and any(seat.scheduler is not None for seat in self._seats)
 
     async def wait_ready(self) -> ModelFacts:
         """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
-        raise NotImplementedError
+        await self._up.wait()
+        if self.facts is None:
+            raise self._hopeless or WorkerStartFailed("No worker came up.")
+        return self.facts
 
     async def failed(self) -> None:
         """Return never, or raise WorkerStartFailed once no worker can be started any more."""
-        raise NotImplementedError
+        await asyncio.gather(*self._tasks)
+        raise self._hopeless or WorkerStartFailed("No worker is left.")
 
     def submit(self, request: ValidRequest, *, leader: Stream | None = None) -> Stream:
         """Queue a request, or raise PromptTooLong, CacheTooSmall, QueueFull, NotReady or Draining.
@@ -77,15 +157,229 @@ class Engine:
         `leader`: a stream with the same prompt (choice 0); this request waits until the leader's prompt is computed,
         and shares its blocks.
         """
-        raise NotImplementedError
+        if self._draining:
+            raise Draining("The server is stopping and takes no new requests.")
+        if self.facts is None:
+            raise NotReady("No worker is up yet. Try again when /health says so.")
+        max_tokens = allowed_tokens(request, self.facts)
+        live = LiveRequest(request, max_tokens, self._num_submitted, self._clock())
+        self._num_submitted += 1
+        stream = live.stream = Stream(
+            request,
+            live.statistics,
+            max_lag=self._max_lag,
+            on_leave=lambda: self._leave(live),
+            on_caught_up=lambda: self._caught_up(live),
+        )
+        first = self._open.get(leader) if leader is not None else None
+        parked = first is not None and worth_waiting(first, live, self.facts.block_size)
+        self._open[stream] = live
+        self._idle.clear()
+        self._queue.push(live, parked=parked)
+        self._schedule()
+        if len(self._queue) > self._queue.max_waiting and live in self._queue:
+            self._queue.remove(live)
+            self._forget(live)
+            raise self._queue.full()
+        if first is not None and parked:
+            first.followers.append(live)
+        if request.deadline is not None:
+            too_late = DeadlineExceeded(request.deadline)
+            live.deadline = asyncio.get_running_loop().call_later(request.deadline, self._end, live, too_late)
+        self._settle()
+        return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its name with RequestCancelled; False where there is none."""
-        raise NotImplementedError
+        found = [live for live in self._open.values() if live.request.request_id == request_id]
+        for live in found:
+            self._end(live, RequestCancelled(f"Request {request_id} was cancelled."))
+        return bool(found)
 
     def load(self) -> LoadFigures:
-        raise NotImplementedError
+        """How busy the engine is now."""
+        schedulers = self._schedulers()
+        return LoadFigures(
+            num_queued=len(self._queue),
+            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            blocks_free=sum(scheduler.pool.num_free for scheduler in schedulers),
+            blocks_held=sum(scheduler.pool.num_held for scheduler in schedulers),
+            blocks_cached=sum(scheduler.pool.num_cached for scheduler in schedulers),
+            num_workers_up=len(schedulers),
+            draining=self._draining,
+        )
 
-    async def drain(self, timeout: float) -> bool:
-        """Take no new work; wait until every stream has ended, at most `timeout` seconds; True if all did."""
-        raise NotImplementedError
+    async def drain(self, seconds: float) -> bool:
+        """Take no new work; wait until every stream has ended, at most so many seconds; True if all did."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raise ValueError unless free + held + cached == all pages, everywhere: for tests."""
+        for scheduler in self._schedulers():
+            scheduler.check()
+
+    # What the seats say.
+
+    async def _keep(self, seat: Seat) -> None:
+        """Run one seat; the last one that gives up takes the waiting requests with it."""
+        try:
+            await seat.run(self)
+        except WorkerStartFailed as error:
+            logger.error("%s", error)
+            self._seats.remove(seat)
+            if self._seats:
+                return
+            self._hopeless = error
+            self._up.set()
+            for live in list(self._open.values()):
+                self._end(live, WorkerFailed("No worker can be started any more."))
+
+    def worker_up(self, seat: Seat) -> None:
+        """A worker has said hello, and is empty."""
+        if seat.scheduler is not None:
+            self.facts = seat.scheduler.facts
+        if seat.num_incarnations > 1:
+            self._observer.worker_restarted()
+        self._observer.workers(len(self._schedulers()))
+        self._up.set()
+        self._schedule()
+        self._settle()
+
+    def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None:
+        """A worker has done something."""
+        if seat.scheduler is None:
+            return
+        num_preemptions = seat.scheduler.num_preemptions
+        outcome = seat.scheduler.report(report)
+        now = self._clock()
+        for advance in outcome.advances:
+            self._deliver(advance, now)
+        for live in outcome.readmit:
+            self._queue.push(live, parked=live.lagging)
+        self._observer.step(report)
+        self._schedule()
+        if seat.scheduler.num_preemptions > num_preemptions:
+            self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
+        self._settle()
+
+    def worker_lost(self, seat: Seat, lost: Scheduler) -> None:
+        """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
+        for live in lost.unfinished():
+            live.statistics.num_worker_losses += 1
+            if live.statistics.num_worker_losses >= MAX_WORKER_LOSSES:
+                self._end(
+                    live,
+                    WorkerFailed(
+                        f"{live.statistics.num_worker_losses} workers were lost while they ran this request; it is not "
+                        "tried again."
+                    ),
+                )
+            else:
+                self._queue.push(live, parked=live.lagging)
+        self._observer.workers(len(self._schedulers()))
+        self._schedule()
+        self._settle()
+
+    # What follows.
+
+    def _schedulers(self) -> list[Scheduler]:
+        return [seat.scheduler for seat in self._seats if seat.scheduler is not None]
+
+    def _schedule(self) -> None:
+        """Admit from the head of the queue as long as there is room; nobody overtakes within a priority."""
+        schedulers = self._schedulers()
+        while schedulers and (live := self._queue.head()) is not None:
+            best = best_placement(live, schedulers)
+            if best is None:
+                if len(schedulers) == len(self._seats) and not any(s.fits(live) for s in schedulers):
+                    self._end(live, RequestFailed("The workers came back with less cache than this request needs."))
+                    continue
+                for scheduler in schedulers:
+                    scheduler.preempt_stalled()
+                break
+            scheduler, placement = best
+            now = self._clock()
+            self._queue.admitted(live, now)
+            sequence = scheduler.admit(live, placement)
+            if live.statistics.queue_seconds is None:
+                live.statistics.queue_seconds = now - live.submitted
+                live.statistics.num_cached = min(sequence.computed, live.num_prompt)
+                self._observer.admitted(live)
+
+    def _settle(self) -> None:
+        """The end of every moment: pages to those that want them, commands sent, gauges set."""
+        for seat in self._seats:
+            if seat.scheduler is not None:
+                seat.scheduler.feed()
+                seat.flush()
+        schedulers = self._schedulers()
+        num_running = sum(scheduler.num_running for scheduler in schedulers)
+        self._observer.state((scheduler.pool for scheduler in schedulers), len(self._queue), num_running)
+
+    def _deliver(self, advance: Advance, now: float) -> None:
+        """Hand a reader what a report says, unless its request has ended."""
+        live, part = advance.live, advance.report
+        stream = live.stream
+        if stream is None or stream not in self._open:
+            return
+        if part.finish == worker_pb2.FINISH_ERROR:
+            self._end(live, RequestFailed(part.error or "The worker could not go on with this request."))
+            return
+        if part.tokens:
+            self._observer.tokens(live, len(part.tokens), now)
+            live.last_token = now
+        live.statistics.add(part, now - live.submitted)
+        delta = wire.delta(part, advance.num_prompt_logprobs_known)
+        if delta.tokens or delta.prompt_logprobs or delta.finish:
+            stream.push(delta)
+        if part.tokens:
+            self._release_followers(live)
+        if delta.finish is not None:
+            self._forget(live)
+
+    def _release_followers(self, live: LiveRequest) -> None:
+        followers, live.followers = live.followers, []
+        for follower in followers:
+            if follower in self._queue:
+                self._queue.unpark(follower)
+
+    def _caught_up(self, live: LiveRequest) -> None:
+        """A reader that lagged reads again."""
+        if live in self._queue:
+            self._queue.unpark(live)
+        for scheduler in self._schedulers():
+            scheduler.caught_up(live)
+        self._schedule()
+        self._settle()
+
+    def _leave(self, live: LiveRequest) -> None:
+        """The reader has left its block."""
+        self._end(live, RequestCancelled(f"Request {live.request.request_id} was left by its reader."))
+
+    def _end(self, live: LiveRequest, error: EngineError) -> None:
+        """End a request that is not done, wherever it is; nothing happens if it is."""
+        if live.stream is None or live.stream not in self._open:
+            return
+        live.stream.fail(error)
+        self._queue.remove(live)
+        live.phase = Phase.ENDED
+        self._forget(live)
+        for scheduler in self._schedulers():
+            scheduler.release(live)
+        self._schedule()
+        self._settle()
+
+    def _forget(self, live: LiveRequest) -> None:
+        """A request has ended, one way or the other."""
+        if live.stream is not None:
+            del self._open[live.stream]
+        if live.deadline is not None:
+            live.deadline.cancel()
+        self._release_followers(live)
+        if not self._open:
+            self._idle.set()

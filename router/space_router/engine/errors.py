@@ -52,8 +52,8 @@ class CacheTooSmall(Refused):
     def __init__(self, *, num_prompt: int, max_tokens: int | None, num_slots: int) -> None:
         answer = 1 if max_tokens is None else max_tokens
         super().__init__(
-            f"The request needs {num_prompt + answer + 1} slots of cache (a prompt of {num_prompt} tokens, an answer of "
-            f"{answer}, and one more); all pages together have {num_slots}. Ask for less or raise `--kv-memory`."
+            f"The request needs {num_prompt + answer + 1} slots of cache: a prompt of {num_prompt} tokens, an answer "
+            f"of {answer}, and one more. All pages together have {num_slots}. Ask for less or raise `--kv-memory`."
         )
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
@@ -103,3 +103,7 @@ class RequestCancelled(Broken):
 
 class WorkerStartFailed(EngineError):
     """No worker can be started: its own last words are in the message."""
+
+
+class ProtocolViolation(EngineError):
+    """A worker contradicted the contract; it is not trusted any more and is started again."""

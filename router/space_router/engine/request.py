@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from space_proto import worker_pb2
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -91,9 +93,23 @@ class Statistics:
     num_accepted: int = 0
     num_preemptions: int = 0
     num_worker_losses: int = 0
-    queue_seconds: float = 0.0  # from submit to the first admission
+    queue_seconds: float | None = None  # from submit to the first admission; None before it
     first_token_seconds: float | None = None  # from submit to the first token; None before it
     seconds: float = 0.0  # from submit to the latest token
+
+    def add(self, report: worker_pb2.SequenceReport, seconds: float) -> None:
+        """One more report, so many seconds after submit."""
+        num_tokens = len(report.tokens)
+        if num_tokens:
+            self.num_generated += num_tokens
+            self.seconds = seconds
+            if self.first_token_seconds is None:
+                self.first_token_seconds = seconds
+        if report.decoded:
+            self.num_steps += 1
+            self.num_decoded += num_tokens
+            self.num_drafted += report.num_drafted
+            self.num_accepted += report.num_accepted
 
     @property
     def tokens_per_step(self) -> float | None:

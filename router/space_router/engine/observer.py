@@ -1,0 +1,108 @@
+"""Turns what happens into the series an operator sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from space_proto import worker_pb2
+
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.pages import PagePool
+from space_router.metrics import MAX_POSITION, Metrics
+
+SPEEDUP_MEMORY = 0.98  # weight of the past per step: the gauge follows about the last 50 steps
+
+
+class Observer:
+    """Observes for the engine; times are seconds and arguments."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._positions = [
+            metrics.accepted_by_position_total.labels(position=str(i)) for i in range(1, MAX_POSITION + 1)
+        ]
+        self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ("chain", "mask", "prefill")}
+        self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in ("forward", "sample", "draft")}
+        self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in ("free", "held", "cached")}
+        self._queued = metrics.requests.labels(state="queued")
+        self._running = metrics.requests.labels(state="running")
+        self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
+        self._spent_seconds = 0.0  # what their steps did cost, fading
+
+    def step(self, report: worker_pb2.StepReport) -> None:
+        """One report: rows, seconds, and what speculation brought."""
+        metrics = self._metrics
+        decoded = [part for part in report.sequences if part.decoded]
+        accepted = [0] * len(self._positions)
+        for part in decoded:
+            metrics.tokens_per_step.observe(len(part.tokens))
+            for i in range(min(part.num_accepted, len(accepted))):
+                accepted[i] += 1
+        for series, number in zip(self._positions, accepted, strict=True):
+            if not number:
+                break  # who accepted no draft here accepted none behind it
+            series.inc(number)
+        if num_drafted := sum(part.num_drafted for part in decoded):
+            metrics.drafted_tokens_total.inc(num_drafted)
+            metrics.accepted_tokens_total.inc(sum(part.num_accepted for part in decoded))
+        if num_tokens := sum(len(part.tokens) for part in report.sequences):
+            metrics.generated_tokens_total.inc(num_tokens)
+        if report.stepped:
+            self._stats(report.stats)
+            self._speedup(report.stats, len(decoded), sum(len(part.tokens) for part in decoded))
+
+    def _stats(self, stats: worker_pb2.StepStats) -> None:
+        for length, number in enumerate(stats.draft_length_counts):
+            for _ in range(number):
+                self._metrics.draft_length.observe(length)
+        for kind, number in (("chain", stats.chain_rows), ("mask", stats.mask_rows), ("prefill", stats.prefill_rows)):
+            if number:
+                self._rows[kind].inc(number)
+        self._phases["forward"].observe(stats.forward_seconds)
+        self._phases["sample"].observe(stats.sample_seconds)
+        self._phases["draft"].observe(stats.draft_seconds)
+        self._metrics.step_host_seconds.observe(stats.host_seconds)
+
+    def _speedup(self, stats: worker_pb2.StepStats, num_sequences: int, num_tokens: int) -> None:
+        """Tokens per sequence and step, times the cost of a plain step, over the cost of this one."""
+        if not num_sequences or stats.prefill_rows or stats.plain_step_seconds <= 0:
+            return
+        spent = stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds
+        plain = num_tokens / num_sequences * stats.plain_step_seconds
+        self._plain_seconds = SPEEDUP_MEMORY * self._plain_seconds + plain
+        self._spent_seconds = SPEEDUP_MEMORY * self._spent_seconds + spent
+        if self._spent_seconds > 0:
+            self._metrics.speculation_speedup.set(self._plain_seconds / self._spent_seconds)
+
+    def admitted(self, live: LiveRequest) -> None:
+        """A first admission."""
+        self._metrics.queue_seconds.observe(live.statistics.queue_seconds or 0.0)
+        self._metrics.prompt_tokens_total.inc(live.num_prompt)
+        self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
+
+    def tokens(self, live: LiveRequest, num_tokens: int, now: float) -> None:
+        """A request got tokens; the gap since its last ones is shared among them, and observed once per step."""
+        if live.last_token is None:
+            self._metrics.time_to_first_token_seconds.observe(now - live.submitted)
+        else:
+            self._metrics.inter_token_latency_seconds.observe((now - live.last_token) / num_tokens)
+
+    def preempted(self, number: int) -> None:
+        self._metrics.preemptions_total.inc(number)
+
+    def workers(self, num_up: int) -> None:
+        self._metrics.worker_up.set(num_up)
+
+    def worker_restarted(self) -> None:
+        self._metrics.worker_restarts_total.inc()
+
+    def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
+        """How things stand now."""
+        free = held = cached = 0
+        for pool in pools:
+            free, held, cached = free + pool.num_free, held + pool.num_held, cached + pool.num_cached
+        self._blocks["free"].set(free)
+        self._blocks["held"].set(held)
+        self._blocks["cached"].set(cached)
+        self._queued.set(num_queued)
+        self._running.set(num_running)

@@ -1,0 +1,130 @@
+"""The blocks of one worker's cache: who holds them, and which content they are known for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PagePool:
+    """Every block is exactly one of
+
+        free     content means nothing
+        held     one or more sequences refer to it (known content may be shared)
+        cached   nobody refers to it, but its content is known: the oldest use goes first when room is needed
+
+    so that free + held + cached == num_blocks always. Only whole computed blocks become known; they are immutable.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last given back is taken first
+        self._num_holders = [0] * num_blocks
+        self._num_held = 0
+        self._key: list[bytes | None] = [None] * num_blocks
+        self._block: dict[bytes, int] = {}  # key -> block
+        self._cached: dict[int, None] = {}  # known blocks without holder; the first is the longest unused
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give: the free ones and those that are only cached."""
+        return len(self._free) + len(self._cached)
+
+    def known(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `keys`. They are not held by this: see `hold`."""
+        blocks = []
+        for key in keys:
+            block = self._block.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unheld(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` nobody holds: by so many does holding them lower `num_available`."""
+        return sum(self._num_holders[block] == 0 for block in blocks)
+
+    def num_sole(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` have one holder: by so many does giving them back raise `num_available`."""
+        return sum(self._num_holders[block] == 1 for block in blocks)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """One more holder for known blocks."""
+        for block in blocks:
+            if self._num_holders[block] == 0:
+                del self._cached[block]
+                self._num_held += 1
+            self._num_holders[block] += 1
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Blocks for one new holder to write; the longest unused cached ones are forgotten where free ones run out.
+
+        The caller asks for at most `num_available`.
+        """
+        if num_blocks > self.num_available:
+            raise ValueError(f"{num_blocks} blocks asked for, {self.num_available} available")
+        while len(self._free) < num_blocks:
+            block = next(iter(self._cached))
+            del self._cached[block]
+            self._forget(block)
+            self._free.append(block)
+        taken = [self._free.pop() for _ in range(num_blocks)]
+        for block in taken:
+            self._num_holders[block] = 1
+        self._num_held += num_blocks
+        return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """One holder less. Blocks come in order of position, so that deep ones are forgotten before their roots."""
+        for block in reversed(blocks):
+            self._num_holders[block] -= 1
+            if self._num_holders[block]:
+                continue
+            self._num_held -= 1
+            if self._key[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Make a held, whole, computed block known. A content known already keeps its block; this one stays private."""
+        if self._block.setdefault(key, block) == block:
+            self._key[block] = key
+
+    def check(self) -> None:
+        """Raise ValueError unless the books balance."""
+        states = [0] * self.num_blocks
+        for block in self._free:
+            states[block] += 1
+            if self._num_holders[block] or self._key[block] is not None:
+                raise ValueError(f"block {block} is free but held or known")
+        for block in self._cached:
+            states[block] += 1
+            if self._num_holders[block] or self._key[block] is None:
+                raise ValueError(f"block {block} is cached but held or unknown")
+        for block, num_holders in enumerate(self._num_holders):
+            states[block] += num_holders > 0
+        if set(states) - {1} or self.num_free + self.num_held + self.num_cached != self.num_blocks:
+            raise ValueError(
+                f"free {self.num_free} + held {self.num_held} + cached {self.num_cached} != {self.num_blocks} blocks"
+            )
+        for key, block in self._block.items():
+            if self._key[block] != key:
+                raise ValueError(f"block {block} is known for another content")
+
+    def _forget(self, block: int) -> None:
+        key = self._key[block]
+        if key is not None:
+            del self._block[key]
+            self._key[block] = None

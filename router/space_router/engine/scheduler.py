@@ -1,0 +1,312 @@
+"""Who runs on one worker, and on which pages. Arithmetic only: reports and requests in, commands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from space_proto import worker_pb2
+
+from space_router.engine import wire
+from space_router.engine.errors import ProtocolViolation
+from space_router.engine.live_request import LiveRequest, Phase
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.pages import PagePool
+from space_router.engine.report_check import check_report_no, check_sequence
+from space_router.engine.sequence import Sequence, Step
+
+MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
+STEPS_AHEAD = 4  # full steps that fit the granted slots: one being read, one running, one launched, one in the mail
+PREFILL_STEPS_AHEAD = 2  # steps' worth of prompt that may wait in the worker, so that it never idles
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a request would stand on this worker."""
+
+    shared: list[int]  # known blocks of its prefix
+    num_fresh: int  # blocks it needs besides
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What one report says about one request."""
+
+    live: LiveRequest
+    report: worker_pb2.SequenceReport
+    num_prompt_logprobs_known: int  # leading ones of the report's that the reader has from an earlier admission
+
+
+@dataclass
+class Outcome:
+    """What one report means for the requests."""
+
+    advances: list[Advance] = field(default_factory=list)
+    readmit: list[LiveRequest] = field(default_factory=list)  # preempted and acknowledged: may be queued again
+
+
+class Scheduler:
+    """The sequences and pages of one incarnation of one worker.
+
+    Commands collect until `take_commands`. Oldest and youngest are meant by the age of the request, not of the
+    admission, so that a preempted request keeps its rights.
+    """
+
+    def __init__(self, facts: ModelFacts, *, max_prefill_rows: int, max_draft_length: int | None) -> None:
+        """`max_prefill_rows`: prompt rows per step; `max_draft_length`: the server's bound, None for the worker's."""
+        self.facts = facts
+        self.pool = PagePool(facts.num_blocks)
+        self.sequences: dict[int, Sequence] = {}  # by seq_id, until their release is acknowledged
+        self.num_running = 0  # those that are not released
+        self.num_preemptions = 0
+        bound = facts.max_draft_length if max_draft_length is None else max_draft_length
+        self.max_draft_length = min(bound, facts.max_draft_length)
+        self._max_prefill = PREFILL_STEPS_AHEAD * max_prefill_rows
+        self._num_prefill_left = 0  # ids, over all running sequences
+        self._num_expected = 0  # blocks that come back with the releases under way
+        self._next_seq_id = 1
+        self._last_report_no = 0
+        self._hungry: dict[int, Sequence] = {}  # want more pages than they have
+        self._by_request: dict[LiveRequest, Sequence] = {}
+        self._blocked: LiveRequest | None = None  # found no room since pages last came back
+        self._commands: list[worker_pb2.Command] = []
+
+    def take_commands(self) -> list[worker_pb2.Command]:
+        """Everything to say at this moment, in order."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    # Admission.
+
+    def fits(self, live: LiveRequest) -> bool:
+        """Could this request finish here, if it were alone?"""
+        return live.final_slots <= self.facts.num_slots and live.num_prompt < self.facts.window
+
+    def placement(self, live: LiveRequest) -> Placement | None:
+        """Where `live` would stand if it were admitted now; None where there is no room yet."""
+        if live is self._blocked or len(self.sequences) >= self.facts.max_sequences or not self.fits(live):
+            return None
+        placement = self._placement(live)
+        if placement is None:
+            self._blocked = live
+        return placement
+
+    def _placement(self, live: LiveRequest) -> Placement | None:
+        size, num_ids = self.facts.block_size, len(live.ids)
+        shared: list[int] = []
+        if live.request.share_prefix and not live.wants_prompt_logprobs:
+            # The last id is always computed, into a block of its own: its row gives the next token.
+            num_whole = (num_ids - 1) // size
+            shared = self.pool.known(live.keys(size, num_whole)[:num_whole])
+        if self._num_prefill_left and self._num_prefill_left + num_ids - len(shared) * size > self._max_prefill:
+            return None
+        num_fresh = _blocks(min(num_ids + 1, self._most_slots(live)), size) - len(shared)
+        # A block for each that runs, so that the new one is not the next to be preempted; a worker that is empty
+        # has room for every request that `fits`.
+        reserve = self.num_running if self.sequences else 0
+        if num_fresh + self.pool.num_unheld(shared) + reserve > self.pool.num_available:
+            return None
+        return Placement(shared, num_fresh)
+
+    def admit(self, live: LiveRequest, placement: Placement) -> Sequence:
+        """Run a request where `placement` said just now."""
+        self.pool.hold(placement.shared)
+        pages = placement.shared + self.pool.take(placement.num_fresh)
+        num_cached = len(placement.shared) * self.facts.block_size
+        sequence = Sequence(self._next_seq_id, live, pages, num_cached, self.facts.block_size)
+        self._next_seq_id += 1
+        self.sequences[sequence.seq_id] = sequence
+        self._by_request[live] = sequence
+        self.num_running += 1
+        self._num_prefill_left += sequence.num_prefill_left
+        live.phase = Phase.RUNNING
+        self._commands.append(wire.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
+        self._want(sequence)
+        return sequence
+
+    # Reports.
+
+    def report(self, report: worker_pb2.StepReport) -> Outcome:
+        """Take in what the worker did. After a ProtocolViolation this scheduler is of no more use."""
+        check_report_no(report.report_no, self._last_report_no)
+        self._last_report_no = report.report_no
+        outcome = Outcome()
+        for part in report.sequences:
+            sequence = check_sequence(part, self.sequences.get(part.seq_id), self.facts)
+            outcome.advances.append(self._advance(sequence, part))
+        for seq_id in report.released:
+            self._released(seq_id, outcome)
+        self.feed()
+        return outcome
+
+    def _advance(self, sequence: Sequence, part: worker_pb2.SequenceReport) -> Advance:
+        live = sequence.live
+        live.ids.extend(part.tokens)
+        num_prefill_left = sequence.num_prefill_left
+        sequence.computed = max(sequence.computed, part.num_computed)
+        if part.tokens and sequence.step is Step.PREFILL:
+            sequence.step = Step.DECODE
+        if sequence.num_prefill_left < num_prefill_left:
+            self._num_prefill_left += sequence.num_prefill_left - num_prefill_left
+            self._blocked = None
+        self._publish(sequence)
+        if part.finish:
+            sequence.finished = True
+            self._release(sequence)
+            live.phase = Phase.ENDED
+        else:
+            self._want(sequence)
+        known = max(0, live.num_prompt_logprobs - sequence.num_prompt_logprobs)
+        sequence.num_prompt_logprobs += len(part.prompt_logprobs)
+        live.num_prompt_logprobs = max(live.num_prompt_logprobs, sequence.num_prompt_logprobs)
+        return Advance(live, part, known)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Whole computed blocks become known."""
+        live, num_whole = sequence.live, sequence.computed // self.facts.block_size
+        if live.request.share_prefix and num_whole > sequence.num_published:
+            keys = live.keys(self.facts.block_size, num_whole)
+            for i in range(sequence.num_published, num_whole):
+                self.pool.publish(sequence.pages[i], keys[i])
+            sequence.num_published = num_whole
+
+    def _released(self, seq_id: int, outcome: Outcome) -> None:
+        """No launched step refers to the pages any more: they may be used again."""
+        sequence = self.sequences.pop(seq_id, None)
+        if sequence is None or sequence.step is not Step.RELEASED:
+            raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
+        self.pool.give_back(sequence.pages)
+        self._num_expected -= sequence.num_expected
+        self._blocked = None
+        del self._by_request[sequence.live]
+        if sequence.live.phase is Phase.LEAVING:
+            outcome.readmit.append(sequence.live)
+
+    # Pages ahead of need.
+
+    def caught_up(self, live: LiveRequest) -> None:
+        """The reader of a request that may run here reads again: it gets its pages."""
+        if sequence := self._by_request.get(live):
+            self._want(sequence)
+            self.feed()
+
+    def feed(self) -> None:
+        """Give pages to those that want more; where some can go no further without, preempt for them."""
+        if not self._hungry:
+            return
+        starving_first = sorted(self._hungry.values(), key=lambda s: (not s.starving, s.live.age))
+        for sequence in starving_first:
+            num_wanted = self._num_wanted(sequence)
+            num_given = min(num_wanted, self.pool.num_available)
+            if num_given:
+                pages = self.pool.take(num_given)
+                sequence.pages += pages
+                self._commands.append(wire.extend(sequence.seq_id, pages))
+            if num_given == num_wanted:
+                del self._hungry[sequence.seq_id]
+            elif not num_given and not sequence.starving:
+                break  # no page is left, and none that follows is starving
+        self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
+
+    def _want(self, sequence: Sequence) -> None:
+        if sequence.step is not Step.RELEASED and self._num_wanted(sequence):
+            self._hungry[sequence.seq_id] = sequence
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Blocks to add, so that the worker can go on while this report is being read; 0 for a reader that lags."""
+        live, size = sequence.live, self.facts.block_size
+        if live.lagging:
+            return 0
+        num_ids = len(live.ids)
+        num_steps_slots = num_ids + STEPS_AHEAD * (self._draft_bound(live) + 1)
+        num_blocks = min(
+            _blocks(num_steps_slots, size),
+            _blocks(num_ids, size) + MAX_BLOCKS_AHEAD,
+            _blocks(self._most_slots(live), size),
+        )
+        return max(0, num_blocks - len(sequence.pages))
+
+    # Release and preemption.
+
+    def release(self, live: LiveRequest) -> bool:
+        """End a request here; its pages come back once the worker acknowledges. False if it does not run here."""
+        sequence = self._by_request.get(live)
+        if sequence is None:
+            return False
+        self._release(sequence)
+        live.phase = Phase.ENDED
+        self.feed()
+        return True
+
+    def preempt_stalled(self) -> None:
+        """Make room by the youngest of those that only wait for their readers, unless room is on its way already."""
+        stalled = [
+            s for s in self._by_request.values() if s.step is not Step.RELEASED and s.starving and s.live.lagging
+        ]
+        if stalled and not self._num_expected:
+            self._preempt(max(stalled, key=lambda s: s.live.age))
+
+    def _preempt_for(self, num_starving: int) -> None:
+        """Preempt the youngest until as many blocks are expected back as sequences starve."""
+        shortage = num_starving - self._num_expected
+        while shortage > 0 and (victim := self._victim()) is not None:
+            shortage -= victim.starving and victim.seq_id in self._hungry
+            self._preempt(victim)
+            shortage -= victim.num_expected
+
+    def _victim(self) -> Sequence | None:
+        """The youngest that runs, but never the oldest of those that can go on: so somebody always finishes."""
+        running = [sequence for sequence in self._by_request.values() if sequence.step is not Step.RELEASED]
+        going_on = [sequence for sequence in running if not (sequence.starving and sequence.live.lagging)]
+        oldest = min(going_on, key=lambda s: s.live.age, default=None)
+        return max((s for s in running if s is not oldest), key=lambda s: s.live.age, default=None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.live.phase = Phase.LEAVING
+        sequence.live.statistics.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.step is Step.RELEASED:
+            return
+        self._num_prefill_left -= sequence.num_prefill_left
+        sequence.step = Step.RELEASED
+        sequence.num_expected = self.pool.num_sole(sequence.pages)
+        self._num_expected += sequence.num_expected
+        self.num_running -= 1
+        self._hungry.pop(sequence.seq_id, None)
+        self._commands.append(wire.release(sequence.seq_id))
+
+    def unfinished(self) -> list[LiveRequest]:
+        """The requests that a lost worker leaves behind, oldest first."""
+        lives = [live for live in self._by_request if live.phase in (Phase.RUNNING, Phase.LEAVING)]
+        return sorted(lives, key=lambda live: live.age)
+
+    def check(self) -> None:
+        """Raise ValueError unless the books balance: for tests."""
+        self.pool.check()
+        held = {page for sequence in self.sequences.values() for page in sequence.pages}
+        if len(held) != self.pool.num_held:
+            raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")
+        running = [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
+        if self.num_running != len(running) or self._num_prefill_left != sum(s.num_prefill_left for s in running):
+            raise ValueError("the counts of running sequences or of their prompts are wrong")
+
+    def _draft_bound(self, live: LiveRequest) -> int:
+        wanted = live.request.max_draft_length
+        return self.max_draft_length if wanted is None else min(self.max_draft_length, wanted)
+
+    def _most_slots(self, live: LiveRequest) -> int:
+        return min(live.final_slots, self.facts.window)
+
+
+def best_placement(live: LiveRequest, schedulers: Iterable[Scheduler]) -> tuple[Scheduler, Placement] | None:
+    """On the worker that shares the longest prefix; then on the least busy; then where most room is."""
+    placed = [(scheduler, placement) for scheduler in schedulers if (placement := scheduler.placement(live))]
+    return max(placed, key=lambda p: (len(p[1].shared), -p[0].num_running, p[0].pool.num_available), default=None)
+
+
+def _blocks(num_slots: int, block_size: int) -> int:
+    """Blocks that hold so many slots."""
+    return -(-num_slots // block_size)

@@ -1,0 +1,116 @@
+"""A place for a worker: whoever sits there now, and what the router holds of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from space_proto import worker_pb2
+
+from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.scheduler import Scheduler
+from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, WorkerMismatch
+from space_router.workers.supervisor import WorkerDidNotStart
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 5  # in a row, of a worker that was up before
+
+
+class WorkerSource(Protocol):
+    """Where a worker comes from: a process that is kept alive, or an address where somebody else keeps one."""
+
+    name: str
+
+    async def start(self) -> str:
+        """A fresh worker's address, after a back-off where the last one failed."""
+
+    def proved_itself(self) -> None:
+        """The worker has done work: no back-off if it is lost now."""
+
+
+class Engaged(Protocol):
+    """Who is told what happens on the seat."""
+
+    def worker_up(self, seat: Seat) -> None: ...
+
+    def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None: ...
+
+    def worker_lost(self, seat: Seat, lost: Scheduler) -> None: ...
+
+
+class Seat:
+    """Keeps one worker connected, incarnation after incarnation.
+
+    Each incarnation has a scheduler of its own: with the worker, its pages and prefix cache are gone.
+    """
+
+    def __init__(
+        self,
+        source: WorkerSource,
+        *,
+        schedule: Callable[[ModelFacts], Scheduler],
+        tokenizer_hash: str | None,
+        worker_timeout: float,
+        max_prefill_rows: int,
+    ) -> None:
+        self.source = source
+        self.scheduler: Scheduler | None = None  # None: nobody is up
+        self.num_incarnations = 0
+        self._schedule = schedule
+        self._tokenizer_hash = tokenizer_hash
+        self._worker_timeout = worker_timeout
+        self._max_prefill_rows = max_prefill_rows
+        self._link: Link | None = None
+
+    def flush(self) -> None:
+        """Say what the scheduler has to say."""
+        if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
+            self._link.send(commands)
+
+    async def run(self, engaged: Engaged) -> None:
+        """For ever; raises WorkerStartFailed once there is no hope of a worker here."""
+        num_failed_starts = 0
+        while True:
+            try:
+                address = await self.source.start()
+                num_failed_starts = 0
+                await self._converse(address, engaged)
+            except WorkerDidNotStart as error:
+                num_failed_starts += 1
+                if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
+                    raise WorkerStartFailed(str(error)) from error
+                logger.error("%s", error)
+            except WorkerMismatch as error:
+                if not self.num_incarnations:
+                    raise WorkerStartFailed(str(error)) from error
+                logger.error("%s", error)
+            except (LinkLost, ProtocolViolation) as error:
+                logger.warning("%s is lost: %s", self.source.name, error)
+            except Exception:  # whatever it was, a fresh worker and the requests' own ids set it right
+                logger.exception("%s is started again after an error of the router", self.source.name)
+
+    async def _converse(self, address: str, engaged: Engaged) -> None:
+        async with Link(address, timeout=self._worker_timeout, tokenizer_hash=self._tokenizer_hash) as link:
+            facts = ModelFacts.from_hello(link.hello)
+            scheduler = self._schedule(facts)
+            start = worker_pb2.Start(
+                protocol_major=PROTOCOL_MAJOR,
+                max_prefill_rows=self._max_prefill_rows,
+                max_draft_length=scheduler.max_draft_length,
+            )
+            link.send([worker_pb2.Command(start=start)])
+            self.scheduler, self._link = scheduler, link
+            self.num_incarnations += 1
+            try:
+                engaged.worker_up(self)
+                while True:
+                    report = await link.report()
+                    engaged.worker_report(self, report)
+                    if report.stepped:
+                        self.source.proved_itself()
+            finally:
+                self.scheduler = self._link = None
+                engaged.worker_lost(self, scheduler)

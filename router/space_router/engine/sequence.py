@@ -1,0 +1,50 @@
+"""The router's view of one admission of one request to one worker."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from space_router.engine.live_request import LiveRequest
+
+
+class Step(Enum):
+    """What a sequence does in the worker, as far as reports tell."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RELEASED = "released"  # Release is sent: its pages come back when the worker acknowledges
+
+
+class Sequence:
+    """Ids are the request's; pages and computed length are this admission's.
+
+    [0 ..... computed) [computed ..... num_slots)
+     keys and values    free slots: at 0 the worker pauses the sequence
+    """
+
+    def __init__(self, seq_id: int, live: LiveRequest, pages: list[int], num_cached: int, block_size: int) -> None:
+        self.seq_id = seq_id
+        self.live = live
+        self.pages = pages
+        self.computed = num_cached
+        self.num_published = num_cached // block_size  # leading blocks that are known to the pool
+        self.num_admitted = len(live.ids)  # ids at admission: computed once the first token is there
+        self.step = Step.PREFILL
+        self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
+        self.finished = False  # the worker says it has ended
+        self.num_expected = 0  # once released: blocks that will come back with the acknowledgement
+        self._block_size = block_size
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.pages) * self._block_size
+
+    @property
+    def starving(self) -> bool:
+        """No free slot: the worker has paused it, or will before its next step."""
+        return self.num_slots <= self.computed
+
+    @property
+    def num_prefill_left(self) -> int:
+        """Ids the worker must still compute before the first token of this admission."""
+        return self.num_admitted - self.computed if self.step is Step.PREFILL else 0

@@ -1,0 +1,85 @@
+"""Between the engine's nouns and the worker's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from space_proto import worker_pb2
+
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.request import Delta, Finish, Sampling, TokenLogprobs
+
+FINISH = {
+    worker_pb2.FINISH_EOS: Finish.EOS,
+    worker_pb2.FINISH_STOP_ID: Finish.STOP_ID,
+    worker_pb2.FINISH_LENGTH: Finish.LENGTH,
+}
+
+
+def admit(
+    live: LiveRequest, seq_id: int, pages: Sequence[int], num_cached: int, max_draft_length: int
+) -> worker_pb2.Command:
+    """The order to run a request; what it emitted in earlier lives goes after its prompt."""
+    request = live.request
+    return worker_pb2.Command(
+        admit=worker_pb2.Admit(
+            seq_id=seq_id,
+            ids=live.ids,
+            num_prompt=live.num_prompt,
+            num_cached=num_cached,
+            pages=pages,
+            sampling=_sampling(request.sampling),
+            limits=worker_pb2.Limits(max_tokens=live.max_tokens, eos_ids=request.eos_ids, stop_ids=request.stop_ids),
+            max_draft_length=max_draft_length,
+            num_logprobs=request.num_logprobs,
+            want_logprobs=request.want_logprobs,
+            num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,
+        )
+    )
+
+
+def extend(seq_id: int, pages: Sequence[int]) -> worker_pb2.Command:
+    return worker_pb2.Command(extend=worker_pb2.Extend(seq_id=seq_id, pages=pages))
+
+
+def release(seq_id: int) -> worker_pb2.Command:
+    return worker_pb2.Command(release=worker_pb2.Release(seq_id=seq_id))
+
+
+def delta(report: worker_pb2.SequenceReport, num_prompt_logprobs_known: int) -> Delta:
+    """What a report says to the reader; prompt logprobs it already has from an earlier life are left out."""
+    return Delta(
+        tokens=tuple(report.tokens),
+        logprobs=_logprobs(report.logprobs),
+        prompt_logprobs=_logprobs(report.prompt_logprobs[num_prompt_logprobs_known:]),
+        finish=FINISH.get(report.finish),
+        drafted=report.num_drafted,
+        accepted=report.num_accepted,
+        decoded=report.decoded,
+    )
+
+
+def _logprobs(messages: Iterable[worker_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(id=m.id, logprob=m.logprob, top=tuple(zip(m.top_ids, m.top_logprobs, strict=True)))
+        for m in messages
+    )
+
+
+def _sampling(sampling: Sampling) -> worker_pb2.Sampling:
+    return worker_pb2.Sampling(
+        seed=sampling.seed,
+        choice=sampling.choice,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_ids=sampling.allowed_ids,
+        bad_words=[worker_pb2.IdRun(ids=run) for run in sampling.bad_words],
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+    )

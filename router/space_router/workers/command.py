@@ -1,0 +1,37 @@
+"""How a worker process is started: the command line that the server room understands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from space_router.config import ServeConfig
+
+
+def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
+    """`python -m space_server` with this router's settings, listening on `address`."""
+    flags: dict[str, object] = {
+        "--model": config.model,
+        "--listen": address,
+        "--parent-pid": os.getpid(),  # a worker whose router is gone ends itself
+        "--dtype": config.dtype,
+        "--device": config.device,
+        "--attention": config.attention,
+        "--block-size": config.block_size,
+        "--max-sequences": config.max_sequences,
+        "--speculation": config.speculation,
+        "--log-level": config.log_level,
+    }
+    if config.kv_memory != "auto":
+        flags["--kv-memory"] = config.kv_memory
+    if config.num_blocks is not None:
+        flags["--num-blocks"] = config.num_blocks
+    if config.max_model_len is not None:
+        flags["--max-model-len"] = config.max_model_len
+    if config.space_mask_ids:
+        flags["--space-mask-ids"] = ",".join(map(str, config.space_mask_ids))
+    if config.space_num_masks is not None:
+        flags["--space-num-masks"] = config.space_num_masks
+    if config.num_threads is not None:
+        flags["--num-threads"] = config.num_threads
+    return [sys.executable, "-m", module, *(str(word) for flag in flags.items() for word in flag)]

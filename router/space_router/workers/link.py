@@ -1,0 +1,148 @@
+"""One conversation with one worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+
+import grpc
+import grpc.aio
+from space_proto import worker_pb2
+
+PROTOCOL_MAJOR = 1
+SERVE = "/spaceserve.v1.Worker/Serve"
+OPTIONS = (
+    ("grpc.max_receive_message_length", 256 * 1024**2),  # prompt logprobs of long prompts are large
+    ("grpc.max_send_message_length", 256 * 1024**2),
+    ("grpc.use_local_subchannel_pool", 1),  # a worker started again is not met with the old one's back-off
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class LinkLost(Exception):
+    """The conversation has ended: the worker died, fell silent, or cannot be reached."""
+
+
+class WorkerMismatch(Exception):
+    """The worker is not the one that this router expects; trying again will not help."""
+
+
+class Link:
+    """A bidirectional stream: Hello in, commands out, reports in.
+
+        async with Link("unix:/run/w.sock", timeout=30.0) as link:
+            link.hello; link.send(commands)
+            report = await link.report()
+
+    Commands that are sent in one moment go in one message. A worker that says nothing for `timeout` seconds (it owes a
+    report every second) is taken for dead.
+    """
+
+    def __init__(self, address: str, *, timeout: float, tokenizer_hash: str | None = None) -> None:
+        """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: what Hello must say, None or "" to take any."""
+        self.address = address
+        self.hello = worker_pb2.Hello()
+        self._timeout = timeout
+        self._tokenizer_hash = tokenizer_hash
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        serve = self._channel.stream_stream(
+            SERVE,
+            request_serializer=worker_pb2.RouterMessage.SerializeToString,
+            response_deserializer=worker_pb2.WorkerMessage.FromString,
+        )
+        self._call = serve(self._outgoing())
+        self._unsent: list[worker_pb2.Command] = []
+        self._news = asyncio.Event()
+        self._last_word = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._silent = False
+
+    async def __aenter__(self) -> Link:
+        try:
+            self._last_word = asyncio.get_running_loop().time()
+            self._watch()
+            self.hello = _checked(await self._read(), self.address, self._tokenizer_hash)
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    def send(self, commands: Sequence[worker_pb2.Command]) -> None:
+        """Say this, soon: what is sent before the loop turns goes together, in order."""
+        self._unsent += commands
+        self._news.set()
+
+    async def report(self) -> worker_pb2.StepReport:
+        """The next thing the worker did. Raises LinkLost once there will be no more."""
+        message = await self._read()
+        self._last_word = asyncio.get_running_loop().time()
+        if message.HasField("refusal"):
+            raise LinkLost(f"the worker at {self.address} refuses: {message.refusal.reason}")
+        return message.report
+
+    def _watch(self) -> None:
+        """Runs once or twice per timeout and costs nothing per report."""
+        loop = asyncio.get_running_loop()
+        left = self._last_word + self._timeout - loop.time()
+        if left > 0:
+            self._watchdog = loop.call_later(left, self._watch)
+        else:
+            self._silent = True
+            self._call.cancel()
+
+    async def _read(self) -> worker_pb2.WorkerMessage:
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise LinkLost(f"the worker at {self.address} is gone: {error.details()}") from error
+        except asyncio.CancelledError:
+            if self._silent:
+                raise LinkLost(f"the worker at {self.address} said nothing for {self._timeout:g} s") from None
+            raise
+        if not isinstance(message, worker_pb2.WorkerMessage):
+            raise LinkLost(f"the worker at {self.address} ended the conversation")
+        return message
+
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.RouterMessage]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            commands, self._unsent = self._unsent, []
+            yield worker_pb2.RouterMessage(commands=commands)
+
+    async def _close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._call.cancel()
+        await self._channel.close()
+
+
+def _checked(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash: str | None) -> worker_pb2.Hello:
+    """The Hello, if this router can work with it."""
+    if message.HasField("refusal"):
+        raise LinkLost(f"the worker at {address} refuses: {message.refusal.reason}")
+    if not message.HasField("hello"):
+        raise WorkerMismatch(f"The worker at {address} did not say hello first.")
+    hello = message.hello
+    if hello.protocol_major != PROTOCOL_MAJOR:
+        raise WorkerMismatch(
+            f"The worker at {address} speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this router "
+            f"{PROTOCOL_MAJOR}.x. Install the same version of spaceserve on both."
+        )
+    if tokenizer_hash and hello.tokenizer_hash and hello.tokenizer_hash != tokenizer_hash:
+        raise WorkerMismatch(
+            f"The worker at {address} has tokenizer {hello.tokenizer_hash}, this router {tokenizer_hash}. "
+            "Give both the same model."
+        )
+    if not (hello.num_blocks and hello.block_size and hello.window and hello.max_sequences):
+        raise WorkerMismatch(
+            f"The worker at {address} has {hello.num_blocks} blocks of {hello.block_size} slots, a window of "
+            f"{hello.window} and room for {hello.max_sequences} sequences: none may be 0."
+        )
+    return hello
