@@ -6,9 +6,9 @@ import re
 from email.message import Message
 
 PERMISSIVE = frozenset(
-    "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 HPND ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense "
-    "Zlib".split()
-) | {"Apache-2.0 WITH LLVM-exception"}
+    {"0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0"}
+    | {"HPND", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Python-2.0", "Unlicense", "Zlib"}
+)
 
 # Free-text `License:` fields and trove classifiers, as packages really write them, in the identifiers of SPDX.
 FREE_TEXT = {
@@ -33,8 +33,8 @@ class NotPermissive(ValueError):
 def audited_licence(metadata: Message) -> str:
     """The SPDX identifiers that the metadata of a distribution proves; `NotPermissive` where it proves none.
 
-    The order of trust: the SPDX expression (every part must be permissive; of an `OR`, one), the trove classifiers (all of
-    them), the free-text field (exact phrases only: a pasted licence text proves nothing).
+    The order of trust: the SPDX expression (every part must be permissive; of an `OR`, one), the trove classifiers (all
+    of them), the free-text field (exact phrases only: a pasted licence text proves nothing).
     """
     name = metadata.get("Name", "a distribution without a name")
     expression = metadata.get("License-Expression")
@@ -44,7 +44,8 @@ def audited_licence(metadata: Message) -> str:
         if not all(chosen):
             raise NotPermissive(f"{name}: the licence expression {expression!r} has a part that is not permissive.")
         return " AND ".join(dict.fromkeys(parts[0].strip() for parts in chosen))
-    classifiers = [line.split("::")[-1].strip() for line in metadata.get_all("Classifier", []) if line.startswith("License ::")]
+    lines = [line for line in metadata.get_all("Classifier", []) if line.startswith("License ::")]
+    classifiers = [line.split("::")[-1].strip() for line in lines]
     classifiers = [line for line in classifiers if line != "OSI Approved"]
     if not classifiers and metadata.get("License"):
         classifiers = [str(metadata["License"]).strip()]

@@ -60,7 +60,8 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.shape = shape.hidden_size, shape
         self.attention_norm = RMSNorm(hidden, shape.norm_eps)
-        self.query_key_value = nn.Linear(hidden, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, bias=False)
+        num_heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.query_key_value = nn.Linear(hidden, num_heads * shape.head_dim, bias=False)
         self.output = nn.Linear(shape.num_heads * shape.head_dim, hidden, bias=False)
         self.mlp_norm = RMSNorm(hidden, shape.norm_eps)
         self.gate_up = nn.Linear(hidden, 2 * shape.intermediate_size, bias=False)
@@ -69,17 +70,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> Tensor:
         shape = self.shape
         B, R, _ = x.shape
-        heads = self.query_key_value(self.attention_norm(x)).view(B, R, -1, shape.head_dim).transpose(1, 2)  # [B, H+2G, R, D]
+        heads = self.query_key_value(self.attention_norm(x)).view(B, R, -1, shape.head_dim)
+        heads = heads.transpose(1, 2)  # [B, H+2G, R, D]
         num_rotated = shape.num_heads + shape.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], cos, sin)
-        query, key = rotated.split([shape.num_heads, shape.num_kv_heads], dim=1)
+        query, key = torch.split(rotated, [shape.num_heads, shape.num_kv_heads], dim=1)
         value = heads[:, num_rotated:]
         group = shape.num_heads // shape.num_kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None)
         x = x + self.output(mixed.transpose(1, 2).reshape(B, R, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return torch.add(x, self.down(F.silu(gate) * up))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -102,13 +104,17 @@ class Network(nn.Module):
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self.register_buffer("inverse_frequency", shape.rope_theta**-exponents, persistent=False)
 
+    @property
+    def decoder_layers(self) -> list[Layer]:
+        """The layers, first to last."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def initialise(self, generator: torch.Generator) -> None:
-        """Normal weights: 0.02 for the tied embedding, 1/sqrt(fan-in) for matrices, residual outputs scaled down by depth."""
+        """Normal: 0.02 for the tied embedding, 1/sqrt(fan-in) for matrices, residual outputs scaled down by depth."""
         depth_scale = 1.0 / math.sqrt(2 * self.shape.num_layers)
         with torch.no_grad():
             self.embedding.weight.normal_(0.0, 0.02, generator=generator)
-            for layer in self.layers:
-                assert isinstance(layer, Layer)
+            for layer in self.decoder_layers:
                 for linear in (layer.query_key_value, layer.gate_up):
                     linear.weight.normal_(0.0, linear.in_features**-0.5, generator=generator)
                 for linear in (layer.output, layer.down):
@@ -117,8 +123,8 @@ class Network(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
         """Hidden rows [B, R, E] of `ids` [B, R].
 
-        `positions` [R] or [B, R] defaults to 0..R-1. `visible` (bool, broadcastable to [B, 1, R, R]: row, key) defaults
-        to causal.
+        `positions` [R] or [B, R] defaults to 0..R-1. `visible` (bool, broadcastable to [B, 1, R, R]: row, key)
+        defaults to causal.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)

@@ -21,7 +21,8 @@ class Optimiser:
         weight_decay: float = 0.1,
         clip_norm: float = 1.0,
     ) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for module in modules:
             for name, parameter in module.named_parameters():
                 is_matrix = parameter.dim() == 2 and "embedding" not in name

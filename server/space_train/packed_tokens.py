@@ -45,15 +45,18 @@ class PackedTokens:
         """The stream at `path`, mapped into memory."""
         return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed)
 
+    def holds(self, length: int) -> bool:
+        """Whether windows of `length` can be drawn."""
+        return len(self.ids) >= 2 * length
+
     def windows(self, drawn: int, count: int, length: int) -> Tensor:
         """`count` windows of `length` ids, [count, length] int64, after `drawn` ids were drawn in windows before.
 
         An epoch cuts the stream at multiples of `length` from an offset of its own, and shuffles the pieces.
         """
-        per_epoch = len(self.ids) // length - 1
-        if per_epoch < 1:
+        if not self.holds(length):
             raise ValueError(f"The stream has {len(self.ids)} ids; windows of {length} need at least {2 * length}.")
-        first = drawn // length
+        per_epoch, first = len(self.ids) // length - 1, drawn // length
         rows = []
         for index in range(first, first + count):
             epoch, place = divmod(index, per_epoch)

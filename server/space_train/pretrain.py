@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from space_train.network import Network
 from space_train.optimiser import Optimiser
 from space_train.packed_tokens import PackedTokens
 from space_train.schedule import Budget, LearningRate, between
-from space_train.stage import Counters, Measures, run_stage
+from space_train.stage import Counters, Measures, Stateful, run_stage
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PretrainPlan:
     function_share: tuple[float, float] = (0.2, 0.4)
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
-    learning_rate: LearningRate = LearningRate(warmup=0.02, decay_from=0.4, final=0.1)
+    learning_rate: LearningRate = field(default_factory=lambda: LearningRate(decay_from=0.4, final=0.1))
     compile: bool = True
     autocast: bool = True
 
@@ -58,7 +58,7 @@ def draw(
 ) -> Tensor:
     """The next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
     count = max(1, num_tokens // length)
-    num_functions = round(function_share * count)
+    num_functions = round(function_share * count) if streams["functions"].holds(length) else 0
     windows = []
     for name, some in (("files", count - num_functions), ("functions", num_functions)):
         if some:
@@ -74,7 +74,7 @@ def bits_per_byte(network: Network, held_out: Tensor, bytes_of_id: Tensor, *, us
     """Held-out next-token loss in nats per token, and in bits per byte of text; `held_out` [N, length]."""
     nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
     with torch.no_grad(), autocast(use_autocast):
-        for ids in held_out.split(8):
+        for ids in torch.split(held_out, 8):
             nats += float(next_token_loss(network, ids)) * ids[:, 1:].numel()
     return {"loss": nats / held_out[:, 1:].numel(), "bits_per_byte": nats / math.log(2) / num_bytes}
 
@@ -104,5 +104,5 @@ def pretrain(
         counters.num_tokens += ids.numel()
         return {"loss": float(loss.detach())}
 
-    parts = {"network": network, "optimiser": optimiser}
+    parts: dict[str, Stateful] = {"network": network, "optimiser": optimiser}
     return run_stage("next-token", budget, parts, step, evaluate, checkpoint, stop_after_steps=stop_after_steps)

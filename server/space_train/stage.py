@@ -1,4 +1,4 @@
-"""One stage of training: a step repeated until its budget is used, with progress lines, and checkpoints to resume from."""
+"""One stage of training: a step repeated until its budget is used, with progress lines and checkpoints."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SPECIAL_TOKENS += [f"<|mask_{number}|>" for number in range(1, NUM_MASK_TOKENS +
 END_OF_TEXT_ID, PAD_ID, FIRST_MASK_ID = 0, 3, 4
 
 # What may never be joined into one token, in this order: an indentation; a word with the one character before it (so
-# ` name`, `.append` and `_size` are tokens); up to three digits; punctuation with the line ends that follow it (`):\n`);
+# ` name`, `.append` and `_size` are tokens); up to three digits; punctuation with the line ends behind it (`):\n`);
 # line ends; other white space. An indentation is never joined to the line end before it, because prompts end there.
 PIECES = r"[ \t]{2,}(?=\S)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\n+|\s+"
 

@@ -1,0 +1,101 @@
+"""A trained network as a checkpoint that any Llama loader reads, with masks and draft head where SPACE looks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from space_train.draft_head import DraftHead
+from space_train.network import Network
+from space_train.tokenizer import END_OF_TEXT_ID, FIRST_MASK_ID, PAD_ID
+
+HEAD_FILE = "draft_head.safetensors"
+
+
+def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights under Llama's names, the fused projections split."""
+    shape, weights = network.shape, {"model.embed_tokens.weight": network.embedding.weight}
+    heads = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
+    for index, layer in enumerate(network.decoder_layers):
+        query, key, value = torch.split(layer.query_key_value.weight, heads)
+        gate, up = layer.gate_up.weight.chunk(2)
+        named = {
+            "input_layernorm": layer.attention_norm.weight,
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": value,
+            "self_attn.o_proj": layer.output.weight,
+            "post_attention_layernorm": layer.mlp_norm.weight,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.down.weight,
+        }
+        weights |= {f"model.layers.{index}.{name}.weight": weight for name, weight in named.items()}
+    weights["model.norm.weight"] = network.final_norm.weight
+    return {name: weight.detach().to(dtype).contiguous().clone() for name, weight in weights.items()}
+
+
+def llama_config(network: Network, dtype: torch.dtype, num_masks: int, head: DraftHead | None) -> dict[str, object]:
+    """`config.json`: Llama's keys and the `space` section."""
+    shape = network.shape
+    head_section: dict[str, object] | None = None
+    if head is not None:
+        head_section = {"file": HEAD_FILE, "hidden": head.w1.shape[0], "embedding_scale": head.embedding_scale}
+    space = {
+        "num_masks": num_masks,
+        "mask_token_ids": [FIRST_MASK_ID + index for index in range(num_masks)],
+        "adapter": None,
+        "draft_head": head_section,
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.window,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": PAD_ID,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "space": space,
+    }
+
+
+def export(
+    network: Network,
+    head: DraftHead | None,
+    tokenizer_folder: Path,
+    folder: Path,
+    *,
+    num_masks: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write the checkpoint to `folder`: config, weights, head, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(llama_weights(network, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    if head is not None:
+        tensors = {"w1": head.w1.detach().to(dtype).contiguous(), "w2": head.w2.detach().to(dtype).contiguous()}
+        save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
+    config = llama_config(network, dtype, num_masks, head)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    generation = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": PAD_ID}
+    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer_folder / name, folder / name)
