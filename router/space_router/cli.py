@@ -1,0 +1,146 @@
+"""`spaceserve`: the one command, with a subcommand for each room that is installed."""
+
+import argparse
+import importlib.util
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings
+from space_router.errors import ConfigError
+
+_SERVE_EXAMPLES = """\
+examples:
+  spaceserve serve                                         the embedded demo model on http://127.0.0.1:8080
+  spaceserve serve --model ./my-checkpoint --port 9000     a folder with config.json, tokenizer.json, safetensors
+  SPACESERVE_PORT=9000 spaceserve serve                    every flag is also an environment variable
+  spaceserve serve --model PATH --space-mask-ids 32002 --space-num-masks 5 --chat-template vicuna
+                                                           a published SPACE checkpoint as it is
+  spaceserve serve --speculation off                       plain decoding: the same text, one token per step
+"""
+
+_ROUTER_EXAMPLES = """\
+example:
+  spaceserve worker --model PATH --listen 0.0.0.0:9100     on the machine with the accelerator
+  spaceserve router --model PATH --worker-address gpu1:9100
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subcommand that is another room's `python -m`."""
+
+    module: str
+    help: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether it is installed; looked up without importing anything."""
+        package, _, name = self.module.partition(".")
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            return False
+        folders = [Path(place) for place in spec.submodule_search_locations or ()]
+        return any(
+            (folder / file).is_file()
+            for folder in folders
+            for file in ([f"{name}.py", f"{name}/__main__.py"] if name else ["__main__.py"])
+        )
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "worker": Program("space_server", "run a worker alone: the model, stepping for a router elsewhere"),
+    "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
+    "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
+    "bench": Program("space_eval.bench", "measure throughput and latency"),
+    "convert": Program("space_model.convert", "turn a checkpoint into one this server takes"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags or settings."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    programs = {name: program for name, program in PROGRAMS.items() if program.exists}
+    if arguments and arguments[0] in programs:
+        _become(programs[arguments[0]].module, arguments[1:])
+    options = _parser(programs).parse_args(arguments)
+    flags = {name: getattr(options, name) for name in settings()}
+    try:
+        config = build(flags, os.environ)
+        if options.command == "router" and not config.worker_address:
+            raise ConfigError("--worker-address is needed: `spaceserve router` starts no workers; `serve` does.")
+        return _serve(config)
+    except ConfigError as error:
+        print(f"spaceserve: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve(config: ServeConfig) -> int:
+    from space_router.serve import run  # not before it is known that something is to be served: --help stays quick
+
+    return run(config)
+
+
+def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process, so that signals and exit codes are the program's own."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve",
+        description="Serves language models with SPACE decoding: one model drafts and verifies in the same forward "
+        "pass, and the text is exactly what plain decoding gives.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP: router and workers on this machine",
+        description="Starts workers and serves OpenAI's and TGI's HTTP API.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=_Teaching,
+        allow_abbrev=False,
+    )
+    router = commands.add_parser(
+        "router",
+        help="serve over HTTP with workers that run elsewhere",
+        description="The front half alone: HTTP, queue, pages; the workers are at --worker-address.",
+        epilog=_ROUTER_EXAMPLES,
+        formatter_class=_Teaching,
+        allow_abbrev=False,
+    )
+    for command in (serve, router):
+        _add_flags(command)
+    for name, program in programs.items():
+        commands.add_parser(name, help=program.help, add_help=False)
+    return parser
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, (field, known) in settings().items():
+        if known.group not in groups:
+            groups[known.group] = parser.add_argument_group(known.group)
+        default = "none" if field.default in (None, ()) else field.default
+        shown = f"{known.help}. [default: {default}; {ENVIRONMENT_PREFIX}{name.upper()}]"
+        groups[known.group].add_argument(
+            "--" + name.replace("_", "-"), dest=name, metavar=known.metavar, help=shown.replace("%", "%%")
+        )
+
+
+class _Teaching(argparse.RawDescriptionHelpFormatter):
+    """Keeps the examples as they are written, wraps the rest, and leaves a line between flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=6, width=100)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [*textwrap.wrap(text, width), ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""One server process from its first line to its last: engine, web server, signals."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import FrameType
+
+import uvicorn
+
+from space_router.api.service import Service
+from space_router.app import create_app
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.engine.errors import EngineError
+from space_router.engine.model_facts import ModelFacts
+from space_router.errors import ConfigError
+from space_router.metrics import Metrics
+from space_router.text.model_text import ModelText
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 5
+"""How long the last bytes of finished answers may take to be sent."""
+
+
+class WebServer(uvicorn.Server):
+    """uvicorn, told what to do at a signal: it goes on answering until `should_exit` is set."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: leave at once."""
+        log.info("%s received", signal.Signals(sig).name)
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises ConfigError before anything is started."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
+    text = ModelText.load(config)
+    with _listen(config.host, config.port) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve(config, text, listening, _say))
+
+
+async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, say: Callable[[str], None]) -> int:
+    """Start the workers and answer on the socket; `say` gets one line per stage."""
+    metrics = Metrics()
+    async with AsyncExitStack() as engine_scope:
+        engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
+        service = Service(config, text, engine, metrics)
+        stopping: list[asyncio.Task[None]] = []
+
+        async def stop() -> None:
+            if not await engine.drain(config.drain_timeout):
+                log.warning("requests were still running after %g s: they end with an error", config.drain_timeout)
+            await engine_scope.aclose()
+            server.should_exit = True
+
+        def signalled() -> None:
+            if stopping:
+                server.should_exit = server.force_exit = True
+                return
+            service.draining = True
+            say(f"stopping: running requests have {config.drain_timeout:g} s to finish")
+            stopping.append(asyncio.create_task(stop()))
+
+        server = WebServer(
+            uvicorn.Config(
+                create_app(service),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            ),
+            signalled,
+        )
+        where = ", ".join(config.worker_address)
+        say(f"connecting to workers at {where}" if where else f"starting {_workers(config.workers)} for {config.model}")
+        await engine_scope.enter_async_context(engine)
+        address = _url(listening)
+        say(f"listening on {address} (/health says 503 until the model is ready)")
+        watching = asyncio.create_task(_watch(service, address, say))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            await asyncio.wait((watching, serving), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and not stopping and (error := watching.exception()) is not None:
+                if not isinstance(error, EngineError):
+                    raise error
+                say(f"error: {error}")
+                server.should_exit = True
+                await serving
+                return 1
+            await serving
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, *stopping, return_exceptions=True)
+    return 0
+
+
+async def _watch(service: Service, address: str, say: Callable[[str], None]) -> None:
+    """Say when the model is ready; then return only by an error, when no worker can be had any more."""
+    facts = await service.engine.wait_ready()
+    service.started = True
+    say(f"ready: {service.text.name}, {_description(facts)}")
+    say("try it:")
+    say(f"  curl {address}/v1/completions -H 'Content-Type: application/json' \\")
+    say('    -d \'{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}\'')
+    await service.engine.failed()
+
+
+def _description(facts: ModelFacts) -> str:
+    drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
+    cache = f"{facts.num_blocks} blocks of {facts.block_size}"
+    return f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
+
+
+def _workers(count: int) -> str:
+    return "a worker" if count == 1 else f"{count} workers"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a taken port is known before the model is read. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host={host!r} --port={port}: cannot listen there: {error.strerror or error}.") from error
+    return listening
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"spaceserve: {line}\n" if not line.startswith(" ") else f"{line}\n")
+    sys.stdout.flush()
