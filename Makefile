@@ -1,0 +1,36 @@
+# `make serve` and `make test` set up everything they need the first time and start at once after that.
+
+VENV ?= $(or $(SPACESERVE_VENV),.venv)
+PYTHON_IN_VENV = $(VENV)/bin/python
+INSTALL = docker/install.sh --venv $(VENV)
+
+# Two test processes share the cores: one thread each is faster than two that wait for each other.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint types unit lock
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install:
+	@$(INSTALL) --dev
+
+serve:  ## serve the embedded model on http://127.0.0.1:8080 (every flag is a variable: SPACESERVE_PORT=9000 make serve)
+	@$(INSTALL) && exec $(VENV)/bin/spaceserve serve
+
+test: install lint types unit  ## lint, types and all fast tests: what must be green before a change lands
+	@echo "make test: all green"
+
+lint: install  ## ruff: rules and format
+	@echo "ruff check" && $(PYTHON_IN_VENV) -m ruff check .
+	@echo "ruff format --check" && $(PYTHON_IN_VENV) -m ruff format --check .
+
+types: install  ## mypy --strict on every package
+	@echo "mypy --strict" && $(PYTHON_IN_VENV) -m mypy
+
+unit: install  ## the fast tests only
+	@echo "pytest" && $(PYTEST) -n 2 -m "not slow and not gpu"
+
+lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
+	@docker/lock.sh --upgrade
