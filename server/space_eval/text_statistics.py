@@ -1,0 +1,31 @@
+"""What kind of text was generated: repetition flatters acceptance, so it is reported beside it."""
+
+import string
+from collections.abc import Sequence
+
+LOOP_SHARE = 0.5
+PUNCTUATION_AND_SPACE = frozenset(string.punctuation + string.whitespace)
+
+
+def repeated_share(ids: Sequence[int], n: int = 4) -> float:
+    """Share of the n-grams of `ids` that have occurred earlier in `ids`; 0 for texts shorter than n."""
+    num_grams = len(ids) - n + 1
+    if num_grams < 1:
+        return 0.0
+    distinct = {tuple(ids[i : i + n]) for i in range(num_grams)}
+    return 1.0 - len(distinct) / num_grams
+
+
+def is_looping(ids: Sequence[int]) -> bool:
+    """The rule: an output loops if at least half of its 4-grams have occurred earlier in it."""
+    return repeated_share(ids) >= LOOP_SHARE
+
+
+def is_filler(text: str) -> bool:
+    """Only whitespace or punctuation: tokens that any drafter guesses."""
+    return all(character in PUNCTUATION_AND_SPACE for character in text)
+
+
+def is_blank(text: str) -> bool:
+    """Only whitespace."""
+    return not text.strip()
