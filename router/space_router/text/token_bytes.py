@@ -11,7 +11,7 @@ from space_router.errors import ConfigError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: a character for each of the 256 bytes, printable ones for themselves."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -27,7 +27,7 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         kinds = _decoder_kinds(json.loads(tokenizer.to_str()).get("decoder"))
         self._tokenizer = tokenizer
-        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self.strips_first_space = bool(kinds & {"Metaspace", "Strip"})
         if self._alphabet is None and not kinds & {"Metaspace", "Replace", "ByteFallback"}:
             raise ConfigError(

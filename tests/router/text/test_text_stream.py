@@ -1,0 +1,156 @@
+"""However the ids come, the same text, the same tokens, the same end."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from space_router.engine.request import Delta, Finish, TokenLogprobs
+from space_router.text.detokenizer import Detokenizer
+from space_router.text.stop_strings import StopStrings
+from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, sentencepiece_tokenizer, tiny_tokenizer
+from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStream
+
+TINY = tiny_tokenizer()
+QUICK = settings(max_examples=150, deadline=None)
+
+# A small alphabet makes stop strings likely; é and 😀 take two and four tokens.
+TEXTS = st.text(alphabet="abST OPé😀", max_size=30)
+STOPS = st.lists(st.text(alphabet="abST OPé😀", min_size=1, max_size=4), min_size=1, max_size=3)
+CUTS = st.lists(st.integers(1, 5), max_size=40)
+
+
+def in_steps(ids: list[int], sizes: list[int], finish: Finish | None = Finish.LENGTH) -> list[Delta]:
+    """The ids as deltas of these sizes (then of one), the last with the finish."""
+    deltas, begin, rest = [], 0, list(sizes)
+    while begin < len(ids):
+        size = rest.pop(0) if rest else 1
+        part = tuple(ids[begin : begin + size])
+        logprobs = tuple(TokenLogprobs(id_, -1.0, ()) for id_ in part)
+        deltas.append(Delta(part, logprobs, decoded=begin > 0, drafted=4, accepted=len(part) - 1))
+        begin += size
+    if deltas and finish is not None:
+        deltas[-1] = replace(deltas[-1], finish=finish)
+    return deltas
+
+
+def read(stream: TextStream, deltas: list[Delta]) -> list[TextDelta]:
+    made: list[TextDelta] = []
+    for delta in deltas:
+        if (one := stream.feed(delta)) is not None:
+            made.append(one)
+            if one.finish is not None:
+                break
+    return made
+
+
+def outcome(ids: list[int], sizes: list[int], rules: TextRules) -> tuple[str, list[int], FinishReason | None, object]:
+    made = read(TextStream(TINY, (1,), rules), in_steps(ids, sizes))
+    tokens = [token.span.id for one in made for token in one.tokens]
+    return "".join(one.text for one in made), tokens, made[-1].finish, made[-1].stop_reason
+
+
+def first_match(text: str, stops: list[str]) -> tuple[int, int, str] | None:
+    """Oracle: try every end in turn, the longest stop string first."""
+    for end in range(1, len(text) + 1):
+        fitting = [stop for stop in stops if text[:end].endswith(stop)]
+        if fitting:
+            stop = max(fitting, key=len)
+            return end - len(stop), end, stop
+    return None
+
+
+@QUICK
+@given(TEXTS.filter(bool), STOPS, CUTS, st.booleans())
+def test_a_text_is_cut_at_the_first_stop_string_whatever_the_steps(
+    text: str, stops: list[str], sizes: list[int], keep: bool
+) -> None:
+    ids = TINY.encode(text)
+    got, tokens, finish, reason = outcome(ids, sizes, TextRules(stops=tuple(stops), keep_stop=keep))
+    match = first_match(text, stops)
+    if match is None:
+        assert (got, tokens, finish, reason) == (text, ids, FinishReason.LENGTH, None)
+        return
+    start, end, stop = match
+    cut = end if keep else start
+    assert (got, finish, reason) == (text[:cut], FinishReason.STOP, stop)
+    # A token stays if one of its characters stays: so many tokens as it takes to begin the last kept character.
+    num_bytes, kept = len(text[:cut].encode()), []
+    for id_ in ids:
+        if num_bytes <= 0:
+            break
+        kept.append(id_)
+        num_bytes -= len(TINY.bytes_of[id_])
+    assert tokens == kept
+
+
+@QUICK
+@given(TEXTS, STOPS, CUTS)
+def test_no_text_is_held_back_that_cannot_become_a_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
+    search, seen = StopStrings(stops), ""
+    for begin in range(0, len(text), 3):
+        piece = text[begin : begin + 3]
+        seen += piece
+        if search.push(piece) is not None:
+            return
+        held = max((n for stop in stops for n in range(len(stop)) if seen.endswith(stop[:n])), default=0)
+        assert search.num_certain == len(seen) - held
+
+
+@QUICK
+@given(st.lists(st.integers(0, 259), max_size=40))
+def test_ids_one_by_one_give_the_text_of_all_and_no_half_characters(ids: list[int]) -> None:
+    stream = Detokenizer(TINY)
+    pieces = [stream.push(id_)[0] for id_ in ids]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == TINY.decode(ids)
+
+
+def test_a_character_of_four_tokens_comes_whole_with_its_tokens() -> None:
+    ids = TINY.encode("a😀b")
+    made = read(TextStream(TINY, (1,), TextRules()), in_steps(ids, [2, 2, 1, 1]))
+    assert [(one.text, len(one.tokens)) for one in made] == [("a", 1), ("😀", 4), ("b", 1)]
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement_character_and_keeps_its_token() -> None:
+    text, tokens, _, _ = outcome([FIRST_BYTE_ID + ord("a"), FIRST_BYTE_ID + 0xE2], [2], TextRules())
+    assert (text, len(tokens)) == ("a\ufffd", 2)
+
+
+def test_broken_bytes_before_a_stop_string_keep_their_own_token_only() -> None:
+    ids = [FIRST_BYTE_ID + 0xE2, *TINY.encode("STOP")]
+    for sizes in ([1], [9]):
+        text, tokens, _, _ = outcome(ids, sizes, TextRules(stops=("STOP",)))
+        assert (text, tokens) == ("\ufffd", ids[:1])
+
+
+def test_a_final_eos_counts_and_has_no_text() -> None:
+    stream = TextStream(TINY, (1,), TextRules(skip_special_tokens=False))
+    made = read(stream, in_steps([*TINY.encode("ab"), EOS_ID], [3], Finish.EOS))
+    assert [(one.text, len(one.tokens), one.finish) for one in made] == [("ab", 3, FinishReason.EOS)]
+
+
+def test_a_stop_id_is_the_stop_reason() -> None:
+    made = read(TextStream(TINY, (1,), TextRules()), in_steps(TINY.encode("ab"), [2], Finish.STOP_ID))
+    assert (made[0].text, made[0].finish, made[0].stop_reason) == ("a", FinishReason.STOP, FIRST_BYTE_ID + ord("b"))
+
+
+def test_stop_strings_are_looked_for_behind_the_first_min_tokens() -> None:
+    ids = TINY.encode("abab")
+    for sizes in ([1], [4], [3]):
+        assert outcome(ids, sizes, TextRules(stops=("ab",), min_tokens=1))[0] == "ab"
+        assert outcome(ids, sizes, TextRules(stops=("ab",), min_tokens=3))[0] == "abab"
+
+
+def test_statistics_count_what_is_inside_the_cut() -> None:
+    stream = TextStream(TINY, (1,), TextRules(stops=("c",)))
+    read(stream, in_steps(TINY.encode("abcdefg"), [1, 5]))  # prefill gives a; one step of five: b, then the cut
+    count = stream.statistics
+    assert (count.num_tokens, count.num_steps, count.num_decoded, count.num_accepted) == (2, 1, 1, 1)
+
+
+def test_the_space_of_the_first_word_belongs_to_the_text_only_behind_other_words() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    hello = tokenizer.token_to_id("▁Hello")
+    assert hello is not None
+    assert Detokenizer(tokenizer, [1]).push(hello)[0] == "Hello"
+    assert Detokenizer(tokenizer, [1, hello]).push(hello)[0] == " Hello"
