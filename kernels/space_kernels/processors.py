@@ -49,12 +49,13 @@ class Row:
     ids: Sequence[int]  # known ids of the sequence: prompt, then output
     num_prompt: int
     tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
-    counts: TokenCounts | None = field(default=None)  # of `ids`; needed where the law penalises
+    counts: TokenCounts | None = field(default=None)  # of `ids`; where None, they are counted again
+    num_unknown: int = 0  # ids not known yet between the prefix and the choice (for a mask's draft)
 
     @property
     def position(self) -> int:
         """Absolute index of the token being chosen."""
-        return len(self.ids) + len(self.tail)
+        return len(self.ids) + len(self.tail) + self.num_unknown
 
     @property
     def num_generated(self) -> int:
@@ -62,8 +63,10 @@ class Row:
         return self.position - self.num_prompt
 
     def ends_with(self, head: Sequence[int]) -> bool:
-        """Whether the prefix ends with these ids."""
-        if len(head) > self.position:
+        """Whether the prefix is known to end with these ids."""
+        if not head:
+            return True
+        if self.num_unknown or len(head) > self.position:
             return False
         missing = len(head) - len(self.tail)
         behind = self.tail[len(self.tail) - len(head) :] if missing <= 0 else self.tail

@@ -1,0 +1,124 @@
+"""From an Admit message to a valid sequence, or to one line that says why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from space_kernels.law import Law
+from space_kernels.noise import request_key
+from space_kernels.processors import TokenCounts
+from space_model.model_facts import ModelFacts
+from space_proto import worker_pb2 as pb
+
+from space_server.limits import Limits
+from space_server.sequence import Sequence
+
+
+class AdmissionError(ValueError):
+    """A sequence cannot be run; the message names the bound and the value."""
+
+
+def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: int, max_drafts: int) -> Sequence:
+    """The sequence an Admit describes. `max_drafts`: the worker's own bound. Raises AdmissionError."""
+    ids = list(message.ids)
+    _check_ids(ids, message, facts)
+    check_pages(message.pages, num_blocks)
+    if message.num_cached % block_size or message.num_cached >= len(ids):
+        raise AdmissionError(
+            f"num_cached must be a multiple of {block_size} below the {len(ids)} ids; got {message.num_cached}."
+        )
+    if message.num_cached > len(message.pages) * block_size:
+        raise AdmissionError(f"{message.num_cached} cached ids do not fit in {len(message.pages)} pages.")
+    if message.HasField("num_prompt_logprobs") and message.num_cached:
+        raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
+    limits = Limits(
+        max_tokens=message.limits.max_tokens,
+        window=facts.window,
+        eos_ids=frozenset(message.limits.eos_ids),
+        stop_ids=frozenset(message.limits.stop_ids),
+    )
+    if limits.num_left(len(ids), message.num_prompt) < 1:
+        raise AdmissionError(
+            f"Nothing is left to generate: {len(ids)} ids, {message.num_prompt} of them prompt, max_tokens "
+            f"{limits.max_tokens}, window {limits.window}."
+        )
+    law = _law(message.sampling, message.limits, facts.vocab_size)
+    return Sequence(
+        seq_id=message.seq_id,
+        ids=ids,
+        num_prompt=message.num_prompt,
+        num_computed=message.num_cached,
+        pages=list(message.pages),
+        law=law,
+        limits=limits,
+        max_drafts=min(max_drafts, message.max_draft_length),
+        num_logprobs=message.num_logprobs if message.want_logprobs else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device) if law.penalises else None,
+    )
+
+
+def check_pages(pages: Iterable[int], num_blocks: int) -> None:
+    """Raise AdmissionError for a block that does not exist."""
+    beyond = [page for page in pages if page >= num_blocks]
+    if beyond:
+        raise AdmissionError(f"Block {beyond[0]} does not exist; there are {num_blocks}.")
+
+
+def _check_ids(ids: list[int], message: pb.Admit, facts: ModelFacts) -> None:
+    if not 1 <= message.num_prompt <= len(ids):
+        raise AdmissionError(f"num_prompt must be 1 .. {len(ids)}, the number of ids; got {message.num_prompt}.")
+    if max(ids) >= facts.vocab_size:
+        raise AdmissionError(f"Id {max(ids)} is outside the vocabulary of {facts.vocab_size}.")
+    masks = set(facts.mask_ids).intersection(ids)
+    if masks:
+        raise AdmissionError(f"Id {min(masks)} is a mask token; prompts cannot contain it.")
+
+
+def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> Law:
+    """The law of choice; fields that are unset are neutral."""
+    numbers = {
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+    }
+    for name, value in [*numbers.items(), *((f"logit_bias[{v}]", b) for v, b in sampling.logit_bias.items())]:
+        if not math.isfinite(value):
+            raise AdmissionError(f"{name} must be finite; got {value}.")
+    for name in ("repetition_penalty", "temperature", "top_p", "min_p", "typical_p"):
+        if numbers[name] < 0:
+            raise AdmissionError(f"{name} must not be negative; got {numbers[name]:g}.")
+    if numbers["min_p"] > 1:
+        raise AdmissionError(f"min_p must be at most 1; got {numbers['min_p']:g}.")
+    if any(not run.ids for run in sampling.bad_words):
+        raise AdmissionError("A bad word has no ids.")
+    named = [
+        *sampling.logit_bias,
+        *sampling.allowed_ids,
+        *limits.eos_ids,
+        *limits.stop_ids,
+        *(id_ for run in sampling.bad_words for id_ in run.ids),
+    ]
+    if named and max(named) >= vocab_size:
+        raise AdmissionError(f"Id {max(named)} of a parameter is outside the vocabulary of {vocab_size}.")
+    return Law(
+        key=request_key(sampling.seed, sampling.choice),
+        bias=tuple(sorted(sampling.logit_bias.items())),
+        allowed_ids=tuple(sorted(set(sampling.allowed_ids))),
+        min_tokens=sampling.min_tokens,
+        end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
+        bad_words=tuple(tuple(run.ids) for run in sampling.bad_words),
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p or 1.0,
+    )

@@ -1,0 +1,90 @@
+"""Which rows each sequence gets in the next step. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import Segment
+
+from space_server.controller import Controller, Room
+from space_server.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One sequence's part of a step: pending ids, and the layout behind the root if they reach it."""
+
+    sequence: Sequence
+    num_pending: int  # how many of its pending ids are laid out
+    layout: DraftLayout
+    closes: bool  # the last pending id, the root, is among the rows: an id will be chosen
+
+    @property
+    def drafts(self) -> list[int]:
+        """The live drafts."""
+        return self.sequence.drafts[: self.layout.num_drafts]
+
+    @property
+    def segment(self) -> Segment:
+        """The rows, for the forward pass."""
+        sequence, start = self.sequence, self.sequence.num_computed
+        ids = sequence.ids[start : start + self.num_pending] + self.drafts
+        return Segment(ids=ids, start=start, pages=sequence.pages, layout=self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step: who runs, and who waits for pages."""
+
+    plans: list[Plan]
+    out_of_slots: list[Sequence]
+
+
+def plan_step(
+    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, max_prefill_rows: int, num_masks: int
+) -> StepPlan:
+    """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
+
+    A sequence with a single pending id always runs if it has a slot; longer ones share `max_prefill_rows`.
+    """
+    chunks: list[tuple[Sequence, int]] = []
+    out_of_slots = []
+    budget = max_prefill_rows
+    for sequence in sequences:
+        free = sequence.num_free_slots(block_size)
+        if free < 1:
+            out_of_slots.append(sequence)
+            continue
+        rows = min(sequence.num_pending, free)
+        if sequence.num_pending > 1:
+            rows = min(rows, budget)
+            budget -= rows
+        if rows:
+            chunks.append((sequence, rows))
+    closing = [(sequence, rows) for sequence, rows in chunks if rows == sequence.num_pending]
+    rooms = [_room(sequence, block_size, num_masks) for sequence, _ in closing]
+    fitted = [room.fit(layout) for room, layout in zip(rooms, controller.layouts(rooms), strict=True)]
+    layouts = {sequence.seq_id: layout for (sequence, _), layout in zip(closing, fitted, strict=True)}
+    plans = [
+        Plan(
+            sequence,
+            rows,
+            layouts.get(sequence.seq_id, DraftLayout.plain()),
+            closes=sequence.seq_id in layouts,
+        )
+        for sequence, rows in chunks
+    ]
+    return StepPlan(plans, out_of_slots)
+
+
+def _room(sequence: Sequence, block_size: int, num_masks: int) -> Room:
+    """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
+    slots = sequence.num_free_slots(block_size) - sequence.num_pending
+    return Room(
+        seq_id=sequence.seq_id,
+        num_drafts=max(0, min(len(sequence.drafts), sequence.max_drafts, slots, sequence.num_left - 1)),
+        max_masks=min(sequence.max_drafts, num_masks),
+        num_left=sequence.num_left,
+    )

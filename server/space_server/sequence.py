@@ -1,0 +1,63 @@
+"""One running sequence: its ids, its pages, and how far its keys and values are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from space_kernels.law import Law
+from space_kernels.processors import TokenCounts
+
+from space_server.limits import Limits
+
+
+# computed                  pending                      drafts
+# [0 ....... num_computed)  [num_computed .... len(ids)) [len(ids) ... + len(drafts))
+#  K, V in the pages         the last one is the root     candidates of the next step
+@dataclass(eq=False)
+class Sequence:
+    """A sequence between two steps. Prefill, decoding and resuming differ only in how many ids are pending."""
+
+    seq_id: int
+    ids: list[int]  # prompt, then output; all final
+    num_prompt: int
+    num_computed: int  # leading ids whose K and V are in the pages; below len(ids)
+    pages: list[int]  # block numbers, position 0 onwards
+    law: Law
+    limits: Limits
+    max_drafts: int  # bound on drafts per step
+    num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
+    num_prompt_logprobs: int | None  # the same for prompt ids
+    counts: TokenCounts | None  # of `ids`, where the law penalises
+    drafts: list[int] = field(default_factory=list)  # to be verified by the next step
+    num_emitted: int = 0  # ids emitted since admission
+    paused: bool = False  # without a free slot, and reported so
+
+    @property
+    def num_pending(self) -> int:
+        """Ids to compute; at least 1."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def num_left(self) -> int:
+        """Ids that may still be emitted."""
+        return self.limits.num_left(len(self.ids), self.num_prompt)
+
+    def num_free_slots(self, block_size: int) -> int:
+        """Slots behind the computed ids."""
+        return len(self.pages) * block_size - self.num_computed
+
+    def advance(self, num_rows: int) -> None:
+        """A prefill chunk that did not reach the root is computed."""
+        self.num_computed += num_rows
+
+    def emit(self, tokens: list[int], num_accepted: int, drafts: list[int]) -> None:
+        """The root's step is over: `tokens` are new ids, the K and V of the root and the accepted drafts are in place.
+
+        Rejected drafts wrote the slots behind; the next step overwrites them. Nothing is moved.
+        """
+        self.num_computed = min(len(self.ids) + num_accepted, len(self.ids) + len(tokens) - 1)
+        self.ids += tokens
+        self.num_emitted += len(tokens)
+        self.drafts = drafts
+        if self.counts is not None:
+            self.counts.extend(tokens)
