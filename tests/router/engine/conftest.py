@@ -1,0 +1,181 @@
+"""A scheduler and a scripted batch in lockstep, and an engine with a scripted worker: what these tests drive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from space_proto import worker_pb2
+from space_router.config import ServeConfig
+from space_router.engine import wire
+from space_router.engine.engine import Engine
+from space_router.engine.live_request import LiveRequest, Phase
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.queue import RequestQueue
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.scheduler import Scheduler
+from space_router.engine.stream import Stream
+from space_router.metrics import Metrics
+from space_router.testing import Script, ScriptedBatch, ScriptedWorker
+
+
+def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **fields: Any) -> ValidRequest:
+    """A request with so many prompt ids (or these); `name` is its request_id, other fields as in ValidRequest."""
+    ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
+    name = fields.pop("name", "r")
+    sampling = fields.pop("sampling", Sampling(seed=0))
+    return ValidRequest(request_id=name, prompt_ids=ids, sampling=sampling, max_tokens=max_tokens, **fields)
+
+
+def answer_to(request: ValidRequest, script: Script) -> tuple[int, ...]:
+    """What the scripted language says to a request, asked one id at a time."""
+    ids = list(request.prompt_ids)
+    sampling = wire._sampling(request.sampling)
+    assert request.max_tokens is not None
+    while len(ids) - len(request.prompt_ids) < request.max_tokens:
+        ids.append(script.language.next_id(ids, len(request.prompt_ids), sampling))
+        if ids[-1] in request.eos_ids + request.stop_ids:
+            break
+    return tuple(ids[len(request.prompt_ids) :])
+
+
+class Lockstep:
+    """A router's schedule and a worker's batch without sockets: `step` is one step of the worker.
+
+    `delay`: reports reach the router so many steps late.
+    """
+
+    def __init__(self, script: Script, *, max_prefill_rows: int = 64, delay: int = 0) -> None:
+        self.script = script
+        self.batch = ScriptedBatch(script)
+        hello = ScriptedWorker(script).hello()
+        self.scheduler = Scheduler(
+            ModelFacts.from_hello(hello), max_prefill_rows=max_prefill_rows, max_draft_length=None
+        )
+        start = worker_pb2.Start(protocol_major=1, max_prefill_rows=max_prefill_rows, max_draft_length=8)
+        self.batch.apply(worker_pb2.Command(start=start))
+        self.queue = RequestQueue(1000)
+        self.lives: list[LiveRequest] = []
+        self.messages: list[list[worker_pb2.Command]] = []  # what the router said, moment by moment
+        self._delay = delay
+        self._mail: deque[worker_pb2.StepReport] = deque()
+
+    def submit(self, request: ValidRequest) -> LiveRequest:
+        live = LiveRequest(request, request.max_tokens or 1, age=len(self.lives), submitted=0.0)
+        self.lives.append(live)
+        self.queue.push(live)
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        self.queue.remove(live)
+        live.phase = Phase.ENDED
+        self.scheduler.release(live)
+
+    def step(self) -> None:
+        while (live := self.queue.head()) is not None and (placement := self.scheduler.placement(live)):
+            self.queue.admitted(live, 0.0)
+            self.scheduler.admit(live, placement)
+        self.scheduler.feed()
+        self.messages.append(self.scheduler.take_commands())
+        for command in self.messages[-1]:
+            self.batch.apply(command)
+        self._mail.append(self.batch.step())
+        if len(self._mail) > self._delay:
+            outcome = self.scheduler.report(self._mail.popleft())
+            for live in outcome.readmit:
+                self.queue.push(live)
+        self.scheduler.check()
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until every request has ended and every page is back."""
+        for _ in range(max_steps):
+            if all(live.phase is Phase.ENDED for live in self.lives) and not self.scheduler.sequences:
+                assert self.scheduler.pool.num_held == 0
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {[live.phase for live in self.lives]}")
+
+    def text(self, live: LiveRequest) -> tuple[int, ...]:
+        return tuple(live.ids[live.num_prompt :])
+
+
+class House:
+    """An engine and its scripted worker, over a real socket."""
+
+    def __init__(self, engine: Engine, worker: ScriptedWorker, metrics: Metrics) -> None:
+        self.engine = engine
+        self.worker = worker
+        self.metrics = metrics
+
+    async def text(self, request: ValidRequest, leader: Stream | None = None) -> tuple[int, ...]:
+        """Everything the engine streams for a request."""
+        tokens: list[int] = []
+        async with self.engine.submit(request, leader=leader) as stream:
+            async for delta in stream:
+                tokens += delta.tokens
+        return tuple(tokens)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the loop turn until something holds."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def quiet(self) -> None:
+        """Until every page is free or cached; the books must balance then and the worker have no complaint."""
+        await self.until(lambda: self.engine.load().blocks_held == 0)
+        self.engine.check()
+        load = self.engine.load()
+        assert load.blocks_free + load.blocks_cached == self.worker.script.num_blocks
+        assert load.num_running == load.num_queued == 0
+        self.worker.check()
+
+
+@asynccontextmanager
+async def open_house(script: Script | None = None, **fields: Any) -> AsyncIterator[House]:
+    """`fields`: of ServeConfig, and `max_lag`, `worker_timeout`, `tokenizer_hash` of Engine."""
+    engine_fields = {
+        name: fields.pop(name) for name in ("max_lag", "worker_timeout", "tokenizer_hash") if name in fields
+    }
+    async with ScriptedWorker(script) as worker:
+        metrics = Metrics()
+        config = replace(ServeConfig(worker_address=(worker.address,)), **fields)
+        async with Engine(config, metrics, **engine_fields) as engine:
+            await engine.wait_ready()
+            yield House(engine, worker, metrics)
+        worker.check()
+
+
+@pytest.fixture(scope="session")
+def request_of() -> Callable[..., ValidRequest]:
+    return a_request
+
+
+@pytest.fixture(scope="session")
+def answer() -> Callable[[ValidRequest, Script], tuple[int, ...]]:
+    return answer_to
+
+
+@pytest.fixture(scope="session")
+def lockstep() -> type[Lockstep]:
+    return Lockstep
+
+
+@pytest.fixture(scope="session")
+def in_house() -> Callable[..., None]:
+    """Runs `body(house)` against an engine with a scripted worker; afterwards every page is free or cached."""
+
+    def run(body: Callable[[House], Awaitable[None]], script: Script | None = None, **fields: Any) -> None:
+        async def whole() -> None:
+            async with open_house(script, **fields) as house:
+                await body(house)
+                await house.quiet()
+
+        asyncio.run(asyncio.wait_for(whole(), 30))
+
+    return run

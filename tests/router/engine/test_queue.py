@@ -1,0 +1,71 @@
+"""Who waits is served in order, and not too many wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.queue import RequestQueue
+from space_router.engine.request import ValidRequest
+
+Make = Callable[..., ValidRequest]
+
+
+def drained(queue: RequestQueue) -> list[int]:
+    ages = []
+    while (live := queue.head()) is not None:
+        queue.admitted(live, 0.0)
+        ages.append(live.age)
+    return ages
+
+
+def test_the_lower_priority_number_goes_first_and_within_one_the_older(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    for age, priority in enumerate([1, 0, 1, 0]):
+        queue.push(LiveRequest(request_of(priority=priority), 1, age, 0.0))
+    assert drained(queue) == [1, 3, 0, 2]
+
+
+def test_a_request_that_comes_back_stands_in_front_of_later_ones(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    lives = [LiveRequest(request_of(), 1, age, 0.0) for age in range(3)]
+    for live in lives:
+        queue.push(live)
+    queue.admitted(lives[0], 0.0)
+    queue.push(lives[0])
+    assert drained(queue) == [0, 1, 2]
+
+
+def test_a_request_that_left_is_passed_over_and_counts_no_more(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    lives = [LiveRequest(request_of(), 1, age, 0.0) for age in range(2)]
+    for live in lives:
+        queue.push(live)
+    queue.remove(lives[0])
+    assert len(queue) == 1
+    assert drained(queue) == [1]
+
+
+def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    parked, other = (LiveRequest(request_of(), 1, age, 0.0) for age in range(2))
+    queue.push(parked, parked=True)
+    queue.push(other)
+    assert len(queue) == 2
+    assert queue.head() is other
+    queue.unpark(parked)
+    assert queue.head() is parked
+
+
+def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
+    queue = RequestQueue(20)
+    for age in range(40):
+        queue.push(LiveRequest(request_of(), 1, age, 0.0))
+    for second in range(20):
+        if (live := queue.head()) is not None:
+            queue.admitted(live, 0.1 * second)
+    slow = queue.full().retry_after
+    for second in range(10):
+        if (live := queue.head()) is not None:
+            queue.admitted(live, 2.0 + 9.0 * second)
+    assert 1.0 <= slow < queue.full().retry_after <= 60.0

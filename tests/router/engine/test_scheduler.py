@@ -1,0 +1,347 @@
+"""The schedule against a worker that checks every page, without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from space_proto import worker_pb2
+from space_router.engine.live_request import Phase
+from space_router.engine.request import ValidRequest
+from space_router.engine.sequence import Step
+from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
+
+Make = Callable[..., ValidRequest]
+Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
+Lockstep = Any
+
+EVERY_ACCEPTS = pytest.mark.parametrize("accepts", [never, always, half, sometimes])
+
+
+@EVERY_ACCEPTS
+def test_the_text_does_not_depend_on_accepted_lengths(
+    accepts: Accepts, lockstep: Lockstep, request_of: Make, answer: Answer
+) -> None:
+    house = lockstep(Script(accepts=accepts))
+    long, short = house.submit(request_of(11, 30)), house.submit(request_of(3, 5))
+    house.run()
+    assert house.text(long) == answer(long.request, house.script)
+    assert house.text(short) == answer(short.request, house.script)
+
+
+@EVERY_ACCEPTS
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_nobody_pauses_where_pages_are_plenty(
+    accepts: Accepts, delay: int, lockstep: Lockstep, request_of: Make
+) -> None:
+    house = lockstep(Script(accepts=accepts, num_blocks=200), delay=delay)
+    lives = [house.submit(request_of(7 + i, 60)) for i in range(3)]
+    while any(live.phase is not Phase.ENDED for live in lives):
+        house.step()
+        assert not any(sequence.paused for sequence in house.batch.sequences.values())
+
+
+def test_at_most_four_blocks_are_granted_ahead(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(accepts=always, draft_length=8, block_size=2, num_blocks=200))
+    live = house.submit(request_of(6, 60))
+    while live.phase is not Phase.ENDED:
+        house.step()
+        for sequence in house.scheduler.sequences.values():
+            assert len(sequence.pages) <= -(-len(live.ids) // 2) + 4
+
+
+def test_no_page_is_granted_beyond_the_last_token(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(accepts=always, block_size=4))
+    live = house.submit(request_of(6, 3))  # 6 + 3 + 1 slots
+    house.step()
+    assert len(house.scheduler.sequences[1].pages) == 3
+    house.run()
+    assert live.num_generated == 3
+
+
+def test_a_second_request_shares_what_a_running_one_has_computed(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(block_size=4))
+    first = house.submit(request_of(9, 40))
+    for _ in range(4):
+        house.step()
+    assert first.phase is Phase.RUNNING
+    house.submit(request_of(9, 4))
+    house.step()
+    shared = house.scheduler.sequences[2].pages[:2]
+    assert shared == house.scheduler.sequences[1].pages[:2]
+    assert house.batch.figures.num_cached_ids == 8
+    house.run()
+
+
+def test_generated_text_is_shared_too(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(block_size=4))
+    first = house.submit(request_of(6, 20))
+    house.run()
+    house.submit(request_of(tuple(first.ids) + (7,), 4))
+    house.run()
+    assert house.batch.figures.num_cached_ids == 24  # 25 of 26 ids are computed, 24 of them in whole blocks
+
+
+@pytest.mark.parametrize(("num_prompt", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
+def test_at_least_one_id_is_always_computed(
+    num_prompt: int, num_cached: int, lockstep: Lockstep, request_of: Make
+) -> None:
+    house = lockstep(Script(block_size=4))
+    house.submit(request_of(num_prompt, 8))
+    house.run()
+    house.submit(request_of(num_prompt, 8))
+    house.run()
+    assert house.batch.figures.num_cached_ids == num_cached
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "other"}, {"share_prefix": False}, {"num_prompt_logprobs": 0}])
+def test_nothing_is_shared_across_salts_or_where_it_is_not_wanted(
+    fields: dict[str, Any], lockstep: Lockstep, request_of: Make
+) -> None:
+    house = lockstep(Script(block_size=4))
+    house.submit(request_of(9, 8))
+    house.run()
+    house.submit(request_of(9, 8, **fields))
+    house.run()
+    assert house.batch.figures.num_cached_ids == 0
+
+
+def test_a_request_that_shares_nothing_leaves_nothing(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script())
+    house.submit(request_of(9, 8, share_prefix=False))
+    house.run()
+    assert house.scheduler.pool.num_free == house.script.num_blocks
+
+
+@EVERY_ACCEPTS
+def test_preemption_loses_nothing_and_never_meets_the_oldest(
+    accepts: Accepts, lockstep: Lockstep, request_of: Make, answer: Answer
+) -> None:
+    house = lockstep(Script(accepts=accepts, num_blocks=16, block_size=4), delay=1)  # 64 slots for 4 x 41
+    lives = [house.submit(request_of(tuple(range(10 * i + 10, 10 * i + 20)), 30)) for i in range(4)]
+    while any(live.phase is not Phase.ENDED for live in lives):
+        running = [live for live in lives if live.phase is Phase.RUNNING]
+        house.step()
+        if running:
+            assert min(running, key=lambda live: live.age).phase in (Phase.RUNNING, Phase.ENDED)
+    house.run()
+    assert house.scheduler.num_preemptions > 0
+    assert lives[0].statistics.num_preemptions == 0
+    for live in lives:
+        assert house.text(live) == answer(live.request, house.script)
+
+
+def test_a_preempted_request_is_admitted_again_only_after_its_release_is_acknowledged(
+    lockstep: Lockstep, request_of: Make
+) -> None:
+    house = lockstep(Script(num_blocks=12, block_size=4, release_steps=3), delay=2)
+    for i in range(3):
+        house.submit(request_of(tuple(range(10 * i + 10, 10 * i + 18)), 24))
+    saw = 0
+    for _ in range(400):
+        house.step()
+        for live in house.lives:
+            if live.phase is Phase.LEAVING:
+                saw += 1
+                assert live not in house.queue
+                assert house.scheduler._by_request[live].step is Step.RELEASED
+    house.run()
+    assert saw
+
+
+def test_two_requests_that_each_fill_the_cache_both_finish(
+    lockstep: Lockstep, request_of: Make, answer: Answer
+) -> None:
+    house = lockstep(Script(num_blocks=10, block_size=4))
+    lives = [house.submit(request_of((10 + i, 11, 12), 36)) for i in range(2)]  # 3 + 36 + 1 slots: all of them
+    house.run()
+    for live in lives:
+        assert house.text(live) == answer(live.request, house.script)
+
+
+def test_the_worker_is_never_given_more_sequences_than_it_takes(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(max_sequences=2, num_blocks=200, release_steps=4))
+    for i in range(7):
+        house.submit(request_of(5, 6 + i))
+    house.run()
+
+
+def test_prompts_are_admitted_no_faster_than_they_are_computed(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(num_blocks=200), max_prefill_rows=8)
+    for i in range(6):
+        house.submit(request_of(tuple(range(20 * i, 20 * i + 12)), 4))
+    house.step()
+    assert house.scheduler.num_running == 1  # 12 of 16 rows in advance; another 12 would be too many
+    house.run()
+
+
+def test_a_prompt_above_the_prefill_budget_is_still_admitted(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(num_blocks=200), max_prefill_rows=4)
+    house.submit(request_of(100, 4))
+    house.run()
+
+
+def test_one_failing_sequence_fails_alone(lockstep: Lockstep, request_of: Make, answer: Answer) -> None:
+    house = lockstep(Script(failing_id=99))
+    bad, good = house.submit(request_of((98, 99), 9)), house.submit(request_of((97, 98), 9))
+    house.run()
+    assert house.text(bad) == ()
+    assert house.text(good) == answer(good.request, house.script)
+
+
+def test_commands_of_one_moment_go_together(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(num_blocks=200))
+    for i in range(5):
+        house.submit(request_of(5 + i, 4))
+    house.step()
+    kinds = [command.WhichOneof("command") for command in house.messages[0]]
+    assert kinds.count("admit") == 5
+    house.run()
+    assert max(len(moment) for moment in house.messages[1:]) > 1
+
+
+PHASES = ["queued", "prefill", "decode", "paused", "leaving"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cancelled_request_gives_its_pages_back_in_any_phase(
+    phase: str, lockstep: Lockstep, request_of: Make, answer: Answer
+) -> None:
+    house = lockstep(Script(num_blocks=12, block_size=4, release_steps=3), max_prefill_rows=4, delay=1)
+    # The youngest is preempted as soon as pages run out; the oldest pauses until those have come back.
+    requests = [request_of((10, 11, 12, 13, 14 + i), 30) for i in range(2)]
+    requests.insert({"paused": 0, "leaving": 1}.get(phase, 2), request_of((20, 21, 22, 23, 24, 25, 26, 27, 28), 20))
+    lives = [house.submit(request) for request in requests]
+    live = next(live for live in lives if live.num_prompt == 9)
+
+    def now_in(phase: str) -> bool:
+        sequence = house.scheduler._by_request.get(live)
+        return {
+            "queued": live.phase is Phase.QUEUED,
+            "prefill": sequence is not None and sequence.step is Step.PREFILL,
+            "decode": sequence is not None and sequence.step is Step.DECODE,
+            "paused": sequence is not None and sequence.starving,
+            "leaving": live.phase is Phase.LEAVING,
+        }[phase]
+
+    for _ in range(500):
+        if now_in(phase):
+            break
+        house.step()
+    assert now_in(phase)
+    house.cancel(live)
+    house.run()
+    for other in lives:
+        assert other is live or house.text(other) == answer(other.request, house.script)
+
+
+def test_a_cancelled_sequence_is_acknowledged_within_two_steps(lockstep: Lockstep, request_of: Make) -> None:
+    house = lockstep(Script(release_steps=1))
+    live = house.submit(request_of(6, 60))
+    for _ in range(5):
+        house.step()
+    house.cancel(live)
+    house.step()
+    house.step()
+    assert house.scheduler.pool.num_held == 0
+
+
+A_REQUEST = st.tuples(st.integers(1, 24), st.integers(1, 30), st.integers(0, 2), st.booleans(), st.booleans())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(A_REQUEST, min_size=1, max_size=12),
+    num_blocks=st.integers(14, 40),
+    accepts=st.sampled_from([never, always, half, sometimes]),
+    draft_length=st.integers(0, 5),
+    delay=st.integers(0, 2),
+    release_steps=st.integers(0, 2),
+    prefill_rows=st.integers(1, 32),
+)
+def test_any_traffic_ends_with_the_right_text_and_every_page_back(
+    requests: list[tuple[int, int, int, bool, bool]],
+    num_blocks: int,
+    accepts: Accepts,
+    draft_length: int,
+    delay: int,
+    release_steps: int,
+    prefill_rows: int,
+    lockstep: Lockstep,
+    request_of: Make,
+    answer: Answer,
+) -> None:
+    script = Script(
+        language=HashLanguage(range(4, 250), eos_id=2, eos_period=20),
+        accepts=accepts,
+        draft_length=draft_length,
+        num_blocks=num_blocks,
+        block_size=4,
+        max_sequences=5,
+        release_steps=release_steps,
+    )
+    house = lockstep(script, max_prefill_rows=prefill_rows, delay=delay)
+    given = []
+    for num_prompt, max_tokens, family, leaves, shares in requests:
+        prompt = tuple(range(50 * family + 4, 50 * family + 4 + num_prompt))
+        request = request_of(prompt, max_tokens, eos_ids=(2,), share_prefix=shares)
+        live = house.submit(request)
+        given.append((live, leaves))
+        house.step()
+    for live, leaves in given:
+        if leaves:
+            house.cancel(live)
+        house.step()
+    house.run()
+    for live, _ in given:
+        text = answer(live.request, script)
+        assert house.text(live) == text[: live.num_generated]
+    for live, leaves in given:
+        if not leaves:
+            assert house.text(live) == answer(live.request, script)
+
+
+def test_the_cost_of_a_report_does_not_grow_with_what_waits(lockstep: Lockstep, request_of: Make) -> None:
+    def lookups(num_waiting: int) -> int:
+        house = lockstep(Script(num_blocks=40, max_sequences=4))
+        for i in range(4 + num_waiting):
+            house.submit(request_of((10 + i % 200, 11, 12), 60))
+        house.step()
+        count, placement = 0, house.scheduler._placement
+
+        def counted(live: Any) -> Any:
+            nonlocal count
+            count += 1
+            return placement(live)
+
+        house.scheduler._placement = counted
+        for _ in range(20):
+            house.step()
+        return count
+
+    assert lookups(200) == lookups(2)
+
+
+def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, request_of: Make) -> None:
+    from space_router.engine.errors import ProtocolViolation
+
+    for spoil in (
+        lambda report: setattr(report, "report_no", 9),
+        lambda report: report.sequences.append(worker_pb2.SequenceReport(seq_id=77)),
+        lambda report: report.sequences[0].tokens.extend([4] * 1000),
+        lambda report: report.sequences[0].tokens.__setitem__(0, 9999),
+        lambda report: setattr(report.sequences[0], "num_computed", 9999),
+        lambda report: setattr(report.sequences[0], "num_accepted", 99),
+        lambda report: report.released.append(1),
+        lambda report: report.released.append(2),
+    ):
+        house = lockstep(Script())
+        house.submit(request_of(6, 20))
+        house.step()
+        report = house.batch.step()
+        spoil(report)
+        with pytest.raises(ProtocolViolation):
+            house.scheduler.report(report)
