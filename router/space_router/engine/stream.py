@@ -64,7 +64,6 @@ class Stream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended = True
         self._on_leave()
 
     def __aiter__(self) -> Stream:

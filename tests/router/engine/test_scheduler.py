@@ -80,7 +80,7 @@ def test_generated_text_is_shared_too(lockstep: Lockstep, request_of: Make) -> N
     house = lockstep(Script(block_size=4))
     first = house.submit(request_of(6, 20))
     house.run()
-    house.submit(request_of(tuple(first.ids) + (7,), 4))
+    house.submit(request_of((*first.ids, 7), 4))
     house.run()
     assert house.batch.figures.num_cached_ids == 24  # 25 of 26 ids are computed, 24 of them in whole blocks
 

@@ -1,0 +1,186 @@
+"""A worker that dies, hangs or talks nonsense costs its readers a pause and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from space_router.engine.engine import Engine
+from space_router.engine.errors import NotReady, WorkerFailed, WorkerStartFailed
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.testing import Script, ScriptedWorker
+
+Make = Callable[..., ValidRequest]
+Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
+InHouse = Callable[..., None]
+House = Any
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streams_of_a_killed_worker_go_on_with_the_same_text(
+    temperature: float, in_house: InHouse, request_of: Make, answer: Answer
+) -> None:
+    async def body(house: House) -> None:
+        requests = [
+            request_of(5 + i, 40, sampling=Sampling(seed=i, temperature=temperature), name=str(i)) for i in range(6)
+        ]
+        texts = await asyncio.gather(*(house.text(request) for request in requests))
+        assert texts == [answer(request, house.worker.script) for request in requests]
+        assert house.worker.num_lives == 2
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 1
+        assert house.metrics.value("spaceserve_worker_up") == 1
+
+    in_house(body, Script(die_after_steps=5))
+
+
+def test_statistics_go_on_over_a_loss(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        async with house.engine.submit(request_of(6, 40)) as stream:
+            num_tokens = sum([len(delta.tokens) async for delta in stream])
+        assert num_tokens == stream.statistics.num_generated == 40
+        assert stream.statistics.num_worker_losses == 1
+
+    in_house(body, Script(die_after_steps=5))
+
+
+def test_what_was_emitted_before_a_loss_is_not_emitted_again_nor_its_logprobs(
+    in_house: InHouse, request_of: Make, answer: Answer
+) -> None:
+    async def body(house: House) -> None:
+        request = request_of(30, 20, want_logprobs=True, num_prompt_logprobs=0)
+        async with house.engine.submit(request) as stream:
+            deltas = [delta async for delta in stream]
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        assert tokens == answer(request, house.worker.script)
+        assert tuple(entry.id for delta in deltas for entry in delta.logprobs) == tokens
+        assert tuple(e.id for delta in deltas for e in delta.prompt_logprobs) == request.prompt_ids[1:]
+
+    for num_steps in (1, 3, 5):  # in the middle of the prompt, and behind it
+        in_house(body, Script(die_after_steps=num_steps), max_prefill_rows=8)
+
+
+@pytest.mark.parametrize("garbage", ["report_no", "unknown_sequence", "too_many_tokens", "computed", "vocabulary"])
+def test_a_worker_that_contradicts_the_contract_is_not_believed(
+    garbage: Any, in_house: InHouse, request_of: Make, answer: Answer
+) -> None:
+    async def body(house: House) -> None:
+        text = await house.text(request_of(6, 30))
+        assert text == answer(request_of(6, 30), house.worker.script)
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 1
+
+    in_house(body, Script(garbage=garbage))
+
+
+def test_a_worker_that_falls_silent_is_given_up(in_house: InHouse, request_of: Make, answer: Answer) -> None:
+    async def body(house: House) -> None:
+        text = asyncio.create_task(house.text(request_of(6, 40)))
+        await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
+        house.worker.script.hang_after_steps = None
+        assert await text == answer(request_of(6, 40), house.worker.script)
+
+    in_house(body, Script(hang_after_steps=4), worker_timeout=0.1)
+
+
+def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse) -> None:
+    async def body(house: House) -> None:
+        await asyncio.sleep(0.3)
+        assert house.engine.ready
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 0
+
+    in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.1)
+
+
+def test_a_request_that_saw_three_workers_die_fails_and_the_others_go_on(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        async with house.engine.submit(request_of(6, 400)) as stream:
+            for _ in range(3):
+                await house.until(lambda: house.engine.load().num_running == 1)
+                house.worker.kill()
+                await house.until(lambda: house.engine.load().num_running == 0)
+            with pytest.raises(WorkerFailed, match="3 workers"):
+                async for _ in stream:
+                    pass
+        assert len(await house.text(request_of(6, 10))) == 10
+
+    in_house(body, Script(num_blocks=256, step_seconds=0.001))
+
+
+def test_a_request_that_waits_while_the_worker_is_down_is_served_afterwards(
+    in_house: InHouse, request_of: Make
+) -> None:
+    async def body(house: House) -> None:
+        house.worker.kill()
+        await house.until(lambda: not house.engine.ready)
+        assert len(await house.text(request_of(6, 10))) == 10
+
+    in_house(body)
+
+
+def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
+    request_of: Make, answer: Answer
+) -> None:
+    from space_router.config import ServeConfig
+    from space_router.metrics import Metrics
+
+    async def whole() -> None:
+        async with ScriptedWorker(Script(step_seconds=0.001)) as one, ScriptedWorker(Script()) as two:
+            config = ServeConfig(worker_address=(one.address, two.address))
+            async with Engine(config, Metrics()) as engine:
+                async with asyncio.timeout(10):
+                    while engine.load().num_workers_up < 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
+
+                async def text(request: ValidRequest) -> tuple[int, ...]:
+                    async with engine.submit(request) as stream:
+                        return tuple([token async for delta in stream for token in delta.tokens])
+
+                texts = [asyncio.create_task(text(request)) for request in requests]
+                async with asyncio.timeout(10):
+                    while not (one.figures.num_admits and two.figures.num_admits):  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                one.kill()
+                assert await asyncio.gather(*texts) == [answer(request, two.script) for request in requests]
+                engine.check()
+            one.check()
+            two.check()
+
+    asyncio.run(whole())
+
+
+def an_engine(address: str, **fields: Any) -> Engine:
+    from space_router.config import ServeConfig
+    from space_router.metrics import Metrics
+
+    return Engine(ServeConfig(worker_address=(address,)), Metrics(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script(protocol_major=2), r"speaks protocol 2\.0, this router 1\.x"),
+        (Script(tokenizer_hash="theirs"), "has tokenizer theirs, this router ours"),
+        (Script(num_blocks=0), "has 0 blocks"),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused_with_both_sides_named(script: Script, message: str) -> None:
+    async def whole() -> None:
+        async with ScriptedWorker(script) as worker, an_engine(worker.address, tokenizer_hash="ours") as engine:
+            with pytest.raises(WorkerStartFailed, match=message):
+                await engine.wait_ready()
+            with pytest.raises(WorkerStartFailed, match=message):
+                await engine.failed()
+
+    asyncio.run(whole())
+
+
+def test_nothing_is_taken_before_the_first_worker_is_up(request_of: Make) -> None:
+    async def whole() -> None:
+        async with an_engine("unix:/nonexistent/w.sock") as engine:
+            assert not engine.ready
+            with pytest.raises(NotReady):
+                engine.submit(request_of())
+
+    asyncio.run(whole())

@@ -1,0 +1,71 @@
+"""What an operator sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from space_router.engine.request import ValidRequest
+from space_router.testing import Script, always, never
+
+Make = Callable[..., ValidRequest]
+InHouse = Callable[..., None]
+House = Any
+
+
+def test_tokens_per_step_leaves_out_the_prefill_token(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        await house.text(request_of(6, 10))  # 1 by the prefill, then 4, 4, 1
+        value = house.metrics.value
+        assert value("spaceserve_tokens_per_step_count") == 3
+        assert value("spaceserve_tokens_per_step_sum") == 9
+        assert value("spaceserve_generated_tokens_total") == 10
+        assert value("spaceserve_drafted_tokens_total") == value("spaceserve_accepted_tokens_total") == 6
+        assert [value("spaceserve_accepted_by_position_total", position=str(i)) for i in (1, 2, 3, 4)] == [2, 2, 2, 0]
+        assert value("spaceserve_draft_length_sum") == 6
+        assert value("spaceserve_draft_length_count") == 3
+        assert value("spaceserve_prompt_tokens_total") == 6
+
+    in_house(body, Script(accepts=always))
+
+
+def test_plain_steps_observe_one(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        await house.text(request_of(6, 10, max_draft_length=0))
+        assert house.metrics.value("spaceserve_tokens_per_step_count") == 9
+        assert house.metrics.value("spaceserve_tokens_per_step_sum") == 9
+        assert house.metrics.value("spaceserve_drafted_tokens_total") == 0
+
+    in_house(body, Script(accepts=always))
+
+
+@pytest.mark.parametrize(("accepts", "num_tokens"), [(always, 4.0), (never, 1.0)])
+def test_the_speedup_is_measured_against_a_plain_step(
+    accepts: Any, num_tokens: float, in_house: InHouse, request_of: Make
+) -> None:
+    async def body(house: House) -> None:
+        await house.text(request_of(6, 41))
+        # a step costs 1.4 ms, a plain one 1 ms
+        assert house.metrics.value("spaceserve_speculation_speedup") == pytest.approx(num_tokens / 1.4, rel=0.02)
+
+    in_house(body, Script(accepts=accepts, plain_step_seconds=0.001))
+
+
+def test_gauges_return_to_rest_and_every_wait_is_observed_once(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        for _ in range(3):
+            await house.text(request_of(9, 12))
+        await house.quiet()
+        value = house.metrics.value
+        assert value("spaceserve_requests", state="queued") == value("spaceserve_requests", state="running") == 0
+        blocks = {state: value("spaceserve_kv_blocks", state=state) for state in ("free", "held", "cached")}
+        assert blocks["held"] == 0
+        assert sum(blocks.values()) == house.worker.script.num_blocks
+        assert value("spaceserve_queue_seconds_count") == value("spaceserve_time_to_first_token_seconds_count") == 3
+        assert value("spaceserve_inter_token_latency_seconds_count") == value("spaceserve_tokens_per_step_count")
+        assert value("spaceserve_prefix_cache_hit_tokens_total") == 2 * 8
+        assert value("spaceserve_step_seconds_count", phase="forward") == value("spaceserve_step_host_seconds_count")
+        assert value("spaceserve_rows_total", kind="prefill") == 9 + 1 + 1
+
+    in_house(body)
