@@ -5,7 +5,6 @@ import logging
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from space_router.api import chat, completions, generate, models, operating, tokens
 from space_router.api.access import Access
@@ -16,7 +15,7 @@ from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
 log = logging.getLogger(__name__)
 
 
-def create_app(service: Service) -> ASGIApp:
+def create_app(service: Service) -> FastAPI:
     """The ASGI application of a service whose engine somebody else starts and stops."""
     app = FastAPI(
         title="spaceserve",
@@ -47,4 +46,5 @@ def create_app(service: Service) -> ASGIApp:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")
         return error_answer(refusal, request.url.path)
 
-    return Access(app, service.config.api_keys, service.metrics)
+    app.add_middleware(Access, keys=service.config.api_keys, metrics=service.metrics)
+    return app

@@ -1,4 +1,4 @@
-"""The outermost layer: who may come in, and an answer whatever happens inside."""
+"""The layer around all routes: who may come in, and an answer whatever happens inside."""
 
 import hmac
 import logging

@@ -1,0 +1,271 @@
+"""Every wrong request gets a small, exact error in the shape of its API, before any header of a stream."""
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from space_router.api.door import Parameters
+from space_router.config import ServeConfig
+from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
+
+pytestmark = pytest.mark.anyio
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+
+USER = [{"role": "user", "content": "Hi"}]
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "required"),
+    ({"prompt": 3}, "prompt", "string"),
+    ({"prompt": []}, "prompt", "string"),
+    ({"prompt": [True]}, "prompt", "string"),
+    ({"prompt": [[1, "x"]]}, "prompt", "mixes"),
+    ({"prompt": [[]]}, "prompt", "no tokens"),
+    ({"prompt": ""}, "prompt", "no tokens"),
+    ({"prompt": [VOCAB_SIZE]}, "prompt", f"0 to {VOCAB_SIZE - 1}"),
+    ({"prompt": [-1]}, "prompt", "-1"),
+    ({"prompt": [2**63]}, "prompt", str(2**63)),
+    ({"prompt": [MASK_ID]}, "prompt", "mask token"),
+    ({"prompt": "<|mask_1|>"}, "prompt", "mask token"),
+    ({"prompt": ["x"] * 17}, "prompt", "at most 16"),
+    ({"prompt": "x", "n": 17}, "n", "at most 16"),
+    ({"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens", "integer"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens", "integer"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "integer"),
+    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "integer"),
+    ({"prompt": "x", "max_tokens": 2, "min_tokens": 3}, "min_tokens", "above the 2"),
+    ({"prompt": "x", "temperature": 2.1}, "temperature", "less than or equal to 2; got 2.1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", "number"),
+    ({"prompt": "x", "temperature": True}, "temperature", "number"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "x", "top_p": 1.01}, "top_p", "less than or equal to 1"),
+    ({"prompt": "x", "top_k": -2}, "top_k", "-1"),
+    ({"prompt": "x", "min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"prompt": "x", "typical_p": 0}, "typical_p", "greater than 0"),
+    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+    ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty", "-2"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias", "99999"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "100"),
+    ({"prompt": "x", "allowed_token_ids": [MASK_ID]}, "allowed_token_ids", "mask tokens only"),
+    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+    ({"prompt": "x", "bad_words": [""]}, "bad_words", "at least 1"),
+    ({"prompt": "x", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", str(VOCAB_SIZE)),
+    ({"prompt": "x", "stop": ["a"] * 5}, "stop", "5 strings; at most 4"),
+    ({"prompt": "x", "stop": [str(i) for i in range(10_000)]}, "stop", "10000 strings"),
+    ({"prompt": "x", "stop": ["a", 3]}, "stop", "list of strings"),
+    ({"prompt": "x", "stop": ""}, "stop", "1 to 1024"),
+    ({"prompt": "x", "seed": -1}, "seed", "0"),
+    ({"prompt": "x", "seed": 2**64}, "seed", "integer"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "20"),
+    ({"prompt": "x", "logprobs": True}, "logprobs", "integer"),
+    ({"prompt": "x", "speculation": "on"}, "speculation", "auto"),
+    ({"prompt": "x", "speculation": 99}, "speculation", "0 to 3"),
+    ({"prompt": "x", "speculation": True}, "speculation", "auto"),
+    ({"prompt": "x", "timeout": 0}, "timeout", "greater than 0"),
+    ({"prompt": "x", "request_id": "a b"}, "request_id", "pattern"),
+    ({"prompt": "x", "stream": False, "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"prompt": "x", "stream": True, "stream_options": {"nonsense": 1}}, "stream_options", "not a field"),
+    ({"prompt": "x", "stream": True, "best_of": 2}, "best_of", "streamed"),
+    ({"prompt": "x", "best_of": 1, "n": 2}, "best_of", "below"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"prompt": "x", "nonsense": 1}, "nonsense", "not a field"),
+    ({"prompt": "x", "messages": USER}, "messages", "not a field"),
+    ({"prompt": "x" * 200_000, "max_tokens": 1}, "prompt", "this model takes 512"),
+    ({"prompt": "x" * 600, "max_tokens": 1}, "prompt", "this model takes 512"),
+    ({"prompt": "x" * 500, "max_tokens": 50}, "prompt", "512"),
+    ({"prompt": "x", "temperature": [[[[[[1]]]]]]}, "temperature", "number"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_wrong_field_is_named_with_its_bound(router: Any, stream: bool) -> None:
+    for body, param, words in WRONG:
+        answer = await router.post("/v1/completions", **{"stream": stream, **body})
+        shown = str(body)[:200]
+        assert answer.status_code == 400, (shown, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == param, (shown, error)
+        assert words in error["message"], (shown, error)
+        assert error["type"] == "invalid_request_error"
+        assert len(answer.content) < 1000
+    assert (await router.complete(prompt="x", max_tokens=1))["usage"]["completion_tokens"] == 1
+
+
+CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "<|mask_1|>"}]}, "messages"),
+    ({"messages": USER, "logprobs": 5}, "logprobs"),
+    ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "modalities": ["audio"]}, "modalities"),
+    ({"messages": USER, "prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"messages": USER, "prompt": "x"}, "prompt"),
+]
+
+
+async def test_a_wrong_chat_request_is_named_too(router: Any) -> None:
+    for body, param in CHAT_WRONG:
+        answer = await router.post("/v1/chat/completions", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+
+
+async def test_fields_at_their_neutral_value_and_bookkeeping_are_taken(router: Any) -> None:
+    neutral = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
+    notes = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
+    nothing = {"temperature": None, "stop": None, "logit_bias": None, "prediction": None, "audio": None, "n": None}
+    answer = await router.post("/v1/chat/completions", messages=USER, max_tokens=1, **neutral, **notes, **nothing)
+    assert answer.status_code == 200, answer.text
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"[1]",
+    b'"x"',
+    b"null",
+    b'{"prompt": NaN}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "temperature": 1e999}',
+    b"\xff",
+    b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"prompt": "\\ud800"}',
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+async def test_malformed_json_is_a_400(router: Any, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = await router.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert len(answer.content) < 600
+    answer = await router.client.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+
+
+async def test_a_prompt_beyond_the_window_says_both_numbers(router: Any) -> None:
+    error = (await router.post("/v1/completions", prompt="x" * 600)).json()["error"]
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 600, 512)
+
+
+async def test_statuses_of_the_protocol_have_the_same_shape(start: Start) -> None:
+    async with start("yes", config=ServeConfig(max_body=1000)) as router:
+        client = router.client
+        text = await client.post("/v1/completions", content=b"x", headers={"content-type": "text/plain"})
+        large = await router.post("/v1/completions", prompt="x" * 2000)
+        chunked = await client.post("/v1/completions", content=_pieces(), headers={"content-type": "application/json"})
+        lost = await client.get("/v1/nonsense")
+        method = await client.get("/v1/completions")
+        model = await router.post("/v1/completions", prompt="x", model="gpt-9")
+        got = [answer.status_code for answer in (text, large, chunked, lost, method, model)]
+        assert got == [415, 413, 413, 404, 405, 404]
+        assert model.json()["error"]["code"] == "model_not_found"
+        assert method.headers["allow"] == "POST"
+        for answer in (text, large, lost, method):
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def _pieces() -> Any:
+    for _ in range(20):
+        yield b" " * 100
+
+
+async def test_a_full_queue_is_a_429_with_retry_after_in_both_shapes(start: Start) -> None:
+    config = ServeConfig(max_queue=0)
+    async with start("yes", config=config, num_blocks=8, max_sequences=1, step_seconds=0.01) as router:
+        body = {"prompt": "x", "max_tokens": 25, "stream": True}
+        door = router.service.door()
+        prompt = door.prompt("x", add_special_tokens=True, truncate=None, param="prompt")
+        running = door.plan([prompt], Parameters(max_tokens=25), prefix="t")
+        async with router.service.engine.submit(running.choices[0].request):
+            answer = await router.post("/v1/completions", **body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+            assert int(answer.headers["retry-after"]) >= 1
+            answer = await router.post("/generate_stream", inputs="x", parameters={"max_new_tokens": 5})
+            assert (answer.status_code, answer.json()["error_type"]) == (429, "overloaded")
+            several = await router.post("/v1/completions", prompt="x", n=2, max_tokens=1)
+            assert several.status_code == 429
+        assert router.value("spaceserve_rejected_total", reason="queue_full") == 3
+
+
+async def test_before_a_worker_is_up_and_while_draining_work_is_a_503(start: Start) -> None:
+    async with start("yes", ready=False, refuse="no") as router:
+        assert (await router.post("/v1/completions", prompt="x")).json()["error"]["code"] == "not_ready"
+        assert (await router.client.get("/health")).status_code == 503
+        assert (await router.client.get("/livez")).status_code == 200
+        assert (await router.client.get("/startupz")).status_code == 503
+        assert (await router.post("/generate", inputs="x")).status_code == 503
+    async with start("yes") as router:
+        assert (await router.client.get("/readyz")).status_code == 200
+        router.service.draining = True
+        assert (await router.client.get("/readyz")).status_code == 503
+        assert (await router.post("/v1/completions", prompt="x")).json()["error"]["code"] == "draining"
+
+
+async def test_a_deadline_is_a_408_or_the_last_event(start: Start) -> None:
+    async with start("yes", step_seconds=0.05) as router:
+        body = {"prompt": "x", "max_tokens": 400, "timeout": 0.2}
+        answer = await router.post("/v1/completions", **body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
+        answer = await router.post("/v1/completions", stream=True, **body)
+        assert answer.status_code == 200
+        last = json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert router.value("spaceserve_requests_total", outcome="deadline") == 2
+
+
+async def test_one_failing_request_fails_alone(start: Start) -> None:
+    async with start("yes", failing_id=60) as router:
+        failed = await router.post("/v1/completions", prompt=[60], max_tokens=3)
+        assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+        generated = await router.post("/generate", inputs=chr(60 - FIRST_BYTE_ID))
+        assert (generated.status_code, generated.json()["error_type"]) == (424, "generation")
+        assert (await router.complete(prompt="x", max_tokens=3))["choices"][0]["text"] == "yes"
+
+
+async def test_without_a_chat_template_the_flag_is_named(start: Start) -> None:
+    async with start("yes", chat=None) as router:
+        error = (await router.post("/v1/chat/completions", messages=USER)).json()["error"]
+        assert "--chat-template" in error["message"]
+
+
+async def test_an_unforeseen_error_has_an_id_and_no_internals(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("yes") as router:
+        monkeypatch.setattr(router.service.engine, "submit", lambda *a, **k: 1 / 0)
+        with caplog.at_level(logging.CRITICAL):
+            answer = await router.post("/v1/completions", prompt="secret")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (500, "internal_error")
+        assert "division" not in answer.text
+        assert "secret" not in caplog.text
+
+
+async def test_keys_protect_work_and_not_probes(start: Start) -> None:
+    async with start("yes", config=ServeConfig(api_keys=("one", "two"))) as router:
+        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
+            for path in ("/v1/models", "/info"):
+                answer = await router.client.get(path, headers=headers)
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            answer = await router.client.post("/generate", json={"inputs": "x"}, headers=headers)
+            assert answer.json()["error_type"] == "authentication"
+        for key in ("one", "two"):
+            answer = await router.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        for path in ("/health", "/livez", "/readyz", "/metrics", "/ping", "/version"):
+            assert (await router.client.get(path)).status_code == 200

@@ -1,0 +1,128 @@
+"""TGI's routes in TGI's shapes."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from space_router.testing import always
+
+pytestmark = pytest.mark.anyio
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+async def events(router: Any, inputs: str, **parameters: Any) -> list[Any]:
+    answer = await router.post("/generate_stream", inputs=inputs, parameters=parameters)
+    assert answer.status_code == 200, answer.text
+    lines = answer.text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data:{") for line in lines)
+    return [json.loads(line.removeprefix("data:")) for line in lines]
+
+
+async def test_generate_answers_text_details_and_timing_headers(start: Start) -> None:
+    async with start("hello world", accepts=always) as router:
+        asked = {"max_new_tokens": 3, "details": True, "decoder_input_details": True, "top_n_tokens": 2}
+        answer = await router.post("/generate", inputs="ab", parameters=asked)
+        body = answer.json()
+        assert body["generated_text"] == "hello wor"
+        details = body["details"]
+        assert (details["finish_reason"], details["generated_tokens"], details["seed"]) == ("length", 3, None)
+        assert [token["text"] for token in details["tokens"]] == ["hello", " wo", "r"]
+        assert all(token["logprob"] < 0 and not token["special"] for token in details["tokens"])
+        assert [entry["text"] for entry in details["prefill"]] == ["a", "b"]
+        assert details["prefill"][0]["logprob"] is None
+        assert [len(top) for top in details["top_tokens"]] == [2, 2, 2]
+        for name in ("total-time", "queue-time", "validation-time", "inference-time", "time-per-token"):
+            assert answer.headers[f"x-{name}"].isdigit()
+        assert (answer.headers["x-prompt-tokens"], answer.headers["x-generated-tokens"]) == ("2", "3")
+
+
+async def test_a_stream_has_one_event_per_token_and_the_end_in_the_last(start: Start) -> None:
+    async with start("hello world", accepts=always) as router:
+        stream = await events(router, "ab", max_new_tokens=4)
+        assert [event["index"] for event in stream] == [1, 2, 3, 4]
+        assert [event["token"]["text"] for event in stream] == ["hello", " wo", "r", "l"]
+        assert [event["generated_text"] for event in stream] == [None, None, None, "hello worl"]
+        assert stream[-1]["details"] == {
+            "finish_reason": "length",
+            "generated_tokens": 4,
+            "seed": None,
+            "input_length": 2,
+        }
+
+
+@pytest.mark.parametrize(("stop", "texts"), [("rl", ["hello", " wo"]), ("wo", ["hello", " "]), ("he", [""])])
+async def test_a_stop_string_is_cut_out_and_the_token_texts_join_to_the_text(
+    start: Start, stop: str, texts: list[str]
+) -> None:
+    async with start("hello world", accepts=always) as router:
+        stream = await events(router, "ab", max_new_tokens=9, stop=[stop])
+        assert [event["token"]["text"] for event in stream] == texts
+        assert stream[-1]["generated_text"] == "".join(texts)
+        assert stream[-1]["details"]["finish_reason"] == "stop_sequence"
+
+
+async def test_an_eos_is_the_last_event_and_special(start: Start) -> None:
+    async with start("hello<|endoftext|>") as router:
+        stream = await events(router, "ab", max_new_tokens=2)
+        assert [event["token"]["special"] for event in stream] == [False, True]
+        assert stream[-1]["details"]["finish_reason"] == "eos_token"
+        assert stream[-1]["generated_text"] == "hello"
+
+
+async def test_the_compat_route_is_either(start: Start) -> None:
+    async with start("hello") as router:
+        whole = await router.post("/", inputs="ab", parameters={"max_new_tokens": 1})
+        assert whole.json() == [{"generated_text": "hello"}]
+        stream = await router.post("/", inputs="ab", parameters={"max_new_tokens": 1}, stream=True)
+        assert stream.text.startswith("data:{")
+
+
+async def test_sampling_shows_its_seed_and_repeats_with_it(router: Any) -> None:
+    asked = {"do_sample": True, "max_new_tokens": 12, "details": True}
+    first = (await router.post("/generate", inputs="ab", parameters=asked)).json()
+    again = (await router.post("/generate", inputs="ab", parameters={**asked, "seed": first["details"]["seed"]})).json()
+    assert first["generated_text"] == again["generated_text"]
+
+
+async def test_full_text_truncation_and_best_of(router: Any) -> None:
+    asked = {"return_full_text": True, "truncate": 2, "max_new_tokens": 3, "best_of": 2, "do_sample": True}
+    body = (await router.post("/generate", inputs="abcdef", parameters={**asked, "details": True})).json()
+    assert body["generated_text"].startswith("ef")
+    assert len(body["details"]["best_of_sequences"]) == 1
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"best_of": 2},
+        {"grammar": {"type": "regex", "value": "a"}},
+        {"watermark": True},
+        {"nonsense": 1},
+        {"stop": ["a"] * 9},
+        {"max_new_tokens": 5000},
+    ],
+)
+async def test_a_wrong_parameter_is_a_422_also_for_streams(router: Any, parameters: dict[str, Any]) -> None:
+    for path in ("/generate", "/generate_stream", "/"):
+        answer = await router.post(path, inputs="x", parameters=parameters)
+        assert answer.status_code == 422, answer.text
+        assert set(answer.json()) == {"error", "error_type"}
+        assert answer.json()["error_type"] == "validation"
+
+
+async def test_neutral_parameters_and_top_p_1_are_taken(router: Any) -> None:
+    neutral: dict[str, Any] = {
+        "watermark": False,
+        "grammar": None,
+        "adapter_id": None,
+        "top_p": 1.0,
+        "seed": None,
+        "stop": [],
+    }
+    answer = await router.post("/generate", inputs="x", parameters={**neutral, "max_new_tokens": 1})
+    assert answer.status_code == 200, answer.text

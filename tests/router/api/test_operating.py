@@ -1,0 +1,153 @@
+"""What operators and clients ask beside generating; and what happens when a client goes away."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import orjson
+import pytest
+from space_router.metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+async def test_models_are_listed_and_found(router: Any) -> None:
+    listed = (await router.client.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == ["tiny"]
+    assert listed[0]["max_model_len"] == 512
+    assert (await router.client.get("/v1/models/tiny")).json() == listed[0]
+    assert (await router.client.get("/v1/models/other/one")).json()["error"]["code"] == "model_not_found"
+
+
+async def test_info_says_what_runs(router: Any) -> None:
+    info = (await router.client.get("/info")).json()
+    assert (info["model_id"], info["max_total_tokens"], info["ready"]) == ("tiny", 512, True)
+    assert info["speculation"] == {"default": "auto", "max_draft_length": 3, "num_masks": 3, "draft_head": False}
+    assert (await router.client.get("/")).json()["info"] == "/info"
+    assert (await router.client.get("/version")).json()["version"] == info["version"]
+    assert (await router.client.get("/load")).json()["num_running"] == 0
+    assert (await router.client.get("/openapi.json")).status_code == 200
+
+
+async def test_tokenize_and_detokenize_are_inverse(router: Any) -> None:
+    tokens = (await router.post("/tokenize", prompt="hello é")).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 4
+    assert (await router.post("/detokenize", tokens=tokens["tokens"])).json() == {"prompt": "hello é"}
+    spans = (await router.post("/tokenize", inputs="hello w")).json()
+    assert [(span["text"], span["start"], span["stop"]) for span in spans] == [("hello", 0, 5), (" w", 5, 7)]
+    assert (await router.post("/detokenize", tokens=[99999])).status_code == 400
+
+
+async def test_every_series_is_there_before_the_first_request() -> None:
+    text = Metrics().render().decode()
+    for name in (
+        "tokens_per_step_bucket",
+        "drafted_tokens_total",
+        "accepted_tokens_total",
+        'accepted_by_position_total{position="1"}',
+        "draft_length_bucket",
+        'rows_total{kind="mask"}',
+        "speculation_speedup",
+        'step_seconds_bucket{le="0.001",phase="draft"}',
+        "step_host_seconds_bucket",
+        "worker_up",
+        "worker_restarts_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "request_seconds_bucket",
+        "queue_seconds_bucket",
+        'requests{state="queued"}',
+        'requests_total{outcome="stop"}',
+        'rejected_total{reason="queue_full"}',
+        "prompt_tokens_total",
+        "generated_tokens_total",
+        "prefix_cache_hit_tokens_total",
+        'kv_blocks{state="cached"}',
+        "preemptions_total",
+    ):
+        assert f"\nspaceserve_{name}" in text, name
+    assert "\nspaceserve_energy_joules_total{" not in text
+    assert "_created" not in text
+
+
+async def test_metrics_count_a_request(router: Any) -> None:
+    await router.complete(prompt="x", max_tokens=9, ignore_eos=True)
+    text = (await router.client.get("/metrics")).text
+    assert 'spaceserve_requests_total{outcome="length"} 1.0' in text
+    assert "spaceserve_generated_tokens_total 9.0" in text
+    assert "spaceserve_tokens_per_step_sum 8.0" in text
+
+
+class Client:
+    """A client by hand over ASGI: goes away when told to."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+        self.gone = asyncio.Event()
+        self.answered = asyncio.Event()
+        self.status: int | None = None
+        self._body: bytes | None = orjson.dumps(body)
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        if message.get("body"):
+            self.answered.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everything else run until a condition holds."""
+    for _ in range(100_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("the condition was never met")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate_stream", "/generate"])
+@pytest.mark.parametrize("queued", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_its_pages(start: Start, path: str, queued: bool, stream: bool) -> None:
+    async with start("yes", step_seconds=0.002, max_sequences=1, window=4096, num_blocks=2000) as router:
+        body: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": stream}
+        if path.startswith("/generate"):
+            body = {"inputs": "x", "parameters": {"max_new_tokens": 4000}}
+        first, second = (
+            Client("/v1/completions", {"prompt": "y", "max_tokens": 4000, "stream": True}),
+            Client(path, body),
+        )
+        tasks = []
+        if queued:
+            tasks.append(asyncio.create_task(router.app(first.scope, first.receive, first.send)))
+            await first.answered.wait()
+        tasks.append(asyncio.create_task(router.app(second.scope, second.receive, second.send)))
+        expected = 1 + queued
+        load = router.service.engine.load
+        await until(lambda: load().num_running + load().num_queued == expected)
+        for client in (first, second):
+            client.gone.set()
+        await asyncio.gather(*tasks)
+        assert load().num_queued == 0
+        await until(lambda: not load().blocks_held)
+        assert router.value("spaceserve_requests_total", outcome="cancelled") == expected
