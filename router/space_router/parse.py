@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction of a byte is no size
 MAX_DRAFT_LENGTH = 16
 """Largest K of `speculation`: beyond it no known checkpoint gains anything."""
 

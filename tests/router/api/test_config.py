@@ -1,0 +1,115 @@
+"""Flags, variables and defaults become one config, or an error that says which text was wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from space_router import cli
+from space_router.config import ServeConfig, build, settings
+from space_router.errors import ConfigError
+
+
+def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
+    environment = {"SPACESERVE_PORT": "9000", "SPACESERVE_HOST": "::1", "SPACESERVE_DTYPE": ""}
+    config = build({"port": "9001"}, environment)
+    assert (config.port, config.host, config.dtype) == (9001, "::1", "auto")
+    assert build({}, {}) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        ({}, {"SPACESERVE_PORT": "70000"}, "SPACESERVE_PORT='70000': must be a whole number from 0 to 65535"),
+        ({"port": "-1"}, {}, "--port='-1'"),
+        ({"dtype": "int3"}, {}, "must be one of auto, float32, bfloat16"),
+        ({"speculation": "17"}, {}, "a number of drafts from 0 to 16"),
+        ({"kv_memory": "1.5"}, {}, "a fraction of free memory"),
+        ({"kv_memory": "much"}, {}, "a size such as 1GiB"),
+        ({"block_size": "17"}, {}, "8, 16, 32"),
+        ({"drain_timeout": "nan"}, {}, "seconds"),
+        ({"space_mask_ids": "1,x"}, {}, "token ids separated by commas"),
+        ({"space_mask_ids": "1,2", "space_num_masks": "3"}, {}, "one shared id, or one per mask"),
+        ({"api_key_file": "/nonexistent"}, {}, "cannot be read"),
+        ({"worker_address": ","}, {}, "separated by commas"),
+        ({"max_body": "0"}, {}, "must be a size"),
+        ({"host": " "}, {}, "must not be empty"),
+    ],
+)
+def test_an_unusable_text_is_named_with_what_is_allowed(
+    flags: dict[str, str | None], environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(flags, environment)
+    assert words in str(caught.value)
+
+
+def test_keys_come_from_the_file_and_the_variable_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# people\nalpha\n\nbeta\n")
+    config = build({"api_key_file": str(file)}, {"SPACESERVE_API_KEYS": "gamma,alpha"})
+    assert config.api_keys == ("gamma", "alpha", "beta")
+    assert "alpha" not in repr(config)
+    file.write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        build({"api_key_file": str(file)}, {})
+
+
+def test_texts_become_values_in_units() -> None:
+    config = build({"max_body": "2KiB", "space_mask_ids": "4, 5", "worker_address": "a:1,b:2", "speculation": "3"}, {})
+    assert (config.max_body, config.space_mask_ids, config.worker_address) == (2048, (4, 5), ("a:1", "b:2"))
+    assert (config.max_draft_length, build({"speculation": "off"}, {}).max_draft_length) == (3, 0)
+    assert build({}, {}).max_draft_length is None
+
+
+def test_the_model_is_called_by_the_last_part_of_its_path() -> None:
+    assert build({"model": "/data/models/llama/"}, {}).model_name == "llama"
+    assert build({"model": "org/llama", "served_model_name": "mine"}, {}).model_name == "mine"
+    assert build({}, {}).model_name == "spaceserve-demo"
+
+
+def test_help_teaches_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for name in settings():
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"SPACESERVE_{name.upper()}" in text.replace("\n      ", " ")
+    assert "examples:" in text
+
+
+def test_wrong_settings_end_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "x"]) == 2
+    assert capsys.readouterr().err == "spaceserve: --port='x': must be a whole number from 0 to 65535.\n"
+    assert cli.main(["router"]) == 2
+    assert "--worker-address is needed" in capsys.readouterr().err
+    assert cli.main(["serve", "--model", "/no/such/folder"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_only_rooms_that_are_there_are_offered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "PROGRAMS", {"dance": cli.Program("space_dance", "x"), "text": cli.Program("this", "y")})
+    with pytest.raises(SystemExit):
+        cli.main(["dance"])
+    assert "invalid choice: 'dance'" in capsys.readouterr().err
+
+
+def test_another_rooms_program_takes_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+
+    def become(program: str, arguments: list[str]) -> None:
+        became.append(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("os.execv", become)
+    monkeypatch.setattr(cli, "PROGRAMS", {"worker": cli.Program("space_router", "a room that is there")})
+    with pytest.raises(SystemExit):
+        cli.main(["worker", "--listen", "x", "--help"])
+    assert became == [[sys.executable, "-m", "space_router", "--listen", "x", "--help"]]
+
+
+def test_importing_the_whole_router_leaves_torch_unloaded() -> None:
+    code = "import sys, space_router.cli, space_router.serve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
