@@ -82,6 +82,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._up = asyncio.Event()
+        self._given_up = asyncio.Event()
         self._hopeless: WorkerStartFailed | None = None
         self._exit = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,7 +149,7 @@ class Engine:
 
     async def failed(self) -> None:
         """Return never, or raise WorkerStartFailed once no worker can be started any more."""
-        await asyncio.gather(*self._tasks)
+        await self._given_up.wait()
         raise self._hopeless or WorkerStartFailed("No worker is left.")
 
     def submit(self, request: ValidRequest, *, leader: Stream | None = None) -> Stream:
@@ -201,7 +202,7 @@ class Engine:
         schedulers = self._schedulers()
         return LoadFigures(
             num_queued=len(self._queue),
-            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            num_running=len(self._open) - len(self._queue),
             blocks_free=sum(scheduler.pool.num_free for scheduler in schedulers),
             blocks_held=sum(scheduler.pool.num_held for scheduler in schedulers),
             blocks_cached=sum(scheduler.pool.num_cached for scheduler in schedulers),
@@ -235,6 +236,7 @@ class Engine:
             if self._seats:
                 return
             self._hopeless = error
+            self._given_up.set()
             self._up.set()
             for live in list(self._open.values()):
                 self._end(live, WorkerFailed("No worker can be started any more."))
@@ -317,9 +319,8 @@ class Engine:
             if seat.scheduler is not None:
                 seat.scheduler.feed()
                 seat.flush()
-        schedulers = self._schedulers()
-        num_running = sum(scheduler.num_running for scheduler in schedulers)
-        self._observer.state((scheduler.pool for scheduler in schedulers), len(self._queue), num_running)
+        pools = (scheduler.pool for scheduler in self._schedulers())
+        self._observer.state(pools, len(self._queue), len(self._open) - len(self._queue))
 
     def _deliver(self, advance: Advance, now: float) -> None:
         """Hand a reader what a report says, unless its request has ended."""

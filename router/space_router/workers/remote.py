@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from space_router.workers.supervisor import FIRST_BACKOFF, LAST_BACKOFF
+from space_router.workers.backoff import Backoff
 
 
 class RemoteWorker:
@@ -13,12 +13,11 @@ class RemoteWorker:
     def __init__(self, address: str) -> None:
         self.name = f"the worker at {address}"
         self._address = address
-        self._backoff = 0.0
+        self._backoff = Backoff()
 
     async def start(self) -> str:
-        await asyncio.sleep(self._backoff)
-        self._backoff = min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
+        await asyncio.sleep(self._backoff.next())
         return self._address
 
     def proved_itself(self) -> None:
-        self._backoff = 0.0
+        self._backoff.worked()

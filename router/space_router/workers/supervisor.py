@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from space_router.workers.backoff import Backoff
+
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF = 0.1  # seconds before a dead worker is started again; doubles with each failure
-LAST_BACKOFF = 5.0
 KEPT_LINES = 40  # of the worker's last words
-GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+GRACE = 5.0  # seconds
 
 
 class WorkerDidNotStart(Exception):
@@ -40,16 +40,21 @@ class Supervisor:
     everything it has started (it leads a process group).
     """
 
-    def __init__(self, command: Callable[[str], Sequence[str]], *, name: str, start_timeout: float) -> None:
-        """`command`: the argument list for an address; the process must print `ready ADDRESS` when it listens."""
+    def __init__(
+        self, command: Callable[[str], Sequence[str]], *, name: str, start_timeout: float, grace: float = GRACE
+    ) -> None:
+        """`command`: the argument list for an address; the process must print `ready ADDRESS` when it listens.
+        `start_timeout`: seconds it may take to; `grace`: seconds from SIGTERM to SIGKILL.
+        """
         self.name = name
+        self._grace = grace
         self.num_starts = 0
         self._command = command
         self._start_timeout = start_timeout
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
-        self._backoff = 0.0
+        self._backoff = Backoff()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -78,8 +83,7 @@ class Supervisor:
         await self.stop()
         if self._folder is None:
             raise RuntimeError("Supervisor.start is called outside its `async with` block")
-        await asyncio.sleep(self._backoff)
-        self._backoff = min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
+        await asyncio.sleep(self._backoff.next())
         self.num_starts += 1
         socket = Path(self._folder.name) / f"{self.num_starts}.sock"
         self._last_words.clear()
@@ -112,7 +116,7 @@ class Supervisor:
 
     def proved_itself(self) -> None:
         """The worker has done work: if it dies now, it is started again at once."""
-        self._backoff = 0.0
+        self._backoff.worked()
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after a while; nothing of it is left running."""
@@ -121,9 +125,9 @@ class Supervisor:
             if process.returncode is None:
                 _signal(process.pid, signal.SIGTERM)
                 try:
-                    await asyncio.wait_for(process.wait(), GRACE)
+                    await asyncio.wait_for(process.wait(), self._grace)
                 except TimeoutError:
-                    logger.warning("%s did not end within %g s of SIGTERM: it is killed", self.name, GRACE)
+                    logger.warning("%s did not end within %g s of SIGTERM: it is killed", self.name, self._grace)
             _signal(process.pid, signal.SIGKILL)  # the rest of its group, and itself if it still runs
             await process.wait()
         for reader in self._readers:

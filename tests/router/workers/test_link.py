@@ -1,0 +1,108 @@
+"""One conversation with one worker, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from space_proto import worker_pb2
+from space_router.testing import Script, ScriptedWorker
+from space_router.workers.link import Link, LinkLost, WorkerMismatch
+
+START = worker_pb2.Command(start=worker_pb2.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=3))
+
+
+def with_worker(body: Callable[[ScriptedWorker], Awaitable[None]], script: Script | None = None, **fields: Any) -> None:
+    async def whole() -> None:
+        async with ScriptedWorker(script, **fields) as worker:
+            await body(worker)
+
+    asyncio.run(asyncio.wait_for(whole(), 20))
+
+
+def admit(seq_id: int) -> worker_pb2.Command:
+    limits = worker_pb2.Limits(max_tokens=3)
+    pages = [3 * seq_id, 3 * seq_id + 1, 3 * seq_id + 2]
+    return worker_pb2.Command(
+        admit=worker_pb2.Admit(seq_id=seq_id, ids=[10, 11, 12], num_prompt=3, pages=pages, limits=limits)
+    )
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.1:0"])
+def test_hello_comes_first_and_commands_are_heeded_in_order(listen: str | None) -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        async with Link(worker.address, timeout=5.0) as link:
+            assert link.hello.model_name == "scripted"
+            link.send([START, admit(1)])
+            link.send([admit(2)])
+            report = await link.report()
+            assert report.report_no == 1
+            assert [part.seq_id for part in report.sequences] == [1, 2]
+        worker.check()
+
+    with_worker(body, listen=listen)
+
+
+def test_a_worker_that_cannot_be_reached_is_lost() -> None:
+    async def whole() -> None:
+        with pytest.raises(LinkLost, match="nobody"):
+            async with Link("unix:/nobody.sock", timeout=5.0):
+                pass
+
+    asyncio.run(whole())
+
+
+def test_a_worker_that_dies_is_lost() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        async with Link(worker.address, timeout=5.0) as link:
+            link.send([START])
+            worker.kill()
+            with pytest.raises(LinkLost, match="died"):
+                await link.report()
+
+    with_worker(body)
+
+
+def test_a_worker_that_is_silent_for_too_long_is_lost() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        async with Link(worker.address, timeout=0.05) as link:
+            link.send([START])
+            with pytest.raises(LinkLost, match=r"said nothing for 0\.05 s"):
+                await link.report()
+
+    with_worker(body, Script(hang_after_steps=0))
+
+
+def test_a_refusal_is_passed_on_in_the_workers_words() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        async with Link(worker.address, timeout=5.0) as link:
+            link.send([START])
+            with pytest.raises(LinkLost, match="refuses: not you"):
+                await link.report()
+
+    with_worker(body, Script(refuse="not you"))
+
+
+def test_another_tokenizer_is_a_mismatch_unless_nobody_says_which() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        with pytest.raises(WorkerMismatch, match="tokenizer theirs, this router ours"):
+            async with Link(worker.address, timeout=5.0, tokenizer_hash="ours"):
+                pass
+        for fine in ("theirs", "", None):
+            async with Link(worker.address, timeout=5.0, tokenizer_hash=fine):
+                pass
+
+    with_worker(body, Script(tokenizer_hash="theirs"))
+
+
+def test_one_link_after_another_finds_an_empty_worker() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        for _ in range(2):
+            async with Link(worker.address, timeout=5.0) as link:
+                link.send([START, admit(1)])
+                assert (await link.report()).sequences[0].seq_id == 1
+        worker.check()
+
+    with_worker(body)

@@ -1,0 +1,230 @@
+"""A worker process is started, heard, started again and ended; nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.engine.errors import WorkerStartFailed
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.metrics import Metrics
+from space_router.testing import HashLanguage
+from space_router.workers.command import worker_command
+from space_router.workers.supervisor import Supervisor, WorkerDidNotStart
+
+READY = "import sys, time; print('ready', sys.argv[1], flush=True); time.sleep(60)"
+
+
+def supervised(
+    code: str, body: Callable[[Supervisor], Awaitable[None]], *, start_timeout: float = 20.0, grace: float = 5.0
+) -> None:
+    """Run `body` with a supervisor of `python -c code ADDRESS`."""
+
+    async def whole() -> None:
+        async with Supervisor(
+            lambda address: [sys.executable, "-S", "-E", "-c", textwrap.dedent(code), address],
+            name="worker 0",
+            start_timeout=start_timeout,
+            grace=grace,
+        ) as supervisor:
+            await body(supervisor)
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Another process decides when something holds, so it is asked for again and again."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def test_the_socket_lies_in_a_folder_only_this_user_can_enter() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        address = await supervisor.start()
+        folder = Path(address.removeprefix("unix:")).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    supervised(READY, body)
+
+
+def test_leaving_the_block_ends_the_process_and_the_folder() -> None:
+    seen: list[object] = []
+
+    async def body(supervisor: Supervisor) -> None:
+        seen.append(Path((await supervisor.start()).removeprefix("unix:")).parent)
+        seen.append(supervisor.pid)
+
+    supervised(READY, body)
+    folder, pid = seen
+    assert isinstance(folder, Path)
+    assert not folder.exists()
+    assert isinstance(pid, int)
+    assert not alive(pid)
+
+
+def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> None:
+    code = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = os.fork()
+        if child:
+            print("child", child, file=sys.stderr, flush=True)
+            print("ready", sys.argv[1], flush=True)
+        time.sleep(60)
+    """
+    pids: list[int] = []
+
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.start()
+        assert supervisor.pid is not None
+        pids.append(supervisor.pid)
+        await until(lambda: bool(supervisor._last_words))
+        pids.append(int(supervisor._last_words[0].split()[1]))
+
+    supervised(code, body, grace=0.05)
+    assert len(pids) == 2
+    for pid in pids:  # a killed grandchild may be a zombie until the system's own reaper has seen it
+        assert not alive(pid) or Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        first, pid = await supervisor.start(), supervisor.pid
+        supervisor.proved_itself()
+        assert await supervisor.start() != first
+        assert pid is not None
+        assert not alive(pid)
+        assert supervisor.pid not in (None, pid)
+        assert supervisor.num_starts == 2
+
+    supervised(READY, body)
+
+
+def test_a_process_that_ends_before_it_is_ready_leaves_its_last_words() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        with pytest.raises(WorkerDidNotStart, match=r"ended with code 3 before it was ready(.|\n)*no model at /x"):
+            await supervisor.start()
+        assert supervisor.pid is None
+
+    supervised("import sys; print('no model at /x', file=sys.stderr); sys.exit(3)", body)
+
+
+def test_a_process_that_is_never_ready_is_ended_after_its_time() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        with pytest.raises(WorkerDidNotStart, match=r"was not ready within 0\.05 s"):
+            await supervisor.start()
+        assert supervisor.pid is None
+
+    supervised("import time; time.sleep(60)", body, start_timeout=0.05)
+
+
+def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFixture[str]) -> None:
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.start()
+        await until(lambda: len(supervisor._last_words) == 2)
+
+    long = "x" * 200_000
+    supervised(f"import sys; print('x' * 200_000 + '\\nhello', file=sys.stderr, flush=True); {READY}", body)
+    lines = capfd.readouterr().err.splitlines()
+    assert f"worker 0: {long}" in lines
+    assert "worker 0: hello" in lines
+
+
+def scripted_argv(*more: str) -> Callable[[ServeConfig, str], list[str]]:
+    def argv(config: ServeConfig, address: str) -> list[str]:
+        return [*worker_command(config, address, module="space_router.testing"), *more]
+
+    return argv
+
+
+async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
+    async with engine.submit(request) as stream:
+        return tuple([token async for delta in stream for token in delta.tokens])
+
+
+def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> None:
+    request = ValidRequest("r", tuple(range(10, 16)), Sampling(seed=0), max_tokens=300)
+    ids = list(request.prompt_ids)
+    from space_proto import worker_pb2
+
+    sampling = worker_pb2.Sampling(seed=0, temperature=1.0)
+    while len(ids) < 306:
+        ids.append(HashLanguage(range(4, 250)).next_id(ids, 6, sampling))
+
+    async def whole() -> None:
+        metrics = Metrics()
+        argv = scripted_argv("--step-seconds", "0.001", "--num-blocks", "64")
+        async with Engine(ServeConfig(), metrics, worker_argv=argv) as engine:
+            await engine.wait_ready()
+            tokens: list[int] = []
+            async with engine.submit(request) as stream:
+                async for delta in stream:
+                    if not tokens:
+                        pid = engine._supervisors[0].pid
+                        assert pid is not None
+                        os.kill(pid, signal.SIGKILL)
+                    tokens += delta.tokens
+            assert tokens == ids[6:]
+            assert metrics.value("spaceserve_worker_restarts_total") == 1
+            engine.check()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
+    async def whole() -> None:
+        async with Engine(ServeConfig(), Metrics(), worker_argv=scripted_argv("--fail", "no model at /x")) as engine:
+            with pytest.raises(WorkerStartFailed, match="no model at /x"):
+                await engine.wait_ready()
+            assert engine._supervisors[0].num_starts == 1
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_a_worker_whose_router_is_killed_ends_itself() -> None:
+    router = """
+        import asyncio, sys
+        from space_router.config import ServeConfig
+        from space_router.engine.engine import Engine
+        from space_router.metrics import Metrics
+        from space_router.workers.command import worker_command
+
+        async def main():
+            argv = lambda config, address: worker_command(config, address, module="space_router.testing")
+            async with Engine(ServeConfig(), Metrics(), worker_argv=argv) as engine:
+                await engine.wait_ready()
+                print(engine._supervisors[0].pid, flush=True)
+                await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+
+    async def whole() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", textwrap.dedent(router), stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        pid = int(await process.stdout.readline())
+        process.kill()
+        await process.wait()
+        await until(lambda: not alive(pid))
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
