@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from space_kernels.paging import Ints, StepRows
+
+Flags = npt.NDArray[np.bool_]
 
 KEY_BLOCK = 256
 """Positions per key block. Fixed and aligned to absolute position, so that a row's sums never depend on its company."""
@@ -26,15 +30,20 @@ class PlanKey:
     kv_heads: int
     window: int | None  # positions a row may look back, its own included; None: all
 
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.kv_heads
+
 
 @dataclass(frozen=True)
 class KeyBlock:
     """The i-th key block of the first `num_sequences` sequences of a bucket."""
 
     num_sequences: int
-    pages: Tensor  # [n·G·pages per key block] rows of the pages seen as [num_blocks·G, block_size·D]
-    hidden: Tensor | None  # [n, 1, P, 1, KEY_BLOCK] keys a row must not attend; None: every row attends all
-    stale: Tensor | None  # [n, 1, KEY_BLOCK, 1] slots not written yet; None: all are
+    index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
+    run: int  # slots fetched at once: whole pages, or single slots where some of the block is not written yet
+    bound: Tensor | None  # [n, 1, P·Q, KEY_BLOCK] -inf for keys a row must not attend, else inf; None: it attends all
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Bucket:
     queries: Tensor  # [S·G·P·Q] rows of the queries seen as [R·H, D]
     blocks: Sequence[KeyBlock]  # ascending
     step_keys: Tensor | None  # [S·G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
-    step_hidden: Tensor | None  # [S, 1, P, 1, N] masks a row must not attend
+    step_bound: Tensor | None  # [S, 1, P·Q, N] -inf for masks a row must not attend, else inf
 
 
 @dataclass(frozen=True)
@@ -70,114 +79,128 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
         raise ValueError(
             f"Blocks of {rows.block_size} slots do not tile a key block of {KEY_BLOCK}; use a power of two."
         )
-    queries_per_kv = key.num_heads // key.kv_heads
     heads = np.arange(key.kv_heads, dtype=np.int64)
-
     blocks, offsets = np.divmod(rows.chain_slots(), rows.block_size)
     writes = (blocks[:, None] * key.kv_heads + heads) * rows.block_size + offsets[:, None]
 
     by_size: dict[int, list[int]] = {}
     for number, (chain, masks) in enumerate(zip(rows.chain_runs, rows.mask_runs, strict=True)):
-        by_size.setdefault(_padded(len(chain) + len(masks), queries_per_kv), []).append(number)
+        by_size.setdefault(_padded(len(chain) + len(masks), key.queries_per_kv), []).append(number)
 
-    outputs = np.zeros((rows.num_padded, key.kv_heads, queries_per_kv), dtype=np.int64)
+    outputs = np.zeros((rows.num_padded, key.kv_heads, key.queries_per_kv), dtype=np.int64)
     buckets, offset = [], 0
-    for num_padded, members in sorted(by_size.items()):
-        bucket, table, order = _bucket(rows, key, members, num_padded)
-        buckets.append(bucket)
-        shape = bucket.shape
-        numbers = np.arange(offset, offset + len(bucket.queries), dtype=np.int64).reshape(shape)
-        for place, number in enumerate(order):
-            count = len(rows.chain_runs[number]) + len(rows.mask_runs[number])
-            outputs[table[place, :count]] = numbers[place, :, :count].transpose(1, 0, 2)
-        offset += len(bucket.queries)
+    for num_padded, numbers in sorted(by_size.items()):
+        members = _Members.of(rows, key, numbers, num_padded)
+        shape = (len(members.order), key.kv_heads, num_padded, key.queries_per_kv)
+        head_of = (heads[:, None] * key.queries_per_kv + np.arange(key.queries_per_kv))[:, None, :]  # [G, 1, Q]
+        queries = members.table[:, None, :, None] * key.num_heads + head_of
+        step_keys, step_bound = _in_step(rows, key, members)
+        blocks_of = _key_blocks(rows, key, members)
+        buckets.append(Bucket(shape, _to(queries, rows), blocks_of, step_keys, step_bound))
+        places = np.arange(offset, offset + queries.size, dtype=np.int64).reshape(shape).transpose(0, 2, 1, 3)
+        outputs[members.table[members.real]] = places[members.real]
+        offset += queries.size
     return AttentionPlan(_to(writes, rows), buckets, _to(outputs, rows))
 
 
 def _padded(num_rows: int, queries_per_kv: int) -> int:
     """Rows with padding: few distinct numbers, and rows · queries per kv head a multiple of the tile."""
-    step = _TILE // np.gcd(_TILE, queries_per_kv) if num_rows < _TILE else _TILE
-    return int(-(-num_rows // step) * step)
+    step = _TILE // math.gcd(_TILE, queries_per_kv) if num_rows < _TILE else _TILE
+    return -(-num_rows // step) * step
 
 
-def _bucket(rows: StepRows, key: PlanKey, members: list[int], num_padded: int) -> tuple[Bucket, Ints, list[int]]:
-    """The bucket, its table of flat row numbers [S, P] (padding repeats the first row), and its sequences in order."""
-    first_key, num_blocks = {}, {}
-    for number in members:
-        chain, masks = rows.chain_runs[number], rows.mask_runs[number]
-        start, end = int(rows.positions[chain.start]), int(rows.positions[chain.stop - 1]) + 1
-        reach = 0 if key.window is None else max(0, start + 1 - key.window)
-        if masks and key.window is not None:  # a pruned layout may have mask rows that look at later keys only
-            reach = min(reach, max(0, int(rows.positions[masks.start : masks.stop].min()) + 1 - key.window))
-        first_key[number] = reach // KEY_BLOCK
-        num_blocks[number] = -(-end // KEY_BLOCK) - first_key[number]
-    order = sorted(members, key=lambda number: -num_blocks[number])
+@dataclass(frozen=True)
+class _Members:
+    """The sequences of a bucket, those with the most key blocks first: a block works on a leading slice."""
 
-    # order by length: sequences that have an i-th key block come first, so that a block works on a leading slice
-    table = np.empty((len(order), num_padded), dtype=np.int64)
-    for row, number in zip(table, order, strict=True):
-        chain, masks = rows.chain_runs[number], rows.mask_runs[number]
-        row[:] = chain.start
-        row[: len(chain)] = chain
-        if masks:
-            row[len(chain) : len(chain) + len(masks)] = masks
-    visible = rows.visible[table]
-    oldest = None if key.window is None else rows.positions[table] + 1 - key.window
-    written = np.array([rows.positions[rows.chain_runs[number].stop - 1] + 1 for number in order], dtype=np.int64)
-    firsts = np.array([first_key[number] for number in order], dtype=np.int64)
-    counts = np.array([num_blocks[number] for number in order], dtype=np.int64)
+    order: list[int]  # sequence numbers
+    table: Ints  # [S, P] flat row numbers; padding repeats the sequence's first row
+    real: Flags  # [S, P] False for padding
+    written: Ints  # [S] slots that hold keys and values once this step has written
+    first_block: Ints  # [S] first key block that any row attends
+    num_blocks: Ints  # [S] key blocks from there on, falling
 
+    @classmethod
+    def of(cls, rows: StepRows, key: PlanKey, numbers: list[int], num_padded: int) -> _Members:
+        table = np.empty((len(numbers), num_padded), dtype=np.int64)
+        real = np.zeros((len(numbers), num_padded), dtype=np.bool_)
+        written = np.empty(len(numbers), dtype=np.int64)
+        for place, number in enumerate(numbers):
+            chain, masks = rows.chain_runs[number], rows.mask_runs[number]
+            num_chain, num_rows = len(chain), len(chain) + len(masks)
+            table[place] = chain.start
+            table[place, :num_chain] = chain
+            table[place, num_chain:num_rows] = masks
+            real[place, :num_rows] = True
+            written[place] = rows.positions[chain.stop - 1] + 1
+        first = np.zeros(len(numbers), dtype=np.int64)
+        if key.window is not None:
+            first = np.maximum(rows.positions[table].min(1) + 1 - key.window, 0) // KEY_BLOCK
+        count = -(-written // KEY_BLOCK) - first
+        by_length = np.argsort(-count, kind="stable")
+        order = [numbers[place] for place in by_length]
+        return cls(order, table[by_length], real[by_length], written[by_length], first[by_length], count[by_length])
+
+
+def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBlock]:
+    """Per key block: where its keys are, and what of it each row must not attend."""
+    visible = rows.visible[members.table]
+    oldest = None if key.window is None else rows.positions[members.table] + 1 - key.window
     pages_per_block = KEY_BLOCK // rows.block_size
-    held = rows.page_table(int((firsts + counts).max()) * pages_per_block)
-    held = held[np.array(order)]
-    heads = np.arange(key.kv_heads, dtype=np.int64)
+    held = rows.page_table(int((members.first_block + members.num_blocks).max()) * pages_per_block)
+    held = held[np.array(members.order)]
+    heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
     lanes, places = np.arange(KEY_BLOCK, dtype=np.int64), np.arange(pages_per_block, dtype=np.int64)
     blocks = []
-    for i in range(int(counts[0])):
-        n = int((counts > i).sum())
-        number = firsts[:n] + i
-        pages = held[np.arange(n)[:, None], number[:, None] * pages_per_block + places]  # [n, pages per key block]
-        pages = pages[:, None, :] * key.kv_heads + heads[:, None]
-        keys = number[:, None] * KEY_BLOCK + lanes  # [n, KEY_BLOCK] absolute positions
+    for i in range(int(members.num_blocks[0])):
+        n = int((members.num_blocks > i).sum())
+        number = members.first_block[:n, None] + i
+        keys = number * KEY_BLOCK + lanes  # [n, KEY_BLOCK] absolute positions
         last = int(keys[:, -1].max())
-        hidden = stale = None
-        if int(visible[:n].min()) <= last or oldest is not None:
+        member = np.arange(n)[:, None]
+        if int(members.written[:n].min()) > last:
+            index = held[member, number * pages_per_block + places][:, None] * key.kv_heads + heads
+            run = rows.block_size
+        else:
+            # a slot not written yet may hold NaN: its key is hidden from every row, and the last written one is read
+            page, offset = np.divmod(np.minimum(keys, members.written[:n, None] - 1), rows.block_size)
+            index = (held[member, page][:, None] * key.kv_heads + heads) * rows.block_size + offset[:, None]
+            run = 1
+        bound = None
+        if oldest is not None or int(visible[:n].min()) <= last:
             hidden = keys[:, None, :] >= visible[:n, :, None]
             if oldest is not None:
                 hidden |= keys[:, None, :] < oldest[:n, :, None]
-            hidden = _to(hidden[:, None, :, None, :], rows, flat=False) if hidden.any() else None
-        if int(written[:n].min()) <= last:
-            stale = _to((keys >= written[:n, None])[:, None, :, None], rows, flat=False)
-        blocks.append(KeyBlock(n, _to(pages, rows), hidden, stale))
-
-    queries_per_kv = key.num_heads // key.kv_heads
-    queries = (
-        table[:, None, :, None] * key.num_heads + heads[:, None, None] * queries_per_kv + np.arange(queries_per_kv)
-    )
-    step_keys, step_hidden = _in_step(rows, key, table, order)
-    shape = (len(order), key.kv_heads, num_padded, queries_per_kv)
-    return Bucket(shape, _to(queries, rows), blocks, step_keys, step_hidden), table, order
+            bound = _bound(hidden, key, rows) if hidden.any() else None
+        blocks.append(KeyBlock(n, _to(index, rows), run, bound))
+    return blocks
 
 
-def _in_step(rows: StepRows, key: PlanKey, table: Ints, order: list[int]) -> tuple[Tensor | None, Tensor | None]:
+def _in_step(rows: StepRows, key: PlanKey, members: _Members) -> tuple[Tensor | None, Tensor | None]:
     """Where the masks of each sequence are, and which of them a row must not attend."""
-    widest = max(len(rows.mask_runs[number]) for number in order)
+    widest = max(len(rows.mask_runs[number]) for number in members.order)
     if not widest:
         return None, None
-    masks = np.zeros((len(order), widest), dtype=np.int64)
-    real = np.zeros((len(order), widest), dtype=np.bool_)
-    for row, there, number in zip(masks, real, order, strict=True):
+    masks = np.zeros((len(members.order), widest), dtype=np.int64)
+    real = np.zeros((len(members.order), widest), dtype=np.bool_)
+    for place, number in enumerate(members.order):
         run = rows.mask_runs[number]
-        row[: len(run)], there[: len(run)] = run, True
-    seen = (rows.group[table][:, :, None] == rows.group[masks][:, None, :]) & (table[:, :, None] >= masks[:, None, :])
-    seen &= real[:, None, :]
+        masks[place, : len(run)] = run
+        real[place, : len(run)] = True
+    table = members.table
+    seen = (rows.group[table][:, :, None] == rows.group[masks][:, None]) & (table[:, :, None] >= masks[:, None])
+    seen &= real[:, None]
     if key.window is not None:
-        seen &= rows.positions[masks][:, None, :] > rows.positions[table][:, :, None] - key.window
-    heads = np.arange(key.kv_heads, dtype=np.int64)
-    keys = masks[:, None, :] * key.kv_heads + heads[:, None]
-    return _to(keys, rows), _to(~seen[:, None, :, None, :], rows, flat=False)
+        seen &= rows.positions[masks][:, None] > rows.positions[table][:, :, None] - key.window
+    heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
+    return _to(masks[:, None] * key.kv_heads + heads, rows), _bound(~seen, key, rows)
 
 
-def _to(values: np.ndarray, rows: StepRows, *, flat: bool = True) -> Tensor:  # type: ignore[type-arg]
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return (tensor.flatten() if flat else tensor).to(rows.device)
+def _bound(hidden: Flags, key: PlanKey, rows: StepRows) -> Tensor:
+    """hidden [S, P, N] -> [S, 1, P·Q, N]: what scores may at most be (minimum is several times faster than a mask)."""
+    bound = np.where(hidden, np.float32(-np.inf), np.float32(np.inf))
+    return torch.from_numpy(np.repeat(bound, key.queries_per_kv, axis=1)[:, None]).to(rows.device)
+
+
+def _to(values: Ints, rows: StepRows) -> Tensor:
+    return torch.from_numpy(values.reshape(-1)).to(rows.device)

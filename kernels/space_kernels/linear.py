@@ -44,6 +44,21 @@ class PackedLinear(nn.Module):
             return product
         return F.linear(x, self.weight, self.bias)
 
+    def silu(self, x: Tensor) -> Tensor:
+        """silu(x·Wᵀ + b), rounded once; packed only, rows a multiple of ROW_TILE."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return product
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """(x·Wᵀ + b)·other, rounded once; packed only, rows a multiple of ROW_TILE."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
+        return product
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x·Wᵀ + b + other, rounded once; packed only, rows a multiple of ROW_TILE."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+        return product
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
@@ -68,7 +83,16 @@ def can_pack(dtype: torch.dtype) -> bool:
     bias = torch.randn(24, generator=generator).to(dtype)
     x = torch.randn(8, 40, generator=generator).to(dtype)
     try:
-        product = torch.ops.mkldnn._linear_pointwise(x, pack(weight), bias, "none", [], "")
+        packed, other = pack(weight), torch.ones(8, 24, dtype=dtype)
+        operator = torch.ops.mkldnn._linear_pointwise
+        found = [
+            operator(x, packed, bias, "none", [], ""),
+            operator(x, packed, bias, "swish", [], ""),
+            operator.binary(x, other, packed, bias, "mul"),
+            operator.binary(x, other, packed, bias, "add"),
+        ]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
-    return bool(torch.allclose(product.float(), F.linear(x, weight, bias).float(), rtol=2e-2, atol=2e-2))
+    plain = F.linear(x, weight, bias).float()
+    wanted = [plain, F.silu(plain), plain, plain + 1.0]
+    return all(torch.allclose(a.float(), b, rtol=2e-2, atol=2e-2) for a, b in zip(found, wanted, strict=True))

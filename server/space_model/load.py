@@ -14,8 +14,10 @@ from transformers.utils import logging as transformers_logging
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.draft_head_weights import DraftHeadWeights
+from space_model.llama_network import LlamaNetwork
 from space_model.model_error import CheckpointNotFound, InvalidSetting, UnsupportedModel
 from space_model.model_facts import ModelFacts
+from space_model.network import Network
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.precision import choose_device, choose_dtype
@@ -95,9 +97,14 @@ def _assemble(
     expected = expected_logits(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
     head = OutputHead(output.weight, output.bias, scale=family.head_scale(config), softcap=family.head_softcap(config))
-    if facts.device.type == "cpu":
-        make_row_invariant(base, facts.num_threads)
-    space_model = SpaceModel(facts, TransformersNetwork(base), head, draft_head)
+    network: Network
+    if facts.device.type == "cpu" and LlamaNetwork.fits(config, facts.dtype):
+        network = LlamaNetwork(base, facts.num_heads, facts.kv_heads, facts.head_dim)
+    else:
+        if facts.device.type == "cpu":
+            make_row_invariant(base, facts.num_threads)
+        network = TransformersNetwork(base)
+    space_model = SpaceModel(facts, network, head, draft_head)
     check_logits(space_model, expected)
     return space_model
 

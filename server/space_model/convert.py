@@ -1,0 +1,258 @@
+"""`spaceserve convert SRC DST`: a checkpoint as it was published becomes one that this server takes.
+
+Weights become safetensors, a tokenizer without tokenizer.json gets one, missing mask rows are added, and config.json
+says which ids are masks. SRC is only read; DST appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from space_model.convert_source import ConvertError, SourceWeights, TensorEntry
+from space_model.convert_target import whole_folder, write_shards
+from space_model.convert_vocabulary import Vocabulary
+from space_model.model_error import CheckpointNotFound, ModelError
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".md")
+_COPIED_NAMES = ("LICENSE", "NOTICE", "COPYING")
+_MOST_MASKS = 16
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller asked for."""
+
+    mask_ids: tuple[int, ...] = ()  # one shared by all masks, or one per mask
+    num_masks: int | None = None  # None: as many as mask ids
+    add_masks: int = 0  # rows to append to the vocabulary, one per mask
+    dtype: torch.dtype | None = None  # None: each tensor keeps its own
+    max_shard_bytes: int = 1024**3
+    force: bool = False
+
+
+def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -> None:
+    """Write `target`. Raises ModelError where the source or the wish cannot be."""
+    source, target = source.expanduser(), target.expanduser()
+    if not source.is_dir():
+        raise CheckpointNotFound(f"There is no folder {source}. Download the checkpoint first.")
+    if source.resolve() == target.resolve():
+        raise ConvertError(f"Source and target are both {source}; give another target.")
+    config = _read_config(source)
+    weights = SourceWeights.open(source)
+    vocabulary = Vocabulary.find(source, weights, num_added=wish.add_masks)
+    entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
+    num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
+    space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
+    spare = 64 * 1024**2  # tokenizer, configs, headers
+    with (
+        whole_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar,
+    ):
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in _converted(weights, vocabulary, wish.dtype):
+                yield name, tensor
+                bar.update(tensor.nbytes)
+
+        write_shards(folder, counted(), max_bytes=wish.max_shard_bytes)
+        _copy_small_files(source, folder, config)
+        _write_config(folder, config, space, vocabulary, wish.dtype)
+        if not (source / "tokenizer.json").is_file():
+            _write_tokenizer(source, folder)
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    file = source / "config.json"
+    if not file.is_file():
+        raise CheckpointNotFound(f"{source} has no config.json; give the folder of a checkpoint.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConvertError(f"{file} is no JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
+        raise ConvertError(f"{file} does not say `vocab_size`; only text decoders can be converted.")
+    return config
+
+
+def _space_section(config: dict[str, Any], wish: Wish, vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """What config.json is to say; None keeps what it says already."""
+    if wish.add_masks and wish.mask_ids:
+        raise ConvertError("Give --mask-ids for masks that the vocabulary has, or --add-masks for new ones; not both.")
+    if not wish.mask_ids and not wish.add_masks:
+        if wish.num_masks is not None:
+            raise ConvertError(f"--num-masks {wish.num_masks} needs --mask-ids or --add-masks.")
+        return None
+    ids = wish.mask_ids or tuple(range(vocabulary.old_size, vocabulary.new_size))
+    num_masks = len(ids) if wish.num_masks is None else wish.num_masks
+    if not 1 <= num_masks <= _MOST_MASKS:
+        raise ConvertError(f"A group has 1 to {_MOST_MASKS} masks; got {num_masks}.")
+    if len(ids) not in (1, num_masks):
+        raise ConvertError(f"{num_masks} masks need 1 shared id or {num_masks} ids; got {len(ids)}.")
+    if len(set(ids)) < len(ids):
+        raise ConvertError(f"The mask ids {list(ids)} repeat. Give one id if all masks share it.")
+    for id in ids:
+        if not 0 <= id < vocabulary.new_size:
+            raise ConvertError(
+                f"Mask id {id} is outside the vocabulary of {vocabulary.new_size} (0 to {vocabulary.new_size - 1}). "
+                "--add-masks K appends K new mask rows."
+            )
+    kept = config.get("space") if isinstance(config.get("space"), dict) else {}
+    return {"adapter": None, "draft_head": None, **(kept or {}), "num_masks": num_masks, "mask_token_ids": list(ids)}
+
+
+def _bytes_after(name: str, entry: TensorEntry, vocabulary: Vocabulary, dtype: torch.dtype | None) -> int:
+    num_added = vocabulary.num_added if name in vocabulary.tables else 0
+    numel = math.prod(entry.shape) + num_added * math.prod(entry.shape[1:])
+    wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+    return numel * wanted.itemsize
+
+
+def _converted(
+    weights: SourceWeights, vocabulary: Vocabulary, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor as it is written: its own memory, the wanted dtype, the added rows."""
+    num_added = vocabulary.num_added
+    for name, tensor in weights.tensors():
+        if name in vocabulary.dropped:
+            continue
+        if num_added and name in vocabulary.tables:
+            # The mean row is an average token: no logit of it is the largest, no attention to it is sharp.
+            mean = tensor.float().mean(dim=0, keepdim=True).to(tensor.dtype)
+            tensor = torch.cat([tensor, mean.expand(num_added, *tensor.shape[1:])])
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, tensor.to(wanted, copy=True).contiguous()
+
+
+def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """Tokenizer, configs, licence, and the SPACE files that config.json names. Code and pickles stay behind."""
+    space = config.get("space")
+    head = (space.get("draft_head") or {}).get("file") if isinstance(space, dict) else None
+    adapter = space.get("adapter") if isinstance(space, dict) else None
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in (head, adapter)
+        if file.is_file() and wanted and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_config(
+    folder: Path,
+    config: dict[str, Any],
+    space: dict[str, Any] | None,
+    vocabulary: Vocabulary,
+    dtype: torch.dtype | None,
+) -> None:
+    written = {**config, "vocab_size": vocabulary.new_size}
+    if space is not None:
+        written["space"] = space
+    if dtype is not None:
+        written.pop("torch_dtype", None)
+        written["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """tokenizer.json from the older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
+    if not any((source / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, local_files_only=True)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConvertError(f"The tokenizer of {source} cannot be turned into tokenizer.json: {reason}") from error
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id (several: 32002,32003 or 32002 32003)") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    """Bytes from `512MiB` or `1GiB`."""
+    for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2)):
+        if text.endswith(unit) and text.removesuffix(unit).isdigit() and int(text.removesuffix(unit)):
+            return int(text.removesuffix(unit)) * factor
+    raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512MiB or 1GiB")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve convert",
+        description="Turn a downloaded checkpoint into one that spaceserve serves: safetensors, tokenizer.json, and a "
+        "`space` section in config.json. SRC is only read.",
+        epilog="example, a SPACE checkpoint of 5 masks that share one id:\n"
+        "  spaceserve convert vicuna-v1.3-7b-space vicuna-space --mask-ids 32002 --num-masks 5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and weights")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to write")
+    parser.add_argument(
+        "--mask-ids", nargs="+", type=_ids, default=[], metavar="ID", help="token id that all masks share, or one each"
+    )
+    parser.add_argument("--num-masks", type=_positive, metavar="K", help="masks in a group [default: number of ids]")
+    parser.add_argument(
+        "--add-masks",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="append N new mask rows to the vocabulary, each the mean of the others, to be trained",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="[default: as it is]")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=1024**3,
+        metavar="SIZE",
+        help="largest weight file, and about half the memory needed [default: 1GiB]",
+    )
+    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after success, 1 with one line on stderr otherwise."""
+    options = _parser().parse_args(argv)
+    wish = Wish(
+        mask_ids=tuple(id for group in options.mask_ids for id in group),
+        num_masks=options.num_masks,
+        add_masks=options.add_masks,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        max_shard_bytes=options.max_shard_size,
+        force=options.force,
+    )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        convert(options.source, options.target, wish, progress=True)
+    except (ModelError, OSError) as error:
+        print(f"spaceserve convert: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.target} is ready: spaceserve serve --model {options.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The weights of a checkpoint as it was published: `*.safetensors` or `pytorch_model*.bin`, in one file or several."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from space_model.model_error import CheckpointNotFound, ModelError
+
+_LAYOUTS = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+"""Index of a checkpoint in several files, and the name of one in a single file; the first that exists is taken."""
+
+
+class ConvertError(ModelError):
+    """A checkpoint that cannot be converted, or a wish that does not fit it."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the checkpoint, known before it is read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """Every tensor of a checkpoint, by name, in the order of its files."""
+
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path) -> SourceWeights:
+        """Find the files and read names, shapes and dtypes; the numbers stay on disk."""
+        entries: dict[str, TensorEntry] = {}
+        for file in weight_files(folder):
+            with _opened(file) as tensors:
+                for name in tensors.names():
+                    if name in entries:
+                        raise ConvertError(
+                            f"{name} is in {entries[name].file.name} and in {file.name}; which is right?"
+                        )
+                    entries[name] = TensorEntry(file, *tensors.kind(name))
+        if not entries:
+            raise ConvertError(f"{folder} has weight files, but no tensor in them.")
+        return cls(entries)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) one after the other; one file is open at a time and none is read as a whole."""
+        for file in dict.fromkeys(entry.file for entry in self.entries.values()):
+            with _opened(file) as tensors:
+                for name in tensors.names():
+                    yield name, tensors.read(name)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        with _opened(self.entries[name].file) as tensors:
+            return tensors.read(name)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that hold the model's weights. Raises CheckpointNotFound."""
+    for index, single in _LAYOUTS:
+        if (folder / index).is_file():
+            return _indexed_files(folder / index)
+        if (folder / single).is_file():
+            return (folder / single,)
+    raise CheckpointNotFound(
+        f"{folder} has no weights: none of {', '.join(name for layout in _LAYOUTS for name in layout)} is there."
+    )
+
+
+def _indexed_files(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{index} is no index of weight files: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ConvertError(f"{index} names {name!r}, which is not a file beside it.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointNotFound(
+            f"{index} names {missing[0]}, which is not there ({len(missing)} of {len(names)} files are missing). "
+            "Was the download finished?"
+        )
+    return tuple(index.parent / name for name in names)
+
+
+class _SafetensorsFile:
+    """The tensors of one opened safetensors file."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
+
+    def names(self) -> list[str]:
+        return list(self._opened.keys())
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        piece = self._opened.get_slice(name)
+        # A slice knows its dtype by safetensors' own name; an empty read of it knows torch's.
+        dtype = piece[:0].dtype if piece.get_shape() else self._opened.get_tensor(name).dtype
+        return tuple(piece.get_shape()), dtype
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened.get_tensor(name)
+        return tensor
+
+
+class _PickledFile:
+    """The tensors of one `.bin` file, mapped into memory page by page as they are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return tuple(self._tensors[name].shape), self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class _OpenedSafetensors:
+    """`with` gives the tensors and closes the file again."""
+
+    def __init__(self, file: Path) -> None:
+        self._opened = safe_open(file, framework="pt")
+
+    def __enter__(self) -> _SafetensorsFile:
+        return _SafetensorsFile(self._opened.__enter__())
+
+    def __exit__(self, *cause: object) -> None:
+        self._opened.__exit__(*cause)
+
+
+def _opened(file: Path) -> AbstractContextManager[_SafetensorsFile | _PickledFile]:
+    if file.suffix == ".bin":
+        return nullcontext(_PickledFile(_load_pickled(file)))
+    try:
+        return _OpenedSafetensors(file)
+    except SafetensorError as error:
+        raise ConvertError(f"{file} is no safetensors file, or it is cut short: {error}") from error
+
+
+def _load_pickled(file: Path) -> dict[str, Tensor]:
+    """The state dict of a `.bin` file, read without running any code in it."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+    except pickle.UnpicklingError as error:
+        raise ConvertError(
+            f"{file} holds more than tensors, and opening it could run code: {str(error).splitlines()[0]} "
+            "Save its state dict alone, or use a safetensors copy of the checkpoint."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ConvertError(f"{file} cannot be read; was the download finished? {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise ConvertError(f"{file} is no state dict: tensors by name are wanted, at the top.")
+    return loaded
+
+
+def _is_zip(file: Path) -> bool:
+    """torch's files since 1.6 are zip archives, which can be mapped; older ones are read as a whole."""
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"

@@ -1,0 +1,147 @@
+"""The Llama family on a CPU, compact: fused projections, and as few calls per layer as there can be.
+
+For models of a few million weights the calls cost more than the arithmetic; this network makes about half of those
+that the transformers module makes. It is taken apart from a loaded transformers model, so it needs no weights of its
+own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from space_kernels.attention import space_attention
+from space_kernels.linear import PackedLinear, can_pack
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from space_model.forward_batch import ForwardBatch
+from space_model.paged_kv import PagedKV
+
+_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root-mean-square norm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Norm:
+        """From a transformers norm."""
+        return cls(module.get_parameter("weight").detach(), float(module.variance_epsilon))  # type: ignore[arg-type]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    attention_norm: Norm
+    query_key_value: PackedLinear  # [(H + 2G)·D, hidden]
+    query_norm: Norm | None  # over the head dimension (Qwen3)
+    key_norm: Norm | None
+    output: PackedLinear
+    window: int | None
+    mlp_norm: Norm
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+
+
+class LlamaNetwork:
+    """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm."""
+
+    def __init__(self, base: PreTrainedModel, num_heads: int, kv_heads: int, head_dim: int) -> None:
+        """Takes `base` apart: each of its linears is packed and freed in turn."""
+        self._heads = (num_heads, kv_heads, head_dim)
+        self._embedding: Tensor = base.get_input_embeddings().weight.detach()
+        self._rotary = base.rotary_emb
+        self._norm = Norm.of(base.norm)
+        everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
+        self._layers = [_take_apart(layer, everywhere) for layer in base.layers]
+        self._scale = head_dim**-0.5
+
+    @staticmethod
+    def fits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
+        """Whether this network computes what the config asks for."""
+        return config.model_type in _FAMILIES and config.hidden_act == "silu" and can_pack(dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return F.embedding(ids, self._embedding)
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        num_heads, kv_heads, head_dim = self._heads
+        turned, num_rows = num_heads + kv_heads, len(batch.ids)
+        x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
+        cos, sin = self._rotary(x, batch.positions[None])
+        cos, sin = cos.view(num_rows, 1, head_dim), sin.view(num_rows, 1, head_dim)
+        for number, layer in enumerate(self._layers):
+            fused = layer.query_key_value(layer.attention_norm(x)).view(num_rows, turned + kv_heads, head_dim)
+            query_key, value = fused[:, :turned], fused[:, turned:]
+            if layer.query_norm is not None and layer.key_norm is not None:
+                normed = layer.query_norm(query_key[:, :num_heads]), layer.key_norm(query_key[:, num_heads:])
+                query_key = torch.cat(normed, dim=1)
+            query_key = _rotate(query_key, cos, sin)
+            attended = space_attention(
+                query_key[:, :num_heads],
+                query_key[:, num_heads:],
+                value,
+                kv.keys[number],
+                kv.values[number],
+                batch.rows,
+                scale=self._scale,
+                window=layer.window,
+            )
+            x = layer.output.plus(attended.view(num_rows, num_heads * head_dim), x)
+            y = layer.mlp_norm(x)
+            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+        return self._norm(x)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x [R, N, D] with cos, sin [R, 1, D], each pair (i, i + D/2) turned by its angle."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([x[..., half:].neg(), x[..., :half]], dim=-1)
+    return (x * cos).add_(turned.mul_(sin))
+
+
+def _take_apart(layer: nn.Module, window: int | None) -> Layer:
+    """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    projections = [attention.get_submodule(f"{name}_proj") for name in ("q", "k", "v")]
+    weights = torch.cat([projection.get_parameter("weight") for projection in projections])
+    biases = [projection.bias for projection in projections]
+    bias = None if biases[0] is None else torch.cat([b for b in biases if isinstance(b, Tensor)])
+    query_key_value = PackedLinear(weights, bias)
+    for name in ("q", "k", "v"):
+        delattr(attention, f"{name}_proj")
+    window = getattr(attention, "sliding_window", window)
+    return Layer(
+        attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
+        query_key_value=query_key_value,
+        query_norm=Norm.of(attention.get_submodule("q_norm")) if hasattr(attention, "q_norm") else None,
+        key_norm=Norm.of(attention.get_submodule("k_norm")) if hasattr(attention, "k_norm") else None,
+        output=_packed(attention, "o_proj"),
+        window=window,
+        mlp_norm=Norm.of(layer.get_submodule("post_attention_layernorm")),
+        gate=_packed(mlp, "gate_proj"),
+        up=_packed(mlp, "up_proj"),
+        down=_packed(mlp, "down_proj"),
+    )
+
+
+def _packed(parent: nn.Module, name: str) -> PackedLinear:
+    """The linear `name` of `parent`, packed; the original is freed."""
+    linear = parent.get_submodule(name)
+    bias = linear.bias
+    packed = PackedLinear(linear.get_parameter("weight"), bias if isinstance(bias, Tensor) else None)
+    delattr(parent, name)
+    return packed
