@@ -1,0 +1,60 @@
+"""What a figure must be read with: the machine, the commit, the model, the flags."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
+
+
+def facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """`info`: the server's /info. The machine is the one this runs on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": importlib.metadata.version("spaceserve"),
+        "commit": commit(),
+        "machine": machine(),
+        "python": platform.python_version(),
+        **{name.removeprefix("model_"): info.get(name) for name in _OF_THE_MODEL},
+        "window": info.get("max_total_tokens"),
+        "speculation": info.get("speculation"),
+    }
+
+
+def machine() -> str:
+    """Processor, cores, memory."""
+    name = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    memory = _field(Path("/proc/meminfo"), "MemTotal").split()
+    gib = f", {int(memory[0]) / 1024**2:.0f} GiB" if memory else ""
+    return f"{name}, {os.cpu_count()} cores{gib}, {platform.system()} {platform.release()}"
+
+
+def commit() -> str | None:
+    """Of the checkout this code lies in, `-dirty` where it has changes; None without one."""
+    try:
+        made = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return made.stdout.strip() or None
+
+
+def _field(path: Path, name: str) -> str:
+    """The first value of `name` in a file of `name : value` lines; "" where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

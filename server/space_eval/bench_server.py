@@ -1,0 +1,204 @@
+"""A whole server as processes of this machine: `spaceserve serve` on a free port, given back by scope."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+STOP_SECONDS = 60.0
+"""From SIGTERM to SIGKILL: longer than a server may need to drain and end its workers."""
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or did not end well; its own last words are in the message."""
+
+
+class ServerProcess:
+    """`spaceserve serve`, ready once entered; left, it gets SIGTERM and must exit 0.
+
+    with ServerProcess(["--model", "demo"]) as server:
+        ... http requests to server.url ...
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_seconds: float = 600.0,
+        wait_ready: bool = True,
+    ) -> None:
+        """`flags` of `serve`; a free port is chosen unless they or `environment` (added to this process's) name one."""
+        environment = dict(environment or {})
+        free_port = [] if "--port" in flags or "SPACESERVE_PORT" in environment else ["--port", "0"]
+        self.url = ""  # http://host:port, once it listens
+        self.lines: collections.deque[str] = collections.deque(maxlen=400)  # what it said last, both pipes
+        self._command = [sys.executable, "-m", "space_router", "serve", *flags, *free_port]
+        self._environment = {**os.environ, **environment}
+        self._start_seconds = start_seconds
+        self._wait_ready = wait_ready
+        self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+        self._news = threading.Condition()
+        self._ready = False
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        try:
+            if self._wait_ready:
+                self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.code is not None:
+            self.kill()
+            return
+        code = self.stop()
+        if code != 0 and error is None:
+            raise ServerError(f"The server ended with code {code} after SIGTERM.\n{self.last_words()}")
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise ServerError("The server has not been started: use it in a `with` block.")
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Of the router."""
+        return self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.poll()
+
+    def worker_pids(self) -> list[int]:
+        """Processes the router has started and that live, the oldest first (Linux)."""
+        return [pid for pid in children(self.pid) if b"space_server" in _command_line(pid)]
+
+    def last_words(self) -> str:
+        with self._news:
+            return "\n".join(f"    {line}" for line in self.lines) or "    (nothing)"
+
+    def start(self) -> None:
+        """Start without waiting; its process group is its own, so that a Ctrl-C here is not one there."""
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("stdout", "stderr")
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_ready(self) -> None:
+        """Until the model is loaded. Raises ServerError if the process ends, or takes too long, before that."""
+        with self._news:
+            self._news.wait_for(lambda: self._ready or not self._alive(), self._start_seconds)
+            if self._ready:
+                return
+        code = self.code
+        how = f"was not ready within {self._start_seconds:g} s" if code is None else f"ended with code {code}"
+        raise ServerError(f"The server {how}. It said:\n{self.last_words()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = STOP_SECONDS) -> int:
+        """The exit code. Raises ServerError if there is none in time."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"The server has not ended within {seconds:g} s.\n{self.last_words()}") from None
+        self._close()
+        return code
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        if self.code is None:
+            self.signal(signal.SIGTERM)
+        try:
+            return self.wait()
+        except ServerError:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End the router at once; its workers notice and end themselves."""
+        if self.code is None:
+            self.process.kill()
+        self.process.wait()
+        self._close()
+
+    def _alive(self) -> bool:
+        return any(reader.is_alive() for reader in self._readers if reader is not threading.current_thread())
+
+    def _read(self, name: str) -> None:
+        pipe = self.process.stdout if name == "stdout" else self.process.stderr
+        for line in pipe or ():
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                if line.startswith("spaceserve: listening on "):
+                    self.url = line.split()[3]
+                self._ready = self._ready or line.startswith("spaceserve: ready: ")
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def _close(self) -> None:
+        for reader in self._readers:
+            reader.join(5.0)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`, by number (Linux; empty elsewhere)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(entry)
+        if len(fields) > 1 and fields[1] == str(pid) and fields[0] != "Z":
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time a process has used so far, all threads (Linux; 0 elsewhere, and for one that is gone)."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields behind the name, which may hold anything: state, parent, ..."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
