@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,7 +33,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-async def read_object(request: Request, max_body: int) -> dict[str, Any]:
+class Received(NamedTuple):
+    """A body as it came."""
+
+    values: dict[str, Any]
+    size: int  # bytes
+
+
+async def read_object(request: Request, max_body: int) -> Received:
     """The JSON object in the body. Raises UnsupportedMedia, BodyTooLarge, InvalidRequest, ClientGone."""
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -58,7 +65,7 @@ async def read_object(request: Request, max_body: int) -> dict[str, Any]:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg[:100]} (at character {error.pos}).") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"The body must be a JSON object; got {shown(value)}.")
-    return value
+    return Received(value, size)
 
 
 def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]]) -> BodyT:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from space_router.api.body import read_object, validate
 from space_router.api.completions import common_parameters
+from space_router.api.connection import beside
 from space_router.api.door import Door
 from space_router.api.fields import CHAT_NEUTRAL, ChatBody, Message
 from space_router.api.logprobs import chat_logprobs, prompt_logprobs
@@ -113,9 +114,9 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=json_body(ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        values = await read_object(request, service.config.max_body)
-        body = validate(ChatBody, values, CHAT_NEUTRAL)
-        made = plan(service.door(), body)
+        received = await read_object(request, service.config.max_body)
+        body = validate(ChatBody, received.values, CHAT_NEUTRAL)
+        made = await beside(received.size, plan, service.door(), body)
         shape = ChatShape(service.text.tokenizer, body)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.text.name, body))
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.body import read_object, validate
+from space_router.api.connection import beside
 from space_router.api.door import Door, Parameters
 from space_router.api.fields import COMPLETION_NEUTRAL, CompletionBody, GenerationFields
 from space_router.api.logprobs import CompletionLogprobs, prompt_logprobs
@@ -114,9 +115,9 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=json_body(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        values = await read_object(request, service.config.max_body)
-        body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
-        made = plan(service.door(), body)
+        received = await read_object(request, service.config.max_body)
+        body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
+        made = await beside(received.size, plan, service.door(), body)
         shape = CompletionShape(service.text.tokenizer, body, made)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.text.name, body))
 

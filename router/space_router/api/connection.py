@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,6 +13,7 @@ from space_router.errors import ClientGone
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 async def _gone(receive: Receive) -> None:
@@ -34,6 +35,17 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for task in (doing, watching):
             task.cancel()
         await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+LONG_BODY = 16 * 1024
+"""Bytes of a body from which on its prompt is tokenised in a thread: about 40 ms of work with a slow tokenizer."""
+
+
+async def beside(size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function over a body of `size` bytes; a long one must not hold up the running streams."""
+    if size < LONG_BODY:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class EventStream(Response):

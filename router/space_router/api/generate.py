@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from space_router.api.answers import answer, tgi_error, unforeseen
 from space_router.api.body import Body, read_object, validate
-from space_router.api.connection import EventStream, while_connected
+from space_router.api.connection import EventStream, beside, while_connected
 from space_router.api.door import Door, Parameters
 from space_router.api.logprobs import finite
 from space_router.api.plan import Plan
@@ -69,6 +69,9 @@ class CompatBody(GenerateBody):
     """`POST /`."""
 
     stream: bool | None = None
+
+
+BodyT = TypeVar("BodyT", bound=GenerateBody)
 
 
 @dataclass(frozen=True)
@@ -269,14 +272,19 @@ def _mean(tokens: list[TextToken]) -> float:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TGI"])
 
-    async def whole(request: Request, body: GenerateBody, received: float) -> tuple[dict[str, Any], dict[str, str]]:
-        generation = Generation.read(service.door(), body, received, stream=False)
+    async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, Generation]:
+        since = time.monotonic()
+        received = await read_object(request, service.config.max_body)
+        body = validate(model, received.values, {})
+        streamed = stream or (isinstance(body, CompatBody) and bool(body.stream))
+        return body, await beside(received.size, Generation.read, service.door(), body, since, stream=streamed)
+
+    async def whole(request: Request, generation: Generation) -> tuple[dict[str, Any], dict[str, str]]:
         async with service.run(generation.plan) as running:
             made = await while_connected(request.receive, generation.whole(running))
             return made, generation.headers(running)
 
-    async def stream(body: GenerateBody, received: float) -> Response:
-        generation = Generation.read(service.door(), body, received, stream=True)
+    async def stream(generation: Generation) -> Response:
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(service.run(generation.plan))
             headers = {"x-request-id": generation.plan.request_id}
@@ -285,25 +293,23 @@ def routes(service: Service) -> APIRouter:
     @router.post("/generate", openapi_extra=json_body(GenerateBody))
     async def generate(request: Request) -> Response:
         """Continue a text."""
-        received = time.monotonic()
-        body = validate(GenerateBody, await read_object(request, service.config.max_body), {})
-        made, headers = await whole(request, body, received)
+        _, generation = await read(request, GenerateBody, stream=False)
+        made, headers = await whole(request, generation)
         return answer(made, headers=headers)
 
     @router.post("/generate_stream", openapi_extra=json_body(GenerateBody))
     async def generate_stream(request: Request) -> Response:
         """Continue a text, one event per token."""
-        received = time.monotonic()
-        return await stream(validate(GenerateBody, await read_object(request, service.config.max_body), {}), received)
+        _, generation = await read(request, GenerateBody, stream=True)
+        return await stream(generation)
 
     @router.post("/", openapi_extra=json_body(CompatBody))
     async def compat(request: Request) -> Response:
         """`/generate_stream` with `stream: true`, else `/generate` with its answer in a list."""
-        received = time.monotonic()
-        body = validate(CompatBody, await read_object(request, service.config.max_body), {})
+        body, generation = await read(request, CompatBody, stream=False)
         if body.stream:
-            return await stream(body, received)
-        made, headers = await whole(request, body, received)
+            return await stream(generation)
+        made, headers = await whole(request, generation)
         return answer([made], headers=headers)
 
     return router

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from space_router.api.answers import answer
 from space_router.api.body import Body, read_object, validate
+from space_router.api.connection import beside
 from space_router.api.fields import TokenId
 from space_router.api.schema import json_body
 from space_router.api.service import Service
@@ -37,15 +38,18 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=json_body(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
-        body = validate(TokenizeBody, await read_object(request, service.config.max_body), _NEUTRAL)
+        received = await read_object(request, service.config.max_body)
+        body = validate(TokenizeBody, received.values, _NEUTRAL)
         facts = service.door().facts
         special = body.add_special_tokens is not False
         if (body.inputs is None) == (body.prompt is None):
             raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
         if body.inputs is None:
-            ids = service.text.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+            encode = service.text.tokenizer.encode
+            ids = await beside(received.size, encode, body.prompt or "", add_special_tokens=special)
             return answer({"tokens": ids, "count": len(ids), "max_model_len": facts.window})
-        spans = service.text.tokenizer.encode_spans(body.inputs, add_special_tokens=special)
+        encode_spans = service.text.tokenizer.encode_spans
+        spans = await beside(received.size, encode_spans, body.inputs, add_special_tokens=special)
         return answer(
             [{"id": id_, "text": body.inputs[start:end], "start": start, "stop": end} for id_, start, end in spans]
         )
@@ -53,7 +57,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        body = validate(DetokenizeBody, await read_object(request, service.config.max_body), {})
+        body = validate(DetokenizeBody, (await read_object(request, service.config.max_body)).values, {})
         ids = service.door().check_ids(body.tokens, "tokens")
         skip = bool(body.skip_special_tokens)
         return answer({"prompt": service.text.tokenizer.decode(ids, skip_special_tokens=skip)})

@@ -45,7 +45,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens (BOS) are added as the checkpoint's post-processor does."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call alone lets other threads run meanwhile; a long prompt takes seconds.
+        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._bos_id is not None:
             ids.insert(0, self._bos_id)
         return ids
