@@ -1,0 +1,263 @@
+"""`spaceserve convert`: a published checkpoint in, one that this server takes out, the numbers untouched."""
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from space_model.convert import Wish, convert, main
+from space_model.convert_source import ConvertError
+from space_model.load import load_model
+from space_model.model_error import CheckpointNotFound
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+VOCAB = 32003  # the released Vicuna-7B SPACE model: 32000, and three added ids of which the last is the mask
+MASK = 32002
+RELEASED = Wish(mask_ids=(MASK,), num_masks=5)
+FORMATS = ["one .bin", "several .bin", "old .bin", "one safetensors", "several safetensors"]
+
+
+@pytest.fixture(scope="module")
+def released() -> LlamaForCausalLM:
+    """Random numbers in the released model's layout."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def publish(model: torch.nn.Module, folder: Path, form: str = "one .bin", **config: object) -> Path:
+    """Write a checkpoint the way it may have been published."""
+    folder.mkdir()
+    written = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32", **config}
+    (folder / "config.json").write_text(json.dumps(written))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if form.endswith(".bin"):
+        # Llama checkpoints of that time carry this buffer.
+        state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    half = len(state) // 2
+    suffix, prefix = (".bin", "pytorch_model") if form.endswith(".bin") else (".safetensors", "model")
+    if form.startswith("several"):
+        names = [f"{prefix}-0000{part}-of-00002{suffix}" for part in (1, 2)]
+        parts = [dict(list(state.items())[:half]), dict(list(state.items())[half:])]
+        index = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+        (folder / f"{prefix}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    else:
+        names, parts = [prefix + suffix], [state]
+    for file, part in zip(names, parts, strict=True):
+        if suffix == ".bin":
+            torch.save(part, folder / file, _use_new_zipfile_serialization=form != "old .bin")
+        else:
+            save_file(part, folder / file, metadata={"format": "pt"})
+    return folder
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([[1, 5, 9, 31999, MASK]])).logits
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_published_format_keeps_its_logits_bit_by_bit(released, tmp_path, form) -> None:
+    convert(publish(released, tmp_path / "src", form), tmp_path / "dst", RELEASED)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", local_files_only=True).eval()
+    assert torch.equal(logits(converted), logits(released))
+
+
+@pytest.mark.parametrize(
+    ("wish", "ids", "num_masks"),
+    [
+        (RELEASED, [MASK], 5),
+        (Wish(mask_ids=(31998, 31999, 32000, 32001, 32002)), [31998, 31999, 32000, 32001, 32002], 5),
+        (Wish(add_masks=5), [32003, 32004, 32005, 32006, 32007], 5),
+        (Wish(add_masks=1, num_masks=4), [32003], 4),
+    ],
+    ids=["one shared id", "one id per mask", "five new rows", "one new shared row"],
+)
+def test_the_converted_checkpoint_is_served_with_its_masks(released, tmp_path, wish, ids, num_masks) -> None:
+    convert(publish(released, tmp_path / "src"), tmp_path / "dst", wish)
+    space = json.loads((tmp_path / "dst" / "config.json").read_text())["space"]
+    assert space == {"adapter": None, "draft_head": None, "num_masks": num_masks, "mask_token_ids": ids}
+    facts = load_model(tmp_path / "dst", dtype="float32").facts
+    assert facts.mask_ids == tuple(ids if len(ids) > 1 else ids * num_masks)
+
+
+def test_new_mask_rows_are_the_mean_row_and_change_no_other_logit(released, tmp_path) -> None:
+    convert(publish(released, tmp_path / "src"), tmp_path / "dst", Wish(add_masks=2))
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", local_files_only=True).eval()
+    assert converted.config.vocab_size == VOCAB + 2
+    embedding = released.get_input_embeddings().weight
+    torch.testing.assert_close(converted.get_input_embeddings().weight[VOCAB:], embedding.mean(0).expand(2, -1))
+    torch.testing.assert_close(logits(converted)[..., :VOCAB], logits(released))
+
+
+def test_a_tied_head_is_written_once_and_grows_with_the_embedding(tmp_path) -> None:
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    convert(publish(LlamaForCausalLM(config), tmp_path / "src"), tmp_path / "dst", Wish(add_masks=3))
+    with safe_open(tmp_path / "dst" / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in set(file.keys())
+        assert file.get_slice("model.embed_tokens.weight").get_shape() == [43, 16]
+
+
+def test_weights_are_written_in_files_of_the_asked_size_with_an_index(released, tmp_path) -> None:
+    limit = VOCAB * 16 * 4
+    convert(publish(released, tmp_path / "src"), tmp_path / "dst", Wish(max_shard_bytes=limit))
+    files = sorted(file.name for file in (tmp_path / "dst").glob("*.safetensors"))
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", local_files_only=True).eval()
+    assert torch.equal(logits(converted), logits(released))
+
+
+def test_a_wanted_dtype_is_in_the_weights_and_in_the_config(released, tmp_path) -> None:
+    convert(publish(released, tmp_path / "src", torch_dtype="float16"), tmp_path / "dst", Wish(dtype=torch.bfloat16))
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "torch_dtype" not in config
+    with safe_open(tmp_path / "dst" / "model.safetensors", framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_a_sentencepiece_tokenizer_becomes_tokenizer_json(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src")
+    model = io.BytesIO()
+    lines = [f"def function_{i}(x): return x * {i} + 1" for i in range(200)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
+        minloglevel=2,
+    )  # fmt: skip
+    (source / "tokenizer.model").write_bytes(model.getvalue())
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    convert(source, tmp_path / "dst", RELEASED)
+    text = "def function_3(x): return x"
+    pieces = Tokenizer.from_file(str(tmp_path / "dst" / "tokenizer.json")).encode(text, add_special_tokens=False)
+    assert pieces.ids == sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode(text)
+
+
+def test_small_files_are_copied_but_no_code_and_no_pickles(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src")
+    for name in ("tokenizer.json", "generation_config.json", "LICENSE", "modeling_llama.py", "optimizer.pt"):
+        (source / name).write_text("{}")
+    convert(source, tmp_path / "dst", RELEASED)
+    assert {file.name for file in (tmp_path / "dst").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "LICENSE",
+    }  # fmt: skip
+
+
+def test_without_mask_flags_the_section_of_the_checkpoint_stays(released, tmp_path) -> None:
+    section = {"num_masks": 5, "mask_token_ids": [MASK], "adapter": None, "draft_head": None}
+    convert(publish(released, tmp_path / "src", space=section), tmp_path / "dst", Wish())
+    assert json.loads((tmp_path / "dst" / "config.json").read_text())["space"] == section
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (Wish(mask_ids=(32003,)), "Mask id 32003 is outside the vocabulary of 32003 .* --add-masks"),
+        (Wish(mask_ids=(1, 2), num_masks=5), "5 masks need 1 shared id or 5 ids; got 2"),
+        (Wish(mask_ids=(MASK,), num_masks=17), "1 to 16 masks; got 17"),
+        (Wish(mask_ids=(7, 7), num_masks=2), "repeat"),
+        (Wish(num_masks=5), "--num-masks 5 needs --mask-ids or --add-masks"),
+        (Wish(mask_ids=(MASK,), add_masks=1), "not both"),
+    ],
+)
+def test_a_wish_that_does_not_fit_names_value_bound_and_cure_and_writes_nothing(
+    released, tmp_path, wish, message
+) -> None:
+    with pytest.raises(ConvertError, match=message):
+        convert(publish(released, tmp_path / "src"), tmp_path / "dst", wish)
+    assert [file.name for file in tmp_path.iterdir()] == ["src"]
+
+
+def test_an_existing_target_is_replaced_only_by_force(released, tmp_path) -> None:
+    source, target = publish(released, tmp_path / "src"), tmp_path / "dst"
+    target.mkdir()
+    (target / "mine").write_text("precious")
+    with pytest.raises(ConvertError, match=r"exists already.*--force"):
+        convert(source, target, RELEASED)
+    assert (target / "mine").read_text() == "precious"
+    convert(source, target, Wish(force=True))
+    assert not (target / "mine").exists()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_a_failure_half_way_leaves_no_target_behind(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", "several .bin")
+    (source / "tokenizer.model").write_bytes(b"not a tokenizer")
+    with pytest.raises(ConvertError, match="tokenizer"):
+        convert(source, tmp_path / "dst", RELEASED)
+    assert [file.name for file in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_pickle_that_would_run_code_is_refused(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src")
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Path("anything")}, protocol=2))
+    with pytest.raises(ConvertError, match="could run code"):
+        convert(source, tmp_path / "dst", RELEASED)
+
+
+@pytest.mark.parametrize("form", ["one .bin", "one safetensors"])
+def test_a_file_cut_short_is_named(released, tmp_path, form) -> None:
+    source = publish(released, tmp_path / "src", form)
+    file = next(file for file in source.iterdir() if file.suffix in (".bin", ".safetensors"))
+    file.write_bytes(file.read_bytes()[:100_000])
+    with pytest.raises(ConvertError, match=file.name):
+        convert(source, tmp_path / "dst", RELEASED)
+
+
+def test_a_missing_file_of_several_is_named(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", "several safetensors")
+    (source / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointNotFound, match=r"00002-of-00002.*1 of 2 files are missing"):
+        convert(source, tmp_path / "dst", RELEASED)
+
+
+def test_an_index_cannot_reach_out_of_its_folder(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", "several safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    with pytest.raises(ConvertError, match="not a file beside it"):
+        convert(source, tmp_path / "dst", RELEASED)
+
+
+def test_a_config_of_another_checkpoint_is_noticed(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", vocab_size=32000)
+    with pytest.raises(ConvertError, match=r"has shape \[32003, 16\]; config.json makes it \[32000, 16\]"):
+        convert(source, tmp_path / "dst", Wish(mask_ids=(5,)))
+
+
+def test_a_missing_head_is_noticed_where_nothing_is_tied(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", "one safetensors")
+    state = {name: tensor.clone() for name, tensor in released.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, source / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"lacks 1 tensors of its architecture, lm_head.weight"):
+        convert(source, tmp_path / "dst", RELEASED)
+
+
+def test_too_small_a_disk_is_found_before_the_first_byte(released, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1024**2})())
+    with pytest.raises(ConvertError, match=r"takes 0.1 GiB; .* has 0.0 GiB free"):
+        convert(publish(released, tmp_path / "src"), tmp_path / "dst", RELEASED)
+    assert [file.name for file in tmp_path.iterdir()] == ["src"]
+
+
+def test_the_command_says_what_to_do_next(released, tmp_path, capsys) -> None:
+    source, target = publish(released, tmp_path / "src"), tmp_path / "dst"
+    assert main([str(source), str(target), "--mask-ids", "32002", "--num-masks", "5"]) == 0
+    assert f"spaceserve serve --model {target}" in capsys.readouterr().out
+    assert main([str(source), str(target)]) == 1
+    assert "--force" in capsys.readouterr().err
