@@ -19,23 +19,24 @@ def check_sequence(part: worker_pb2.SequenceReport, sequence: Sequence | None, f
     """The sequence that a part of a report is about; raises ProtocolViolation where the two do not fit."""
     if sequence is None:
         raise ProtocolViolation(f"a report about sequence {part.seq_id}, which does not run")
-    live, who = sequence.live, f"sequence {part.seq_id}"
-    num_tokens = len(part.tokens)
+    live, num_tokens = sequence.live, len(part.tokens)
+    num_ids, num_computed = len(live.ids) + num_tokens, part.num_computed
+    bound = min(num_ids - 1, sequence.num_slots)
+    wrong = None
     if sequence.finished and (num_tokens or part.finish):
-        raise ProtocolViolation(f"{who} goes on after its end")
-    if live.num_generated + num_tokens > live.max_tokens:
-        raise ProtocolViolation(f"{who} emitted {live.num_generated + num_tokens} ids, {live.max_tokens} are allowed")
-    if num_tokens and max(part.tokens) >= facts.vocab_size:
-        raise ProtocolViolation(f"{who} emitted id {max(part.tokens)}; there are {facts.vocab_size}")
-    bound = min(len(live.ids) + num_tokens - 1, sequence.num_slots)
-    if part.num_computed > bound:
-        raise ProtocolViolation(f"{who} has computed {part.num_computed} ids; at most {bound} are possible")
-    if (num_tokens or part.decoded) and part.num_computed < sequence.computed:
-        raise ProtocolViolation(f"{who} has computed {part.num_computed} ids after {sequence.computed}")
-    if part.num_accepted > part.num_drafted or (part.decoded and num_tokens > part.num_accepted + 1):
-        raise ProtocolViolation(
-            f"{who} emitted {num_tokens} ids in a step that accepted {part.num_accepted} of {part.num_drafted} drafts"
-        )
-    if live.request.want_logprobs and len(part.logprobs) != num_tokens:
-        raise ProtocolViolation(f"{who} has {len(part.logprobs)} logprobs for {num_tokens} ids")
+        wrong = "goes on after its end"
+    elif num_ids > live.num_prompt + live.max_tokens:
+        wrong = f"emitted {num_ids - live.num_prompt} ids, {live.max_tokens} are allowed"
+    elif num_tokens and max(part.tokens) >= facts.vocab_size:
+        wrong = f"emitted id {max(part.tokens)}; there are {facts.vocab_size}"
+    elif num_computed > bound:
+        wrong = f"has computed {num_computed} ids; at most {bound} are possible"
+    elif num_computed < sequence.computed and (num_tokens or part.decoded):
+        wrong = f"has computed {num_computed} ids after {sequence.computed}"
+    elif part.num_accepted > part.num_drafted or (part.decoded and num_tokens > part.num_accepted + 1):
+        wrong = f"emitted {num_tokens} ids where {part.num_accepted} of {part.num_drafted} drafts were accepted"
+    elif live.request.want_logprobs and len(part.logprobs) != num_tokens:
+        wrong = f"has {len(part.logprobs)} logprobs for {num_tokens} ids"
+    if wrong is not None:
+        raise ProtocolViolation(f"sequence {part.seq_id} {wrong}")
     return sequence

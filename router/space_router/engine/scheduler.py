@@ -113,7 +113,15 @@ class Scheduler:
         self.pool.hold(placement.shared)
         pages = placement.shared + self.pool.take(placement.num_fresh)
         num_cached = len(placement.shared) * self.facts.block_size
-        sequence = Sequence(self._next_seq_id, live, pages, num_cached, self.facts.block_size)
+        sequence = Sequence(
+            self._next_seq_id,
+            live,
+            pages,
+            num_cached,
+            block_size=self.facts.block_size,
+            slots_ahead=self._slots_ahead(live),
+            most_slots=self._most_slots(live),
+        )
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
         self._by_request[live] = sequence
@@ -196,7 +204,7 @@ class Scheduler:
             return
         starving_first = sorted(self._hungry.values(), key=lambda s: (not s.starving, s.live.age))
         for sequence in starving_first:
-            num_wanted = self._num_wanted(sequence)
+            num_wanted = sequence.num_wanted
             num_given = min(num_wanted, self.pool.num_available)
             if num_given:
                 pages = self.pool.take(num_given)
@@ -209,22 +217,14 @@ class Scheduler:
         self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
 
     def _want(self, sequence: Sequence) -> None:
-        if sequence.step is not Step.RELEASED and self._num_wanted(sequence):
+        if sequence.step is not Step.RELEASED and sequence.num_wanted:
             self._hungry[sequence.seq_id] = sequence
 
-    def _num_wanted(self, sequence: Sequence) -> int:
-        """Blocks to add, so that the worker can go on while this report is being read; 0 for a reader that lags."""
-        live, size = sequence.live, self.facts.block_size
-        if live.lagging:
-            return 0
-        num_ids = len(live.ids)
-        num_steps_slots = num_ids + STEPS_AHEAD * (self._draft_bound(live) + 1)
-        num_blocks = min(
-            _blocks(num_steps_slots, size),
-            _blocks(num_ids, size) + MAX_BLOCKS_AHEAD,
-            _blocks(self._most_slots(live), size),
-        )
-        return max(0, num_blocks - len(sequence.pages))
+    def _slots_ahead(self, live: LiveRequest) -> int:
+        """Slots granted beyond the known ids, so that the worker goes on while reports are read; few blocks, so that
+        it cannot go far where they are not.
+        """
+        return min(STEPS_AHEAD * (self._draft_bound(live) + 1), MAX_BLOCKS_AHEAD * self.facts.block_size)
 
     # Release and preemption.
 

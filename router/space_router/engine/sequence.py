@@ -22,7 +22,18 @@ class Sequence:
      keys and values    free slots: at 0 the worker pauses the sequence
     """
 
-    def __init__(self, seq_id: int, live: LiveRequest, pages: list[int], num_cached: int, block_size: int) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        live: LiveRequest,
+        pages: list[int],
+        num_cached: int,
+        *,
+        block_size: int,
+        slots_ahead: int,
+        most_slots: int,
+    ) -> None:
+        """`slots_ahead`: to be granted beyond the known ids; `most_slots`: more it can never use."""
         self.seq_id = seq_id
         self.live = live
         self.pages = pages
@@ -34,6 +45,8 @@ class Sequence:
         self.finished = False  # the worker says it has ended
         self.num_expected = 0  # once released: blocks that will come back with the acknowledgement
         self._block_size = block_size
+        self._slots_ahead = slots_ahead
+        self._most_slots = most_slots
 
     @property
     def num_slots(self) -> int:
@@ -48,3 +61,11 @@ class Sequence:
     def num_prefill_left(self) -> int:
         """Ids the worker must still compute before the first token of this admission."""
         return self.num_admitted - self.computed if self.step is Step.PREFILL else 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks to add, so that the worker can go on while a report is being read; 0 for a reader that lags."""
+        slots = min(len(self.live.ids) + self._slots_ahead, self._most_slots)
+        if slots <= self.num_slots or self.live.lagging:
+            return 0
+        return -(-slots // self._block_size) - len(self.pages)

@@ -46,12 +46,12 @@ def release(seq_id: int) -> worker_pb2.Command:
     return worker_pb2.Command(release=worker_pb2.Release(seq_id=seq_id))
 
 
-def delta(report: worker_pb2.SequenceReport, num_prompt_logprobs_known: int) -> Delta:
-    """What a report says to the reader; prompt logprobs it already has from an earlier life are left out."""
+def delta(report: worker_pb2.SequenceReport, known: int) -> Delta:
+    """What a report says to the reader; `known`: leading prompt logprobs that it has from an earlier admission."""
     return Delta(
         tokens=tuple(report.tokens),
-        logprobs=_logprobs(report.logprobs),
-        prompt_logprobs=_logprobs(report.prompt_logprobs[num_prompt_logprobs_known:]),
+        logprobs=_logprobs(report.logprobs) if report.logprobs else (),
+        prompt_logprobs=_logprobs(report.prompt_logprobs[known:]) if report.prompt_logprobs else (),
         finish=FINISH.get(report.finish),
         drafted=report.num_drafted,
         accepted=report.num_accepted,
