@@ -35,10 +35,12 @@ class Detokenizer:
 
     def push(self, id_: int) -> tuple[str, TokenSpan]:
         """The characters this token completes, and where it lies."""
-        content = b"" if id_ in self._skipped else self._bytes_of[id_]
-        if not content:
-            return "", TokenSpan(id_, self._length, self._length)
         start = self._length
+        whole = "" if id_ in self._skipped else self._bytes_of.text(id_)
+        if whole == "" or (whole is not None and not self._pending and not self._strip):
+            self._length = end = start + len(whole)
+            return whole, TokenSpan(id_, start, end)
+        content = self._bytes_of[id_]
         if self._pending:
             head = self._decoder.decode(content[:1])
             # A first byte that does not continue the waiting ones leaves them to a replacement character of their own.

@@ -35,6 +35,7 @@ class TokenBytes:
                 "and SentencePiece's (Metaspace, or Replace with ByteFallback)."
             )
         self._cache: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
 
     def __getitem__(self, id_: int) -> bytes:
@@ -43,6 +44,18 @@ class TokenBytes:
         if known is None:
             known = self._cache[id_] = self._compute(id_)
         return known
+
+    def text(self, id_: int) -> str | None:
+        """The text of a token that begins and ends with whole characters; None for any other."""
+        try:
+            return self._texts[id_]
+        except KeyError:
+            try:
+                known = self[id_].decode("utf-8")
+            except UnicodeDecodeError:
+                known = None
+            self._texts[id_] = known
+            return known
 
     def _compute(self, id_: int) -> bytes:
         token = self._tokenizer.id_to_token(id_)
