@@ -1,4 +1,4 @@
-"""Many mask groups in one training pass: which rows there are, where they stand and what they see (SPACE.md §4).
+"""Many mask groups in one training pass: which rows there are, where they stand and what they see (SPACE §4).
 
 Real tokens x_0 .. x_{L-1} come first, then a group of masks for each anchor. The anchor m stands for a step whose root
 is x_{m-1}: mask (m, j) has position m-1+j, sees the real tokens before m and masks (m, 1..j), and learns x_{m+j}, the

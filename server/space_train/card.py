@@ -99,11 +99,11 @@ A very small Python-code model with SPACE masks and a draft head, trained from n
 that the server can be tried, tested and measured anywhere, offline. **It is not a useful programmer**: it knows the
 look of Python, not what a program means, and it repeats itself when decoded greedily.
 
-Llama architecture, {shape.num_parameters / 1e6:.2f} M parameters ({shape.num_layers} layers, hidden
-{shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied embeddings), bf16, window
-{shape.window}; byte-level BPE of {shape.vocab_size} ids, {facts.characters_per_token:.2f} characters per token on
-held-out code; {facts.num_masks} mask tokens, one id each. Code is completed as it is; a chat turn in words becomes a
-comment above the code to be written.
+Llama architecture, {shape.num_parameters / 1e6:.2f} M parameters ({shape.num_layers} layers, hidden size
+{shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied
+embeddings), bf16, window {shape.window}; byte-level BPE of {shape.vocab_size} ids,
+{facts.characters_per_token:.2f} characters per token on held-out code; {facts.num_masks} mask tokens, one id each. Code
+is completed as it is; a chat turn in words becomes a comment above the code to be written.
 
 ## Recipe
 
@@ -111,9 +111,9 @@ comment above the code to be written.
 
 Commit `{facts.commit}`, seed {facts.seed}, {facts.threads} CPU threads. Stages: corpus, tokenizer, next-token training
 (Muon and AdamW, windows of 256 to {shape.window}), text written by the model itself, SAR-SFT with many anchors per
-sequence (soft labels from the model's own next-token distribution; the next-token loss is kept; masks and draft head together),
-then the draft head alone. Budgets are minutes on the clock of a machine that other work may share: another run sees
-more or fewer tokens.
+sequence (soft labels from the model's own next-token distribution; the next-token loss is kept; masks and draft head
+together), and, where the table says so, the draft head alone. Budgets are minutes on the clock of a machine that other
+work may share: another run sees more or fewer tokens.
 
 {stages}
 
@@ -135,7 +135,7 @@ repeats and less where the model's own text leaves what it was trained on.
 
 Python files as published; tests, vendored copies, generated files, tables, over-long lines and near-duplicates (by
 lines) dropped; at most a few MB of one source. {num_functions:,} short documented functions appear a second time, as
-documents of their own. No evaluation set was looked at.
+documents of their own. No evaluation set is part of it.
 
 {sources(trained)}
 

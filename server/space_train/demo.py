@@ -66,7 +66,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
     budget.add_argument("--own-batches", type=int, default=20, help="batches of 128 own texts (default: 20)")
     budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
-    budget.add_argument("--head-minutes", type=float, default=6, help="draft head alone, minutes (default: 6)")
+    budget.add_argument(
+        "--head-minutes", type=float, default=0, help="draft head alone, minutes; 0: never (default: 0)"
+    )
     budget.add_argument("--tokens-per-step", type=int, default=8192, help="next-token batch (default: 8192)")
     shape = parser.add_argument_group("shape")
     shape.add_argument("--vocabulary", type=int, default=6144, help="token ids (default: 6144: 3.7 characters a token)")
@@ -157,7 +159,7 @@ class Recipe:
             plan = OwnTextPlan(seed=self.options.seed, num_batches=self.options.own_batches)
             write_own_text(self.network, self.streams["functions"], self.tokenizer_folder, path, plan)
         if path.exists():
-            self.streams["own"] = PackedTokens.open(path, self.options.seed)
+            self.streams["own"] = PackedTokens.open(path, self.options.seed, aligned=True)
 
     def space(self, *, head_alone: bool) -> None:
         options = self.options
@@ -220,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe.own_text()
     if last >= STAGES.index("space"):
         recipe.space(head_alone=False)
-    if last >= STAGES.index("head"):
+    if last >= STAGES.index("head") and options.head_minutes:
         recipe.space(head_alone=True)
     if last >= STAGES.index("export"):
         command = shlex.join(["python", "-m", "space_train.demo", *(sys.argv[1:] if argv is None else argv)])

@@ -1,4 +1,4 @@
-"""The draft head, as it is trained: each draft is told the token before it (SPACE.md §4)."""
+"""The draft head, as it is trained: each draft is told the token before it (SPACE §4)."""
 
 from __future__ import annotations
 

@@ -93,6 +93,8 @@ def export(
     if head is not None:
         tensors = {"w1": head.w1.detach().to(dtype).contiguous(), "w2": head.w2.detach().to(dtype).contiguous()}
         save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
     config = llama_config(network, dtype, num_masks, head)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": PAD_ID}

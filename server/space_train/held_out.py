@@ -18,6 +18,8 @@ def held_out_windows(tokenizer: Tokenizer, path: Path, count: int = 96, length: 
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(read_texts(path)), add_special_tokens=False):
         ids.extend([*encoding.ids, END_OF_TEXT_ID])
+    if len(ids) < length:
+        raise ValueError(f"The held-out files have {len(ids)} ids; at least {length} are needed. Hold out more.")
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return torch.tensor([ids[start : start + length] for start in starts.tolist()])
 

@@ -28,30 +28,27 @@ class Optimiser:
                 is_matrix = parameter.dim() == 2 and "embedding" not in name
                 (matrices if is_matrix else others).append(parameter)
         self.parameters, self.clip_norm = matrices + others, clip_norm
-        self.muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=weight_decay, momentum=0.95)
-        self.adam = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._peaks = [(group, group["lr"]) for optimiser in self._both for group in optimiser.param_groups]
-
-    @property
-    def _both(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        return self.muon, self.adam
+        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+        if matrices:
+            self._optimisers["muon"] = torch.optim.Muon(
+                matrices, lr=muon_rate, weight_decay=weight_decay, momentum=0.95
+            )
+        if others:
+            self._optimisers["adam"] = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._peaks = {"muon": muon_rate, "adam": adam_rate}
 
     def step(self, multiplier: float) -> None:
         """One update at `multiplier` times the peak rates; the gradients are clipped, used and cleared."""
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        for group, peak in self._peaks:
-            group["lr"] = peak * multiplier
-        for optimiser in self._both:
+        for name, optimiser in self._optimisers.items():
+            for group in optimiser.param_groups:
+                group["lr"] = self._peaks[name] * multiplier
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+        return {name: optimiser.state_dict() for name, optimiser in self._optimisers.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])
-        self._peaks = [(group, peak) for group, (_, peak) in zip(self._groups(), self._peaks, strict=True)]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimiser in self._both for group in optimiser.param_groups]
+        for name, optimiser in self._optimisers.items():
+            optimiser.load_state_dict(state[name])

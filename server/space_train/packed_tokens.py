@@ -36,14 +36,14 @@ def write_packed(tokenizer: Tokenizer, texts: Iterable[str], path: Path) -> int:
 class PackedTokens:
     """A stream of ids read as windows. Which windows come is a pure function of (seed, how many ids were drawn)."""
 
-    def __init__(self, ids: NDArray[np.uint16], seed: int) -> None:
-        self.ids, self.seed = ids, seed
+    def __init__(self, ids: NDArray[np.uint16], seed: int, *, aligned: bool = False) -> None:
+        self.ids, self.seed, self.aligned = ids, seed, aligned
         self._order: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     @classmethod
-    def open(cls, path: Path, seed: int) -> PackedTokens:
+    def open(cls, path: Path, seed: int, *, aligned: bool = False) -> PackedTokens:
         """The stream at `path`, mapped into memory."""
-        return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed)
+        return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed, aligned=aligned)
 
     def holds(self, length: int) -> bool:
         """Whether windows of `length` can be drawn."""
@@ -52,7 +52,8 @@ class PackedTokens:
     def windows(self, drawn: int, count: int, length: int) -> Tensor:
         """`count` windows of `length` ids, [count, length] int64, after `drawn` ids were drawn in windows before.
 
-        An epoch cuts the stream at multiples of `length` from an offset of its own, and shuffles the pieces.
+        An epoch cuts the stream at multiples of `length` from an offset of its own (none where the stream is
+        `aligned`: made of pieces of that length), and shuffles the pieces.
         """
         if not self.holds(length):
             raise ValueError(f"The stream has {len(self.ids)} ids; windows of {length} need at least {2 * length}.")
@@ -62,7 +63,7 @@ class PackedTokens:
             epoch, place = divmod(index, per_epoch)
             if (epoch, length) not in self._order:
                 self._order[epoch, length] = np.random.default_rng([self.seed, epoch, length]).permutation(per_epoch)
-            offset = hash((self.seed, epoch)) % length
+            offset = 0 if self.aligned else int(np.random.default_rng([self.seed, epoch]).integers(length))
             start = offset + int(self._order[epoch, length][place]) * length
             rows.append(torch.from_numpy(self.ids[start : start + length].astype(np.int64)))
         return torch.stack(rows)

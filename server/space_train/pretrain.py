@@ -17,7 +17,7 @@ from space_train.network import Network
 from space_train.optimiser import Optimiser
 from space_train.packed_tokens import PackedTokens
 from space_train.schedule import Budget, LearningRate, between
-from space_train.stage import Counters, Measures, Stateful, run_stage
+from space_train.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def pretrain(
     budget: Budget,
     checkpoint: Path,
     *,
+    pace: Pace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> Counters:
     """Train `network` in place (initialised from the seed, or resumed from `checkpoint`)."""
@@ -105,4 +106,6 @@ def pretrain(
         return {"loss": float(loss.detach())}
 
     parts: dict[str, Stateful] = {"network": network, "optimiser": optimiser}
-    return run_stage("next-token", budget, parts, step, evaluate, checkpoint, stop_after_steps=stop_after_steps)
+    return run_stage(
+        "next-token", budget, parts, step, evaluate, checkpoint, pace=pace, stop_after_steps=stop_after_steps
+    )

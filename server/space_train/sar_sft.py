@@ -1,4 +1,4 @@
-"""SAR-SFT with many anchors per sequence: masks, draft head and next token learn from one pass (SPACE.md §4)."""
+"""SAR-SFT with many anchors per sequence: masks, draft head and next token learn from one pass (SPACE §4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from space_train.optimiser import Optimiser
 from space_train.packed_tokens import PackedTokens
 from space_train.pretrain import autocast, can_compile, draw
 from space_train.schedule import Budget, LearningRate
-from space_train.stage import Counters, Measures, Stateful, run_stage
+from space_train.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
 from space_train.tokenizer import FIRST_MASK_ID
 
 
@@ -41,7 +41,7 @@ class SpacePlan:
     train_network: bool = True
     muon_rate: float = 0.01
     adam_rate: float = 2e-3
-    learning_rate: LearningRate = field(default_factory=lambda: LearningRate(warmup=0.03, decay_from=0.2, final=0.0))
+    learning_rate: LearningRate = field(default_factory=lambda: LearningRate(warmup=0.03, decay_from=0.2))
     compile: bool = True
     autocast: bool = True
 
@@ -100,10 +100,8 @@ def teacher_forced_acceptance(network: Network, head: DraftHead, held_out: Tenso
                 agree = network.logits(hidden).argmax(-1) == own
                 total += agree.view(len(ids), -1, num_masks).float().sum((0, 1))
             count += len(ids) * (len(rows.depth) // num_masks)
-    names = [(f"mask_{j + 1}", plain[j]) for j in range(num_masks)] + [
-        (f"head_{j + 1}", guided[j]) for j in range(num_masks)
-    ]
-    return {name: float(total) / count for name, total in names}
+    totals = {"mask": plain, "head": guided}
+    return {f"{name}_{j + 1}": float(total[j]) / count for name, total in totals.items() for j in range(num_masks)}
 
 
 def train_space(
@@ -116,6 +114,7 @@ def train_space(
     checkpoint: Path,
     *,
     name: str = "space",
+    pace: Pace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> Counters:
     """Train masks and head (and, unless the plan freezes it, the network) in place; resumed from `checkpoint`.
@@ -151,4 +150,4 @@ def train_space(
         return {key + suffix: float(value.detach()) for key, value in measures.items()}
 
     parts: dict[str, Stateful] = {"network": network, "head": head, "optimiser": optimiser}
-    return run_stage(name, budget, parts, step, evaluate, checkpoint, stop_after_steps=stop_after_steps)
+    return run_stage(name, budget, parts, step, evaluate, checkpoint, pace=pace, stop_after_steps=stop_after_steps)

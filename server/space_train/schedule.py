@@ -1,7 +1,7 @@
 """How far a stage has come, and what the learning rate is there.
 
-Everything is a function of progress in 0..1, and progress of the budget (minutes of work, tokens, or both): so a slow or
-interrupted machine still ends with a fully decayed model.
+Everything is a function of progress in 0..1, and progress of the budget (minutes of work, tokens, or both): so a slow
+or interrupted machine still ends with a fully decayed model.
 """
 
 from __future__ import annotations

@@ -34,6 +34,18 @@ class Counters:
     history: list[Measures] = field(default_factory=list)  # one entry per evaluation
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Seconds between the things a stage does besides its steps."""
+
+    checkpoint: float = 90.0
+    line: float = 20.0
+    evaluation: float = 300.0
+
+
+DEFAULT_PACE = Pace()
+
+
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:
     """Write, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
     partial = path.with_suffix(".partial")
@@ -58,9 +70,7 @@ def run_stage(
     evaluate: Callable[[], Measures],
     checkpoint: Path,
     *,
-    seconds_between_checkpoints: float = 90.0,
-    seconds_between_lines: float = 20.0,
-    seconds_between_evaluations: float = 300.0,
+    pace: Pace,
     stop_after_steps: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Counters:
@@ -95,7 +105,7 @@ def run_stage(
         counters.step, steps_here = counters.step + 1, steps_here + 1
         now = clock()
         counters.elapsed_seconds, last = counters.elapsed_seconds + now - last, now
-        if now - last_line >= seconds_between_lines:
+        if now - last_line >= pace.line:
             rate = (counters.num_tokens - line_tokens) / (now - last_line)
             done = budget.progress(counters.elapsed_seconds, counters.num_tokens)
             left = counters.elapsed_seconds * (1 - done) / max(done, 1e-9) / 60
@@ -105,10 +115,10 @@ def run_stage(
                 flush=True,
             )
             last_line, line_tokens = now, counters.num_tokens
-        if now - last_evaluation >= seconds_between_evaluations:
+        if now - last_evaluation >= pace.evaluation:
             assess(progress)
             last_evaluation = clock()
-        if now - last_save >= seconds_between_checkpoints:
+        if now - last_save >= pace.checkpoint:
             save()
             last_save = clock()
     if not counters.history or counters.history[-1]["progress"] < 1.0:
