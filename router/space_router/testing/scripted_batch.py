@@ -16,6 +16,7 @@ class Figures:
     """What a scripted worker has seen, over all its lives."""
 
     num_steps: int = 0
+    num_messages: int = 0  # of commands
     num_admits: int = 0
     num_extends: int = 0
     num_releases: int = 0

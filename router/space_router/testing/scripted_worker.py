@@ -137,6 +137,7 @@ class _Conversation:
         """Commands into the inbox until the router hangs up."""
         try:
             async for message in messages:
+                self._worker.figures.num_messages += 1
                 self._inbox += message.commands
                 self._news.set()
         finally:

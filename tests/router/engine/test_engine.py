@@ -268,6 +268,19 @@ def test_a_failed_request_harms_no_other(in_house: InHouse, request_of: Make, an
     in_house(body, Script(failing_id=99))
 
 
+def test_what_is_submitted_in_one_moment_goes_to_the_worker_in_one_message(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        await house.until(lambda: house.worker.figures.num_messages == 1)  # Start
+        streams = [house.engine.submit(request_of(6, 1, name=str(i))) for i in range(20)]
+        await house.until(lambda: house.worker.figures.num_admits == 20)
+        assert house.worker.figures.num_messages == 2
+        for stream in streams:
+            async with stream:
+                pass
+
+    in_house(body, Script(num_blocks=200))
+
+
 def test_priority_goes_before_arrival(in_house: InHouse, request_of: Make) -> None:
     async def body(house: House) -> None:
         done: list[str] = []
