@@ -1,0 +1,137 @@
+"""`python -m space_server`: load a model, listen, step.
+
+Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM or Drain, 2 for settings that make no
+sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there, 5 for an address that cannot be had,
+6 when the parent process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from space_model.load import load_model
+from space_model.model_error import ModelError
+
+from space_server.config import WorkerConfig, parse
+from space_server.controller import FixedLayout
+from space_server.memory import NotEnoughMemory, choose_num_blocks, free_bytes
+from space_server.service import WorkerService, start_server
+from space_server.worker import Worker
+
+BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
+
+_log = logging.getLogger("space_server")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the worker until it is told to stop; the exit status."""
+    config = parse(arguments)
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    if config.parent_pid is not None:
+        threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
+    try:
+        worker = build_worker(config)
+    except ModelError as error:
+        return _fail(BAD_CHECKPOINT, error)
+    except (NotEnoughMemory, MemoryError) as error:
+        return _fail(NO_MEMORY, error)
+    try:
+        asyncio.run(_serve(worker, config.listen))
+    except OSError as error:
+        return _fail(NO_ADDRESS, error)
+    return 0
+
+
+def build_worker(config: WorkerConfig) -> Worker:
+    """The model loaded, the pages allocated. Raises ModelError or NotEnoughMemory."""
+    started = time.perf_counter()
+    model = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        mask_ids=config.space_mask_ids,
+        num_masks=config.space_num_masks,
+        attention=config.attention,
+        max_model_len=config.max_model_len,
+        num_threads=config.num_threads,
+    )
+    facts = model.facts
+    num_blocks = config.num_blocks or choose_num_blocks(
+        facts, block_size=config.block_size, amount=config.kv_memory, available=free_bytes(facts.device)
+    )
+    fixed = config.speculation if isinstance(config.speculation, int) else 0
+    worker = Worker(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_draft_length=config.max_draft_length,
+        controller=FixedLayout.full(min(fixed, facts.num_masks)) if fixed else None,
+    )
+    _log.info(
+        "model=%s dtype=%s (%s) device=%s attention=%s window=%d masks=%d draft_head=%s blocks=%d block_size=%d "
+        "kv_bytes=%d seconds=%.2f",
+        facts.name,
+        str(facts.dtype).removeprefix("torch."),
+        facts.dtype_reason,
+        facts.device,
+        facts.attention,
+        facts.window,
+        facts.num_masks,
+        facts.has_draft_head,
+        num_blocks,
+        config.block_size,
+        num_blocks * config.block_size * facts.kv_bytes_per_token,
+        time.perf_counter() - started,
+    )
+    return worker
+
+
+async def _serve(worker: Worker, listen: str) -> None:
+    service = WorkerService(worker)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.drain)
+    server, address = await start_server(service, listen)
+    gc.collect()
+    gc.freeze()  # the model's objects are never collected: do not walk them between steps
+    sys.stdout.write(f"ready {address}\n")
+    sys.stdout.flush()
+    await service.finished.wait()
+    await server.stop(grace=1.0)
+
+
+def _outlive(parent_pid: int, period: float = 0.5) -> None:
+    """End this process once the parent is gone, whatever else it is doing."""
+    was_child = os.getppid() == parent_pid
+    while True:
+        if was_child and os.getppid() != parent_pid:
+            break
+        try:
+            os.kill(parent_pid, 0)
+        except ProcessLookupError:
+            break
+        except PermissionError:
+            pass  # it lives, under another user
+        time.sleep(period)
+    _log.error("the parent process %d is gone", parent_pid)
+    os._exit(ORPHANED)
+
+
+def _fail(status: int, error: Exception) -> int:
+    sys.stderr.write(f"error: {str(error) or type(error).__name__}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""The worker's settings: its command line, parsed once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from space_server.memory import NotEnoughMemory, parse_amount
+
+Speculation = Literal["auto", "off"] | int
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Every field is a flag of `python -m space_server`."""
+
+    model: str  # a folder, a hub id, or `demo`
+    listen: str  # unix:PATH or HOST:PORT
+    dtype: str  # auto, float32, bfloat16, …
+    device: str  # auto, cpu, cuda, …
+    kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
+    num_blocks: int | None  # wins over kv_memory
+    block_size: int  # slots
+    max_model_len: int | None  # ids of one sequence; None: as the checkpoint says
+    max_sequences: int  # at once
+    speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
+    space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
+    space_num_masks: int | None
+    attention: str
+    num_threads: int | None  # of one product on the CPU; None: as torch has it
+    parent_pid: int | None  # end when this process is gone
+    log_level: str
+
+    @property
+    def max_draft_length(self) -> int | None:
+        """Bound on drafts per sequence and step; None: the checkpoint's masks."""
+        if isinstance(self.speculation, int):
+            return self.speculation
+        return 0 if self.speculation == "off" else None
+
+
+def parse(arguments: Sequence[str]) -> WorkerConfig:
+    """The settings from the words of a command line. Exits with status 2 and one line if they make no sense."""
+    parser = argparse.ArgumentParser(prog="python -m space_server", description="The worker: steps a model on pages.")
+    parser.add_argument("--model", default="demo", help="a folder, a hub id, or `demo` (default: %(default)s)")
+    parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT; port 0 takes a free one")
+    parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
+    parser.add_argument(
+        "--kv-memory", type=_amount, help="for keys and values: auto, bytes such as 1GiB, or a fraction of free memory"
+    )
+    parser.add_argument("--num-blocks", type=_at_least(1), help="blocks of keys and values; wins over --kv-memory")
+    parser.add_argument(
+        "--block-size", type=_at_least(1), default=16, help="slots per block (default: %(default)s; small wastes less)"
+    )
+    parser.add_argument("--max-model-len", type=_at_least(2), help="ids of one sequence (default: the checkpoint's)")
+    parser.add_argument("--max-sequences", type=_at_least(1), default=64, help="at once (default: %(default)s)")
+    parser.add_argument("--speculation", type=_speculation, default="auto", help="auto, off, or drafts per step")
+    parser.add_argument("--space-mask-ids", type=_ids, help="comma-separated: one shared id, or one per mask")
+    parser.add_argument("--space-num-masks", type=_at_least(1), help="masks per group")
+    parser.add_argument("--attention", default="auto", help="attention implementation (default: %(default)s)")
+    parser.add_argument("--num-threads", type=_at_least(1), help="threads of one product on the CPU")
+    parser.add_argument("--parent-pid", type=_at_least(1), help="end when this process is gone")
+    parser.add_argument(
+        "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    )
+    return WorkerConfig(**vars(parser.parse_args(arguments)))
+
+
+def _amount(text: str) -> int | float | None:
+    if text == "auto":
+        return None
+    try:
+        return parse_amount(text)
+    except NotEnoughMemory as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(bound: int) -> Callable[[str], int]:
+    """A parser of integers with a lower bound."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < bound:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {bound}; got {text!r}")
+        return int(text)
+
+    return integer
+
+
+def _speculation(text: str) -> Speculation:
+    if text == "auto":
+        return "auto"
+    if text == "off":
+        return "off"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be auto, off, or a number of drafts; got {text!r}")
+    return int(text)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"must be ids separated by commas; got {text!r}")
+    return tuple(int(word) for word in words)

@@ -1,0 +1,72 @@
+"""How many blocks of keys and values there are to give away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from space_model.model_facts import ModelFacts
+
+_UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_CPU_FRACTION = 0.5
+"""Most of the free memory of a CPU that is taken unasked: the machine has other work."""
+_GPU_FRACTION = 0.9
+"""The same of a GPU, which is ours; the rest is for activations."""
+_DEFAULT_SEQUENCES = 64
+"""Sequences of a whole window that the default has room for ..."""
+_DEFAULT_BYTES = 1024**3
+"""... as far as this goes on a CPU; a sequence seldom fills its window."""
+
+
+class NotEnoughMemory(ValueError):
+    """The pages asked for cannot be had; the message names the bound and the value."""
+
+
+def parse_amount(text: str) -> int | float:
+    """`512MiB` -> bytes (int); `0.9` -> a fraction of the free memory (float)."""
+    digits = text.strip().rstrip("BbKkMmGgIi")
+    unit = text.strip()[len(digits) :].upper()
+    try:
+        amount = float(digits)
+    except ValueError:
+        amount = -1.0
+    if unit not in _UNITS or not 0 < amount < float("inf"):
+        raise NotEnoughMemory(f"{text!r} is no amount of memory; write e.g. 1GiB, 800MiB, or a fraction such as 0.9.")
+    if not unit and amount <= 1 and "." in digits:
+        return amount
+    return int(amount * _UNITS[unit])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise NotEnoughMemory("/proc/meminfo does not say how much memory is available; give --num-blocks.")
+
+
+def choose_num_blocks(facts: ModelFacts, *, block_size: int, amount: int | float | None, available: int) -> int:
+    """Blocks of `block_size` slots that fit in `amount` (bytes, a fraction of `available`, or None: a default).
+
+    The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU; on a GPU 0.9 of what is
+    free. Raises NotEnoughMemory if a single window does not fit.
+    """
+    block_bytes = facts.kv_bytes_per_token * block_size
+    window_blocks = -(-facts.window // block_size)
+    if amount is None and facts.device.type == "cpu":
+        wanted = min(_DEFAULT_SEQUENCES * window_blocks * block_bytes, _DEFAULT_BYTES)
+        budget = min(max(wanted, window_blocks * block_bytes), int(available * _CPU_FRACTION))
+    elif amount is None:
+        budget = int(available * _GPU_FRACTION)
+    else:
+        budget = int(available * amount) if isinstance(amount, float) else amount
+    if budget > available:
+        raise NotEnoughMemory(f"--kv-memory asks for {budget} bytes; {available} are available on {facts.device}.")
+    if budget < window_blocks * block_bytes:
+        raise NotEnoughMemory(
+            f"Keys and values of one window of {facts.window} need {window_blocks * block_bytes} bytes; there are "
+            f"{budget}. Raise --kv-memory or lower --max-model-len."
+        )
+    return budget // block_bytes

@@ -1,0 +1,114 @@
+"""The worker on gRPC: one conversation at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+from space_proto import worker_pb2 as pb
+from space_proto import worker_pb2_grpc
+
+from space_server.conversation import Conversation, ConversationFailed, Drained
+from space_server.worker import Worker
+
+HEARTBEAT_SECONDS = 1.0
+"""The longest silence of a worker that lives."""
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # prompts and prompt log-probabilities of long windows are large
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # an address that is taken is an error
+)
+
+_log = logging.getLogger(__name__)
+_Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Serves one router after the other: a new one ends the conversation of the one before."""
+
+    def __init__(self, worker: Worker, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.finished = asyncio.Event()  # drained: the process is to end
+        self._worker = worker
+        self._heartbeat_seconds = heartbeat_seconds
+        self._turn = asyncio.Lock()  # held by the conversation that has the worker
+        self._newest: object = None  # the stream that came last
+        self._conversation: Conversation | None = None
+        self._draining = False
+
+    def drain(self) -> None:
+        """Let what runs finish, then set `finished`."""
+        self._draining = True
+        if self._conversation is None:
+            self.finished.set()
+        else:
+            self._conversation.receive([pb.Command(drain=pb.Drain())])
+
+    async def Serve(self, request_iterator: AsyncIterator[pb.RouterMessage], context: _Context) -> None:
+        """The conversation: Hello, then reports until the router hangs up, another one comes, or all is drained."""
+        stream = self._newest = object()
+        if self._conversation is not None:
+            self._conversation.refuse("Another router has connected to this worker.")
+        async with self._turn:
+            if self._newest is not stream or self._draining:
+                reason = "The worker is draining." if self._draining else "Another router has connected to this worker."
+                await context.write(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
+                return
+            conversation = self._conversation = Conversation(self._worker)
+            conversation.start()
+            reader = asyncio.create_task(_read(request_iterator, conversation))
+            try:
+                await context.write(pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
+                await self._speak(conversation, context)
+            except Drained:
+                self.finished.set()
+            except ConversationFailed as error:
+                await context.abort(grpc.StatusCode.INTERNAL, str(error))
+            finally:
+                self._conversation = None
+                reader.cancel()
+                await conversation.stop()
+                if self._draining:
+                    self.finished.set()
+
+    async def _speak(self, conversation: Conversation, context: _Context) -> None:
+        """Number the reports and send them; a refusal is the last word."""
+        report_no = 0
+        while (message := await conversation.message(self._heartbeat_seconds)) is not None:
+            if message.HasField("report"):
+                report_no += 1
+                message.report.report_no = report_no
+            await context.write(message)
+            if message.HasField("refusal"):
+                _log.warning("router refused: %s", message.refusal.reason)
+                return
+            conversation.sent(message)
+
+
+async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Conversation) -> None:
+    """What the router says, as long as it says something."""
+    try:
+        async for message in requests:
+            conversation.receive(message.commands)
+    except grpc.aio.BaseError as error:
+        _log.info("router lost: %s", error)
+    conversation.close()
+
+
+async def start_server(service: WorkerService, address: str) -> tuple[grpc.aio.Server, str]:
+    """Listen on `unix:PATH` or `HOST:PORT` (port 0: a free one); the server, and where it listens.
+
+    Raises OSError if the address cannot be had.
+    """
+    server = grpc.aio.server(options=OPTIONS)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"Cannot listen on {address}: {error}") from error
+    await server.start()
+    return server, address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
