@@ -1,0 +1,95 @@
+"""Norms, activations, rotary angles and experts: the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
+from space_kernels.experts import RowInvariantExperts
+from torch import Tensor
+from torch.nn import functional as F
+
+WIDTHS = [48, 64, 172, 352, 704, 1000]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], x[0], 1e-5)
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], x[0], x[1])
+
+
+def expanded_rms_norm(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+FUNCTIONS = [rms_norm, layer_norm, expanded_rms_norm, torch.cos, torch.sin, torch.tanh, torch.exp]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_a_function_of_rows_gives_each_row_the_same_bits(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, num_threads: int
+) -> None:
+    for width in WIDTHS:
+        x = torch.randn(256, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        whole = function(x)
+        for rows in range(4, 129, 4):
+            assert torch.equal(function(x[:rows]), whole[:rows]), (width, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("library", "composed"),
+    [(F.silu, silu), (F.gelu, gelu), (lambda x: F.gelu(x, approximate="tanh"), gelu_tanh)],
+    ids=["silu", "gelu", "gelu_tanh"],
+)
+def test_an_activation_gives_each_row_the_same_bits(
+    library: Callable[[Tensor], Tensor], composed: Callable[[Tensor], Tensor], dtype: torch.dtype, num_threads: int
+) -> None:
+    activation = RowInvariantActivation(library, composed, num_threads)
+    for width in WIDTHS:
+        x = torch.randn(256, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        whole = activation(x)
+        torch.testing.assert_close(
+            whole.float(), library(x.float()), atol=1e-5 if dtype is torch.float32 else 0.02, rtol=0
+        )
+        for rows in range(4, 129, 4):
+            assert torch.equal(activation(x[:rows]), whole[:rows]), (width, rows)
+
+
+def test_a_tail_is_any_share_that_is_not_whole_vectors() -> None:
+    assert has_no_tail(704, num_threads=2)
+    assert not has_no_tail(172, num_threads=1)
+    assert not has_no_tail(704, num_threads=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_give_each_row_the_same_bits_whoever_else_chose_them(dtype: torch.dtype, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = (torch.randn(3, 2 * 48, 32, generator=generator) * 0.2).to(dtype)
+    down = (torch.randn(3, 32, 48, generator=generator) * 0.2).to(dtype)
+    experts = RowInvariantExperts(gate_up, down, RowInvariantActivation(F.silu, silu, num_threads))
+    hidden = torch.randn(32, 32, generator=generator).to(dtype)
+    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(32)])
+    weight = torch.rand(32, 2, generator=generator).to(dtype)
+    whole = experts(hidden, chosen, weight)
+    for rows in range(1, 33):
+        assert torch.equal(experts(hidden[:rows], chosen[:rows], weight[:rows]), whole[:rows])
+    row, wanted = 5, torch.zeros(32)
+    for place in range(2):
+        gate, up = (gate_up[chosen[row, place]].float() @ hidden[row].float()).chunk(2)
+        wanted += weight[row, place].float() * (down[chosen[row, place]].float() @ (F.silu(gate) * up))
+    torch.testing.assert_close(whole[row].float(), wanted, atol=1e-5 if dtype is torch.float32 else 0.05, rtol=0)
