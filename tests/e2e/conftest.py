@@ -1,111 +1,164 @@
-"""Real processes over real sockets: `spaceserve` in front of a scripted worker."""
+"""Whole servers: router and worker processes on real sockets, with a model small enough to start in seconds."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import threading
+import importlib.resources
+import json
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from space_router.text.testing import write_checkpoint
+from prometheus_client.parser import text_string_to_metric_families
+from space_eval.bench_server import ServerProcess
+from space_model.testing import tiny_checkpoint
 
-READY_SECONDS = 60
-
-
-@dataclass
-class Process:
-    """A process with its lines, as they come."""
-
-    running: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def __post_init__(self) -> None:
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.running.stdout is not None
-        for line in self.running.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
-        with self._changed:
-            self.lines.append("(end)")
-            self._changed.notify_all()
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line that matches; fails where the process ends without one."""
-
-        def found() -> re.Match[str] | None:
-            return next((match for line in self.lines if (match := re.search(pattern, line))), None)
-
-        with self._changed:
-            self._changed.wait_for(lambda: found() or "(end)" in self.lines, READY_SECONDS)
-            match = found()
-        if match is None:
-            pytest.fail(f"no line matches {pattern!r}:\n" + "\n".join(self.lines))
-        return match
-
-    def stop(self) -> int:
-        self.running.send_signal(signal.SIGTERM)
-        code = self.running.wait(READY_SECONDS)
-        self._reader.join()
-        return code
+SECONDS = 60.0
+"""Longest wait for anything: far beyond what a busy machine needs, and short of the test's own limit."""
 
 
-@contextmanager
-def process(*command: str) -> Iterator[Process]:
-    """A process that does not outlive the block."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPACESERVE_")}
-    with subprocess.Popen(
-        [sys.executable, "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-    ) as running:
-        try:
-            yield Process(running)
-        finally:
-            if running.poll() is None:
-                running.kill()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of these in one process of `pytest -n N --dist loadgroup`: they share their servers."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.xdist_group("e2e"))
 
 
-@dataclass
-class Server:
-    """A router process in front of a scripted worker process."""
+class Live:
+    """A running server, as a test talks to it."""
 
-    url: str
-    router: Process
-    worker: Process
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.url = server.url
+        self.http = httpx.Client(base_url=server.url, timeout=SECONDS)  # its connections stay open until `close`
+        self.model = self.get("/v1/models")["data"][0]["id"]
+
+    def close(self) -> None:
+        self.http.close()
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer = self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        value: dict[str, Any] = answer.json()
+        return value
+
+    def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        """A whole answer: greedy, 24 tokens and no EOS unless `fields` say otherwise."""
+        answer = self.http.post("/v1/completions", json=asked(prompt, **fields))
+        assert answer.status_code == 200, answer.text
+        value: dict[str, Any] = answer.json()
+        return value
+
+    def ids(self, prompt: str, **fields: Any) -> list[int]:
+        """The ids of a whole answer."""
+        value: list[int] = self.complete(prompt, return_token_ids=True, **fields)["choices"][0]["token_ids"]
+        return value
+
+    def stream(self, prompt: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer; closing the iterator closes the connection."""
+        with self.http.stream("POST", "/v1/completions", json=asked(prompt, stream=True, **fields)) as answer:
+            assert answer.status_code == 200, answer.read()
+            yield from events(answer)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name and labels, such as `spaceserve_requests{state=queued}`."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.name + _labels(sample.labels): sample.value for sample in samples}
+
+    def wait_for(self, holds: Callable[[dict[str, float]], bool], what: str) -> dict[str, float]:
+        """Read /metrics until `holds`; the reading."""
+        limit = time.monotonic() + SECONDS
+        while not holds(found := self.metrics()):
+            assert time.monotonic() < limit, f"{what}: not within {SECONDS:g} s; {self.server.last_words()}"
+            time.sleep(0.02)
+        return found
+
+    def wait_idle(self) -> dict[str, float]:
+        """Until nothing is queued, runs or holds a block: every block is free or cached then."""
+        found = self.wait_for(_idle, "every block free or cached")
+        num_blocks = self.get("/info")["num_blocks"]
+        assert found["spaceserve_kv_blocks{state=free}"] + found["spaceserve_kv_blocks{state=cached}"] == num_blocks
+        return found
+
+    def wait_worker(self) -> int:
+        """The worker's process id, once there is one that is up."""
+        self.wait_for(lambda now: now["spaceserve_worker_up"] == 1, "a worker")
+        return self.server.worker_pids()[-1]
 
 
-StartServer = Callable[..., AbstractContextManager[Server]]
+def _labels(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f"{name}={value}" for name, value in sorted(labels.items())) + "}" if labels else ""
+
+
+def _idle(now: dict[str, float]) -> bool:
+    return not (
+        now["spaceserve_requests{state=queued}"]
+        or now["spaceserve_requests{state=running}"]
+        or now["spaceserve_kv_blocks{state=held}"]
+    )
+
+
+def asked(prompt: str, **fields: Any) -> dict[str, Any]:
+    """A request body: greedy, 24 tokens, EOS ignored, unless `fields` say otherwise."""
+    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events up to [DONE], which must come."""
+    for line in answer.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data:"):
+            value: dict[str, Any] = json.loads(line.removeprefix("data:"))
+            yield value
+    raise AssertionError("the stream ended without [DONE]")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny SPACE checkpoint with tokenizer and chat template."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("e2e") / "tiny", vocab_size=300)
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Path) -> str:
+    """What the shared server serves: the embedded model where its weights are there, else the tiny one."""
+    weights = importlib.resources.files("space_demo") / "model.safetensors"
+    return "demo" if weights.is_file() else str(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def live(model: str) -> Iterator[Live]:
+    """The shared server, with room for everything; ended by SIGTERM, and it must exit 0."""
+    with (
+        ServerProcess(["--model", model, "--num-threads", "1", "--num-blocks", "2048"]) as server,
+        closing(Live(server)) as ready,
+    ):
+        yield ready
+
+
+@pytest.fixture(scope="session")
+def small(checkpoint: Path) -> Iterator[Live]:
+    """A server with 24 blocks of 8 slots, three sequences at once and two in the queue."""
+    flags = ["--num-blocks", "24", "--block-size", "8", "--max-sequences", "3", "--max-queue", "2"]
+    with (
+        ServerProcess(["--model", str(checkpoint), "--num-threads", "1", *flags]) as server,
+        closing(Live(server)) as ready,
+    ):
+        yield ready
 
 
 @pytest.fixture
-def start_server(tmp_path: Path) -> StartServer:
-    """`with start_server("--flag", ..., worker=["--reply", "text"]) as server`: ready to be asked."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    write_checkpoint(folder)
+def serve(checkpoint: Path) -> Callable[..., AbstractContextManager[ServerProcess]]:
+    """A server of one's own: `with serve(*flags, environment=...) as server`."""
 
-    @contextmanager
-    def start(*flags: str, worker: list[str] | None = None) -> Iterator[Server]:
-        with ExitStack() as stack:
-            listen = ["--listen", f"unix:{tmp_path}/w.sock", "--tokenizer", str(folder / "tokenizer.json")]
-            scripted = stack.enter_context(process("space_router.testing", *listen, *(worker or [])))
-            address = scripted.wait_for(r"^ready (.*)")[1]
-            front = ["router", "--model", str(folder), "--port", "0", "--worker-address", address]
-            router = stack.enter_context(process("space_router", *front, *flags))
-            url = router.wait_for(r"listening on (http://\S+)")[1]
-            router.wait_for(r"ready: tiny")
-            yield Server(url, router, scripted)
+    def start(*flags: str, **options: Any) -> ServerProcess:
+        return ServerProcess(
+            ["--model", str(checkpoint), "--num-threads", "1", "--num-blocks", "256", *flags], **options
+        )
 
     return start

@@ -1,118 +1,93 @@
-"""The clients people have, unchanged, over a real socket."""
+"""The clients people have work unchanged."""
 
-import http.client
 import json
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import re
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.e2e
-StartServer = Callable[..., AbstractContextManager[Any]]
-REPLY = ["--reply", "hello world, é😀 and so on; ", "--accepts", "sometimes"]
+SERIES = {
+    "tokens_per_step": "histogram",
+    "drafted_tokens_total": "counter",
+    "accepted_tokens_total": "counter",
+    "accepted_by_position_total": "counter",
+    "draft_length": "histogram",
+    "rows_total": "counter",
+    "speculation_speedup": "gauge",
+    "step_seconds": "histogram",
+    "step_host_seconds": "histogram",
+    "worker_up": "gauge",
+    "worker_restarts_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "request_seconds": "histogram",
+    "queue_seconds": "histogram",
+    "requests": "gauge",
+    "requests_total": "counter",
+    "rejected_total": "counter",
+    "prompt_tokens_total": "counter",
+    "generated_tokens_total": "counter",
+    "prefix_cache_hit_tokens_total": "counter",
+    "kv_blocks": "gauge",
+    "preemptions_total": "counter",
+    "energy_joules_total": "counter",
+}
 
 
-def test_the_openai_client_completes_and_streams(start_server: StartServer) -> None:
-    with (
-        start_server("--chat-template", "chatml", worker=REPLY) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
-    ):
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        whole = client.completions.create(model="tiny", prompt="Say", max_tokens=12, seed=1)
-        assert whole.choices[0].text.startswith("hello world, é")
-        assert whole.usage is not None
-        assert whole.usage.completion_tokens == 12
-        options: Any = {"include_usage": True}
-        with client.completions.create(
-            model="tiny",
-            prompt="Say",
-            max_tokens=12,
-            stream=True,
-            stream_options=options,
-            extra_body={"speculation": 2},
-        ) as stream:
-            events = list(stream)
-        assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
-        assert events[-1].usage is not None
-        assert events[-1].usage.completion_tokens == 12
-        statistics: Any = events[-1].model_extra
-        assert statistics["spaceserve"]["steps"] >= 4
-        chat = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=9, stop="so on", logprobs=True
-        )
-        assert chat.choices[0].message.content == "hello world, é"[: len(chat.choices[0].message.content or "")]
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            client.completions.create(model="tiny", prompt="x", temperature=3)
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="other", prompt="x")
+@pytest.fixture
+def client(live: Any) -> Any:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
-def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: StartServer) -> None:
-    slow = [*REPLY, "--step-seconds", "0.02"]
-    with start_server(worker=slow) as server:
-        place = urlsplit(server.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port)
-        body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True, "seed": 1})
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        first = answer.readline()
-        server.router.running.terminate()
-        server.router.wait_for("stopping")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert httpx.get(f"{server.url}/readyz").status_code == 503
-        assert httpx.get(f"{server.url}/livez").status_code == 200
-        rest = answer.read()
-        connection.close()
-        assert (first + rest).endswith(b"data: [DONE]\n\n")
-        assert server.router.running.wait(30) == 0
+def test_the_openai_client_streams_a_completion_that_equals_the_whole_one(live: Any, client: Any) -> None:
+    wanted = {"model": live.model, "prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0.8, "seed": 7}
+    whole = client.completions.create(**wanted)
+    chunks = list(client.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.model_extra["spaceserve"]["seed"] == 7
 
 
-def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server: StartServer) -> None:
-    with (
-        start_server("--drain-timeout", "0.1", worker=[*REPLY, "--step-seconds", "0.05"]) as server,
-        httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            json={"prompt": "x", "max_tokens": 1000, "stream": True},
-            timeout=30,
-        ) as answer,
-    ):
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: {")
-        server.router.running.terminate()
-        last = [line for line in lines if line][-1]
-        assert "error" in json.loads(last.removeprefix("data: "))
-        assert server.router.running.wait(30) == 0
+def test_the_openai_client_streams_a_chat_that_equals_the_whole_one(live: Any, client: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say something."}]
+    wanted = {"model": live.model, "messages": messages, "max_completion_tokens": 32, "temperature": 0}
+    whole = client.chat.completions.create(**wanted)
+    chunks = list(client.chat.completions.create(**wanted, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) -> None:
-    with start_server(worker=REPLY) as server:
-        port = str(urlsplit(server.url).port)
-        folder = next(arg for arg in server.router.running.args if str(arg).endswith("/tiny"))
-        again = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "space_router",
-                "router",
-                "--model",
-                folder,
-                "--port",
-                port,
-                "--worker-address",
-                "a:1",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (again.returncode, again.stdout) == (2, "")
-        assert "cannot listen there: Address already in use" in again.stderr
-        assert server.router.stop() == 0
+def test_generate_stream_gives_the_tokens_of_generate_one_event_each(live: Any) -> None:
+    body = {"inputs": "import os", "parameters": {"max_new_tokens": 12, "details": True}}
+    whole = live.http.post("/generate", json=body).json()
+    with live.http.stream("POST", "/generate_stream", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    events = [json.loads(line.removeprefix("data:")) for line in lines]
+    assert [event["index"] for event in events] == list(range(1, len(events) + 1))
+    assert [event["token"]["id"] for event in events] == [token["id"] for token in whole["details"]["tokens"]]
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert "".join(event["token"]["text"] for event in events) == whole["generated_text"]
+    assert events[-1]["details"]["generated_tokens"] == len(events) == whole["details"]["generated_tokens"]
+
+
+def test_every_promised_series_is_in_the_metrics(live: Any) -> None:
+    live.complete("x = ")
+    text = live.http.get("/metrics").text
+    types = dict(re.findall(r"^# TYPE spaceserve_(\w+) (\w+)$", text, re.MULTILINE))
+    assert {name: types.get(name) for name in SERIES} == SERIES
+    assert live.metrics()["spaceserve_tokens_per_step_count"] > 0
+
+
+def test_the_model_is_listed_described_and_healthy(live: Any, client: Any) -> None:
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(listed.id).id == listed.id == live.model
+    info = live.get("/info")
+    assert info["ready"]
+    assert info["model_id"] == live.model
+    assert info["speculation"]["num_masks"] > 0
+    assert live.get("/health")

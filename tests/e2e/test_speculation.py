@@ -1,0 +1,59 @@
+"""Speculation changes how many tokens a step gives, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+PROMPT = "def area(width, height):\n    return "
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 11, "top_p": 0.95},
+    "penalised": {
+        "temperature": 1.0,
+        "seed": 2**63 + 5,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.3,
+        "top_k": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(live: Any, law: str) -> None:
+    most = live.get("/info")["speculation"]["max_draft_length"]
+    answers = {
+        bound: live.complete(PROMPT, max_tokens=48, speculation=bound, return_token_ids=True, **LAWS[law])
+        for bound in ("off", "auto", *range(most + 1))
+    }
+    assert most >= 1
+    plain = answers["off"]["choices"][0]["token_ids"]
+    assert [bound for bound, one in answers.items() if one["choices"][0]["token_ids"] != plain] == []
+    assert {one["choices"][0]["text"] for one in answers.values()} == {answers["off"]["choices"][0]["text"]}
+    for bound, one in answers.items():
+        figures = one["spaceserve"]
+        assert figures["steps"] + figures["accepted"] == 47, "the prefill gives the first token"
+        assert figures["tokens_per_step"] == pytest.approx(47 / figures["steps"], abs=1e-4)
+        assert figures["accepted"] <= figures["drafted"] <= figures["steps"] * most
+        assert (figures["drafted"] == 0) == (bound in ("off", 0))
+
+
+def test_drafts_that_are_right_give_several_tokens_per_step(live: Any) -> None:
+    # With one id allowed every draft must be right, whatever the weights.
+    allowed = live.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
+    before = live.metrics()
+    figures = live.complete(PROMPT, max_tokens=61, allowed_token_ids=allowed, speculation=2)["spaceserve"]
+    assert figures["accepted"] == figures["drafted"] > 0
+    assert figures["tokens_per_step"] > 2.5
+    after = live.metrics()
+    for name, key in (("tokens_per_step_count", "steps"), ("drafted_tokens_total", "drafted"),
+                      ("accepted_tokens_total", "accepted")):  # fmt: skip
+        assert after[f"spaceserve_{name}"] - before[f"spaceserve_{name}"] == figures[key]
+    assert after["spaceserve_accepted_by_position_total{position=2}"] > 0
+
+
+def test_stop_strings_cut_at_the_character_whatever_the_drafts(live: Any) -> None:
+    allowed = live.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
+    for bound in ("off", 1, "auto"):
+        answer = live.complete(PROMPT, allowed_token_ids=allowed, stop="aaaaa", speculation=bound)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "aaaaa")
