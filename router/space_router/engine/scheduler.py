@@ -278,6 +278,11 @@ class Scheduler:
         self._hungry.pop(sequence.seq_id, None)
         self._commands.append(wire.release(sequence.seq_id))
 
+    @property
+    def could_step(self) -> bool:
+        """Some sequence has all it needs, so that the worker should be stepping."""
+        return any(s.step is not Step.RELEASED and not s.starving for s in self.sequences.values())
+
     def unfinished(self) -> list[LiveRequest]:
         """The requests that a lost worker leaves behind, oldest first."""
         lives = [live for live in self._by_request if live.phase in (Phase.RUNNING, Phase.LEAVING)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -16,6 +17,7 @@ from space_router.workers.supervisor import WorkerDidNotStart
 
 logger = logging.getLogger(__name__)
 
+SILENT_STEPS = 10  # worker timeouts without a step, though one is due: a heart may beat beside a hung device
 MAX_FAILED_STARTS = 5  # in a row, of a worker that was up before
 
 
@@ -104,6 +106,8 @@ class Seat:
             link.send([worker_pb2.Command(start=start)])
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1
+            loop = asyncio.get_running_loop()
+            last_step = loop.time()
             try:
                 engaged.worker_up(self)
                 while True:
@@ -111,6 +115,10 @@ class Seat:
                     engaged.worker_report(self, report)
                     if report.stepped:
                         self.source.proved_itself()
+                    if report.stepped or not scheduler.could_step:
+                        last_step = loop.time()
+                    elif loop.time() - last_step > SILENT_STEPS * self._worker_timeout:
+                        raise LinkLost(f"no step for {SILENT_STEPS * self._worker_timeout:g} s, though one is due")
             finally:
                 self.scheduler = self._link = None
                 engaged.worker_lost(self, scheduler)

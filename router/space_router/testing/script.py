@@ -74,4 +74,5 @@ class Script:
     refuse: str | None = None  # answer Start with this refusal
     die_after_steps: int | None = None  # end every stream, and come back as a new incarnation, once
     hang_after_steps: int | None = None  # say nothing more, heartbeats included, once
+    stall_after_steps: int | None = None  # only the heart beats from then on, while this is set
     garbage: Garbage | None = None  # contradict the contract in the next step, once

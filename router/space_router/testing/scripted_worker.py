@@ -164,7 +164,10 @@ class _Conversation:
                 script.die_after_steps = None
                 self._worker.kill()
                 return
-            if self._batch.has_work:
+            if script.stall_after_steps is not None and self._worker.figures.num_steps >= script.stall_after_steps:
+                await asyncio.sleep(script.heartbeat_seconds)
+                yield worker_pb2.WorkerMessage(report=self._batch.heartbeat())
+            elif self._batch.has_work:
                 await asyncio.sleep(script.step_seconds)
                 yield self._report()
             elif self._batch.has_news:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from space_router.engine import seat
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, WorkerFailed, WorkerStartFailed
 from space_router.engine.request import Sampling, ValidRequest
@@ -80,16 +81,30 @@ def test_a_worker_that_falls_silent_is_given_up(in_house: InHouse, request_of: M
         house.worker.script.hang_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
-    in_house(body, Script(hang_after_steps=4), worker_timeout=0.1)
+    in_house(body, Script(hang_after_steps=4), worker_timeout=0.3)
 
 
-def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse) -> None:
+def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(
+    in_house: InHouse, request_of: Make, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(house: House) -> None:
-        await asyncio.sleep(0.3)
+        text = asyncio.create_task(house.text(request_of(6, 40)))
+        await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
+        house.worker.script.stall_after_steps = None
+        assert await text == answer(request_of(6, 40), house.worker.script)
+
+    monkeypatch.setattr(seat, "SILENT_STEPS", 1)
+    in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
+
+
+def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(house: House) -> None:
+        await asyncio.sleep(0.5)  # longer than a silent worker has, or one that owes a step
         assert house.engine.ready
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.1)
+    monkeypatch.setattr(seat, "SILENT_STEPS", 1)
+    in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.3)
 
 
 def test_a_request_that_saw_three_workers_die_fails_and_the_others_go_on(in_house: InHouse, request_of: Make) -> None:
