@@ -30,7 +30,7 @@ types: install  ## mypy --strict on every package
 	@echo "mypy --strict" && $(PYTHON_IN_VENV) -m mypy
 
 unit: install  ## the fast tests only
-	@echo "pytest" && $(PYTEST) -n 2 -m "not slow and not gpu"
+	@echo "pytest" && $(PYTEST) -n 2 --dist loadgroup -m "not slow and not gpu"
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade

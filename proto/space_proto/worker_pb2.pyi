@@ -466,7 +466,10 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
-    """---------------------------------------------------------------------------------------------- worker -> router"""
+    """---------------------------------------------------------------------------------------------- worker -> router
+
+    Everything the worker has to say at one moment.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

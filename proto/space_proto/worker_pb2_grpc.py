@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """A process that holds the model and steps.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A process that holds the model and steps.
+    """
 
     def Serve(self, request_iterator, context):
         """The whole conversation of one router with one worker. The worker speaks first (Hello). When the stream ends, the
@@ -69,7 +71,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Missing associated documentation comment in .proto file."""
+    """A process that holds the model and steps.
+    """
 
     @staticmethod
     def Serve(request_iterator,

@@ -1,0 +1,33 @@
+#!/bin/sh
+# What a container runs: `serve` (the default), `router`, `worker` or any other subcommand of spaceserve; flags alone
+# go to `serve`; anything else is run as it is (`docker run -it spaceserve bash`).
+set -eu
+
+if [ $# -eq 0 ]; then set -- serve; fi
+case $1 in
+    -*) set -- serve "$@" ;;
+esac
+
+case $1 in
+    serve | router)
+        # Inside a container 127.0.0.1 is reachable by nobody.
+        export SPACESERVE_HOST="${SPACESERVE_HOST:-0.0.0.0}"
+        exec spaceserve "$@"
+        ;;
+    worker | train | eval | bench | chat | convert | doctor)
+        exec spaceserve "$@"
+        ;;
+    healthcheck)
+        exec python -c "
+import os, sys, urllib.request
+address = 'http://127.0.0.1:' + os.environ.get('SPACESERVE_PORT', '8080') + '/readyz'
+try:
+    urllib.request.urlopen(address, timeout=4)
+except OSError as error:
+    sys.exit(f'{address}: {error}')
+"
+        ;;
+    *)
+        exec "$@"
+        ;;
+esac

@@ -1,0 +1,74 @@
+"""Imports run one way, and the router never loads torch."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOMS = {
+    "space_proto": ("proto", set()),
+    "space_kernels": ("kernels", set()),
+    "space_demo": ("server", set()),
+    "space_router": ("router", {"space_proto"}),
+    "space_model": ("server", {"space_kernels"}),
+    "space_server": ("server", {"space_model", "space_kernels", "space_proto"}),
+    "space_train": ("server", {"space_model", "space_kernels"}),
+    "space_eval": (
+        "server",
+        {"space_router", "space_server", "space_train", "space_model", "space_kernels", "space_proto"},
+    ),
+}  # fmt: skip
+DISTRIBUTIONS = {
+    "google": "protobuf", "grpc": "grpcio", "huggingface_hub": "huggingface-hub", "prometheus_client":
+    "prometheus-client", "grpc_tools": "grpcio-tools", "yaml": "pyyaml",
+}  # fmt: skip
+OPTIONAL = {"flash_attn", "triton"}
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level names that a file imports anywhere, functions included."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_below_it(root: Path, room: str) -> None:
+    folder, below = ROOMS[room]
+    wrong = {
+        str(file.relative_to(root)): sorted(others)
+        for file in sorted((root / folder / room).rglob("*.py"))
+        if (others := {name for name in imported(file) if name.startswith("space_")} - below - {room})
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("module", ["space_router", "space_router.cli", "space_router.app", "space_router.serve"])
+def test_the_router_leaves_torch_unloaded(module: str) -> None:
+    code = f"import sys, {module}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "set()"
+
+
+def test_every_imported_package_is_a_declared_dependency(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {
+        re.split(r"[^a-z0-9-]", line.lower())[0]
+        for line in [*project["dependencies"], *extras["train"], *extras["dev"]]
+    }
+    missing = {}
+    for room, (folder, _) in ROOMS.items():
+        for file in sorted((root / folder / room).rglob("*.py")):
+            for name in imported(file) - set(sys.stdlib_module_names) - ROOMS.keys() - OPTIONAL:
+                if DISTRIBUTIONS.get(name, name) not in declared:
+                    missing[str(file.relative_to(root))] = name
+    assert missing == {}

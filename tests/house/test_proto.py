@@ -1,0 +1,42 @@
+"""The contract between router and worker: the committed stubs are those of the .proto, and every field is explained."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def generated(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stubs")
+    generate = runpy.run_path(str(root / "proto/space_proto/generate.py"), run_name="generate")["generate"]
+    generate(out)
+    return out / "space_proto"
+
+
+def test_the_committed_stubs_are_fresh(root: Path, generated: Path) -> None:
+    fresh = {file.name: file.read_text() for file in generated.iterdir() if file.suffix in {".py", ".pyi"}}
+    assert fresh.keys() >= {"worker_pb2.py", "worker_pb2.pyi", "worker_pb2_grpc.py"}
+    stale = [name for name, text in fresh.items() if (root / "proto/space_proto" / name).read_text() != text]
+    assert stale == [], "run python proto/space_proto/generate.py"
+
+
+@pytest.mark.parametrize("kind", ["field", "message", "enum value"])
+def test_everything_in_the_contract_has_a_comment(root: Path, kind: str) -> None:
+    pattern = {
+        "field": re.compile(r"^\s+(?:repeated |optional )?[\w.<>, ]+ (\w+) = \d+;"),
+        "message": re.compile(r"^(?:message|service|enum) (\w+) \{"),
+        "enum value": re.compile(r"^\s+([A-Z][A-Z0-9_]+) = \d+;"),
+    }[kind]
+    silent, seen = [], 0
+    for proto in sorted((root / "proto/space_proto").glob("*.proto")):
+        above = ""
+        for line in proto.read_text().splitlines():
+            if match := pattern.match(line):
+                seen += 1
+                if "//" not in line and not above.strip().startswith("//"):
+                    silent.append(f"{proto.name}: {match[1]}")
+            above = line
+    assert seen
+    assert silent == []
