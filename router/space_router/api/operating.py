@@ -7,8 +7,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from space_router.api.answers import answer
+from space_router.api.body import shown
 from space_router.api.service import Service
-from space_router.errors import Unavailable
+from space_router.errors import NotFound, Unavailable
 
 VERSION = importlib.metadata.version("spaceserve")
 
@@ -53,6 +54,15 @@ def routes(service: Service) -> APIRouter:
         """How busy the engine is now."""
         figures = service.engine.load()
         return answer({name: getattr(figures, name) for name in figures.__dataclass_fields__})
+
+    @router.delete("/v1/requests/{request_id}")
+    async def cancel(request_id: str) -> Response:
+        """End a request by the id it was given (`request_id`, header `x-request-id`), with all its choices."""
+        choices = (f"{request_id}-{index}" for index in range(service.config.max_choices))
+        ended = [service.engine.cancel(name) for name in (request_id, *choices)]
+        if not any(ended):
+            raise NotFound(f"There is no running request {shown(request_id)}.", code="request_not_found")
+        return answer({"id": request_id, "object": "request", "cancelled": True})
 
     @router.get("/info")
     async def info() -> Response:

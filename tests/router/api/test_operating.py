@@ -151,3 +151,13 @@ async def test_a_client_that_goes_away_frees_its_pages(start: Start, path: str, 
         assert load().num_queued == 0
         await until(lambda: not load().blocks_held)
         assert router.value("spaceserve_requests_total", outcome="cancelled") == expected
+
+
+async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Start) -> None:
+    async with start("yes", step_seconds=0.005) as router:
+        body = {"prompt": "x", "max_tokens": 500, "n": 2, "request_id": "mine"}
+        asking = asyncio.create_task(router.post("/v1/completions", **body))
+        await until(lambda: router.service.engine.load().num_running == 2)
+        assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
+        assert (await asking).status_code == 499
+        assert (await router.client.delete("/v1/requests/mine")).status_code == 404

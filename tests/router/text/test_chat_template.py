@@ -63,12 +63,15 @@ def test_the_checkpoints_own_template_is_found_unless_another_is_asked_for(tmp_p
     assert find(tmp_path, None, {}) is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "config"}')
     own = find(tmp_path, None, {})
-    assert own is not None and own.render(TALK) == "config"
+    assert own is not None
+    assert own.render(TALK) == "config"
     (tmp_path / "chat_template.jinja").write_text("file")
     own = find(tmp_path, None, {})
-    assert own is not None and own.render(TALK) == "file"
+    assert own is not None
+    assert own.render(TALK) == "file"
     asked = find(tmp_path, "chatml", {})
-    assert asked is not None and asked.render(TALK) == EXPECTED["chatml"]
+    assert asked is not None
+    assert asked.render(TALK) == EXPECTED["chatml"]
     with pytest.raises(ConfigError, match="neither one of vicuna"):
         find(tmp_path, "nonsense", {})
 

@@ -36,7 +36,8 @@ def test_any_ids_decode_as_the_tokenizers_library_decodes_them(ids: list[int], s
 
 def test_sentencepiece_ids_lose_only_the_space_before_the_first_word() -> None:
     hello, world = PIECES.token_to_id("▁Hello"), PIECES.token_to_id("▁world")
-    assert hello is not None and world is not None
+    assert hello is not None
+    assert world is not None
     assert PIECES.decode([1, hello, world]) == "Hello world"
     assert PIECES.bytes_of[hello] == b" Hello"
 

@@ -1,0 +1,132 @@
+"""The router as a process: real clients, signals, ports, in front of a scripted worker."""
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import huggingface_hub
+import openai
+import pytest
+
+pytestmark = pytest.mark.e2e
+StartServer = Callable[..., AbstractContextManager[Any]]
+REPLY = ["--reply", "hello world, é😀 and so on; ", "--accepts", "sometimes"]
+
+
+def test_the_openai_client_completes_and_streams(start_server: StartServer) -> None:
+    with (
+        start_server("--chat-template", "chatml", worker=REPLY) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        whole = client.completions.create(model="tiny", prompt="Say", max_tokens=12, seed=1)
+        assert whole.choices[0].text.startswith("hello world, é")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 12
+        options: Any = {"include_usage": True}
+        with client.completions.create(
+            model="tiny",
+            prompt="Say",
+            max_tokens=12,
+            stream=True,
+            stream_options=options,
+            extra_body={"speculation": 2},
+        ) as stream:
+            events = list(stream)
+        assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+        assert events[-1].usage is not None
+        assert events[-1].usage.completion_tokens == 12
+        statistics: Any = events[-1].model_extra
+        assert statistics["spaceserve"]["steps"] >= 4
+        chat = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=9, stop="so on", logprobs=True
+        )
+        assert chat.choices[0].message.content == "hello world, é"[: len(chat.choices[0].message.content or "")]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model="tiny", prompt="x", temperature=3)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+
+
+def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: StartServer) -> None:
+    slow = [*REPLY, "--step-seconds", "0.02"]
+    with start_server(worker=slow) as server:
+        place = urlsplit(server.url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port)
+        body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True, "seed": 1})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        first = answer.readline()
+        server.router.running.terminate()
+        server.router.wait_for("stopping")
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        rest = answer.read()
+        connection.close()
+        assert (first + rest).endswith(b"data: [DONE]\n\n")
+        assert server.router.running.wait(30) == 0
+
+
+def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server: StartServer) -> None:
+    with (
+        start_server("--drain-timeout", "0.1", worker=[*REPLY, "--step-seconds", "0.05"]) as server,
+        httpx.stream(
+            "POST",
+            f"{server.url}/v1/completions",
+            json={"prompt": "x", "max_tokens": 1000, "stream": True},
+            timeout=30,
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        server.router.running.terminate()
+        last = [line for line in lines if line][-1]
+        assert "error" in json.loads(last.removeprefix("data: "))
+        assert server.router.running.wait(30) == 0
+
+
+def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) -> None:
+    with start_server(worker=REPLY) as server:
+        port = str(urlsplit(server.url).port)
+        folder = next(arg for arg in server.router.running.args if str(arg).endswith("/tiny"))
+        again = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "space_router",
+                "router",
+                "--model",
+                folder,
+                "--port",
+                port,
+                "--worker-address",
+                "a:1",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (again.returncode, again.stdout) == (2, "")
+        assert "cannot listen there: Address already in use" in again.stderr
+        assert server.router.stop() == 0
+
+
+def test_the_hugging_face_client_generates_and_streams(start_server: StartServer) -> None:
+    with start_server(worker=REPLY) as server:
+        client = huggingface_hub.InferenceClient(server.url)
+        assert client.text_generation("Say", max_new_tokens=3) == "hello wor"
+        details = client.text_generation("Say", max_new_tokens=3, details=True, seed=1, do_sample=True)
+        assert details.details is not None
+        assert (details.details.finish_reason, details.details.seed) == ("length", 1)
+        assert "".join(token.text for token in details.details.tokens) == details.generated_text
+        stream = client.text_generation("Say", max_new_tokens=12, stream=True, details=True, stop=["and"])
+        events = list(stream)
+        assert events[-1].generated_text == "".join(event.token.text for event in events)
