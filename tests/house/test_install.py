@@ -1,0 +1,236 @@
+"""docker/install.sh, with a scripted python in place of the real one: no network, no real packages."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+# Answers as python, venv and pip would, writes down how it was called, and remembers what it "installed".
+STUB = r"""#!/bin/sh
+echo "$*" >>"$STUB_STATE/calls"
+case "$*" in
+    "-c "*) [ ! -e "$STUB_STATE/too-old" ] ;;
+    -V) echo "Python 3.11.0" ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : >"$3/pyvenv.cfg" ;;
+    *installed.py*--project*) cd "$STUB_STATE" && [ -e torch ] && [ -e dependencies ] && [ -e project ] ;;
+    *installed.py*torch.txt) [ -e "$STUB_STATE/torch" ] ;;
+    *installed.py*) [ -e "$STUB_STATE/dependencies" ] ;;
+    *" pip "*torch==*+cpu) [ ! -e "$STUB_STATE/no-cpu-build" ] && : >"$STUB_STATE/torch" ;;
+    *" pip "*torch==*) : >"$STUB_STATE/torch" ;;
+    *" pip "*" -r "*)
+        [ ! -e "$STUB_STATE/interrupt" ] || { kill -TERM 0; sleep 9; exit 1; }
+        [ ! -e "$STUB_STATE/offline" ] || { echo "ERROR: no route to host" >&2; exit 1; }
+        : >"$STUB_STATE/dependencies" ;;
+    *" pip "*--no-build-isolation*) : >"$STUB_STATE/project" ;;
+esac
+"""
+
+
+@dataclass
+class Machine:
+    """A machine with nothing but a python."""
+
+    root: Path
+    state: Path
+
+    @property
+    def venv(self) -> Path:
+        return self.state / "venv"
+
+    def install(self, *flags: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+        (self.state / "calls").write_text("")
+        return subprocess.run(
+            [str(self.root / "docker/install.sh"), "--venv", str(self.venv), "--device", device, *flags],
+            env={"PATH": os.environ["PATH"], "PYTHON": str(self.state / "python"), "STUB_STATE": str(self.state)},
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # a group of its own, to be interrupted as a whole
+        )
+
+    def set(self, name: str) -> None:
+        (self.state / name).touch()
+
+    def unset(self, name: str) -> None:
+        (self.state / name).unlink()
+
+    @property
+    def pip(self) -> list[str]:
+        """What pip was asked to install in the last run."""
+        calls = (self.state / "calls").read_text().splitlines()
+        return [call for call in calls if " pip " in call and " install " in call]
+
+    @property
+    def stages(self) -> list[str]:
+        """Which stages did something in the last run."""
+        calls = (self.state / "calls").read_text()
+        marks = {"environment": "-m venv ", "torch": "torch==", "dependencies": " -r ", "project": "-isolation"}
+        found = {stage: calls.find(mark) for stage, mark in marks.items()}
+        return sorted((stage for stage, at in found.items() if at >= 0), key=lambda stage: found[stage])
+
+
+@pytest.fixture
+def machine(root: Path, tmp_path: Path) -> Machine:
+    python = tmp_path / "python"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    return Machine(root, tmp_path)
+
+
+def test_the_first_run_installs_torch_before_everything_else_and_says_each_stage(machine: Machine) -> None:
+    run = machine.install()
+    assert run.returncode == 0, run.stderr
+    assert machine.stages == ["environment", "torch", "dependencies", "project"]
+    for word in ("creating", "torch: the CPU build", "dependencies:", "project: spaceserve", "ready after"):
+        assert word in run.stdout
+
+
+def test_the_second_run_does_nothing(machine: Machine) -> None:
+    machine.install()
+    second = machine.install()
+    assert (second.returncode, second.stdout, machine.pip) == (0, "", [])
+
+
+def test_a_development_environment_serves_too(machine: Machine) -> None:
+    machine.install("--dev")
+    assert machine.pip[1].endswith("dev.txt")
+    machine.install()
+    assert machine.pip == []
+
+
+def test_without_a_gpu_the_cpu_build_is_looked_for_in_two_places_and_then_the_default_is_taken(
+    machine: Machine,
+) -> None:
+    machine.set("no-cpu-build")
+    assert machine.install().returncode == 0
+    first, second, third = machine.pip[:3]
+    assert "+cpu" in first
+    assert "--index-url" not in first
+    assert re.search(r"--retries 0 --timeout 10 --index-url \S+ torch==\S+\+cpu", second)
+    assert re.search(r"install torch==[\d.]+$", third)
+
+
+def test_with_a_gpu_the_default_build_is_taken(machine: Machine) -> None:
+    assert machine.install(device="cuda").returncode == 0
+    assert re.search(r"install torch==[\d.]+$", machine.pip[0])
+
+
+def test_a_broken_environment_is_repaired(machine: Machine) -> None:
+    machine.install()
+    machine.unset("dependencies")
+    assert machine.install().returncode == 0
+    assert machine.stages == ["dependencies", "project"]
+
+
+def test_an_interrupted_stage_is_done_again_from_its_beginning(machine: Machine) -> None:
+    machine.set("interrupt")
+    run = machine.install()
+    assert run.returncode == 130
+    assert "run it again" in run.stdout
+    machine.unset("interrupt")
+    machine.set("dependencies")  # some of it looks installed
+    assert machine.install().returncode == 0
+    assert machine.stages == ["dependencies", "project"]
+    assert "--force-reinstall" in machine.pip[0]
+
+
+def test_a_failure_shows_what_pip_said_and_the_cure(machine: Machine) -> None:
+    machine.set("offline")
+    run = machine.install()
+    assert run.returncode == 1
+    assert "no route to host" in run.stderr
+    assert "PIP_INDEX_URL" in run.stderr
+    assert not list(machine.venv.glob(".installed-*"))
+
+
+def test_an_old_python_is_named_with_the_cure(machine: Machine, tmp_path: Path) -> None:
+    machine.set("too-old")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("python3", "python"):
+        (tools / name).symlink_to(machine.state / "python")
+    for name in ("bash", "dirname", "cat", "grep", "mkdir", "rm", "mktemp", "uname", "ls", "env"):
+        found = next(place for folder in os.environ["PATH"].split(":") if (place := Path(folder, name)).exists())
+        (tools / name).symlink_to(found)
+    run = subprocess.run(
+        [str(machine.root / "docker/install.sh"), "--venv", str(machine.venv), "--device", "cpu"],
+        env={"PATH": str(tools), "STUB_STATE": str(machine.state)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "no Python 3.11 or newer" in run.stderr
+    assert "apt-get install python3 python3-venv" in run.stderr
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(machine: Machine) -> None:
+    machine.venv.mkdir()
+    (machine.venv / "thesis.tex").write_text("years of work")
+    run = machine.install()
+    assert run.returncode == 1
+    assert "not a virtual environment" in run.stderr
+    assert (machine.venv / "thesis.tex").exists()
+
+
+def test_the_lock_of_a_killed_install_is_no_hindrance(machine: Machine) -> None:
+    lock = machine.state / "venv.lock"
+    lock.mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (lock / "pid").write_text(str(gone.pid))
+    assert machine.install().returncode == 0
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--stages", "torhc"], "the stages are"), (["--device", "tpu"], "auto, cpu or cuda"), (["--fast"], "--help")],
+)
+def test_a_wrong_flag_is_named(machine: Machine, flags: list[str], message: str) -> None:
+    run = machine.install(*flags)
+    assert run.returncode == 1
+    assert message in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        (f"pytest=={metadata.version('pytest')} \\", ""),
+        ("pytest==0.1 \\", "pytest is"),
+        ("no-such-package==1 \\", "no-such-package is missing"),
+        ("no-such-package==1 ; sys_platform == 'plan9' \\", ""),
+    ],
+    ids=["right", "other version", "missing", "other platform"],
+)
+def test_installed_compares_this_environment_with_a_lock(root: Path, tmp_path: Path, pin: str, said: str) -> None:
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"{pin}\n    --hash=sha256:00\n")
+    command = [sys.executable, "-I", str(root / "docker/locks/installed.py"), str(lock)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert said in run.stdout
+    assert run.returncode == (1 if said else 0)
+
+
+@pytest.mark.parametrize("lock", ["run.txt", "dev.txt"])
+def test_every_locked_package_is_exact_and_hashed_and_torch_is_none_of_them(root: Path, lock: str) -> None:
+    entries = (root / "docker/locks" / lock).read_text().replace("\\\n", " ").splitlines()
+    assert len(entries) > 50
+    assert [entry[:60] for entry in entries if not re.match(r"[a-z0-9-]+==\S+ .*--hash=sha256:", entry)] == []
+    assert not any(entry.startswith(("torch==", "nvidia-")) for entry in entries)
+
+
+def test_what_testing_adds_changes_no_version_that_serving_has(root: Path) -> None:
+    def pins(lock: str) -> set[str]:
+        return {line for line in (root / "docker/locks" / lock).read_text().splitlines() if "==" in line}
+
+    assert pins("run.txt") <= pins("dev.txt")
+
+
+def test_shell_scripts_are_clean(root: Path, files: list[Path]) -> None:
+    scripts = [str(path) for path in files if path.suffix == ".sh" or path == Path(".ci/run")]
+    assert len(scripts) >= 4
+    checker = Path(sys.executable).with_name("shellcheck")
+    run = subprocess.run([checker, *scripts], cwd=root, capture_output=True, text=True)
+    assert run.stdout == ""
