@@ -1,0 +1,108 @@
+"""Whole prefill, chunked prefill, decoding and verification give a position the same bits, in any company."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.load import load_model
+from space_model.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from torch import Tensor
+
+FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2"]
+LENGTH = 280  # beyond one key block
+BLOCK = 16
+
+
+def ids_of(seed: int, length: int = LENGTH) -> list[int]:
+    return torch.randint(16, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def forward(model: SpaceModel, kv: PagedKV, *segments: Segment) -> list[Tensor]:
+    """The hidden rows of each segment's chain."""
+    batch = ForwardBatch.build(segments, block_size=BLOCK, mask_ids=model.facts.mask_ids)
+    hidden = model.forward(batch, kv)
+    return [hidden[rows.start : rows.stop] for rows in batch.chain_rows]
+
+
+def pages_of(number: int) -> list[int]:
+    return list(range(number * 20, number * 20 + 20))
+
+
+def spoil(kv: PagedKV, computed: Sequence[tuple[Sequence[int], int]]) -> None:
+    """NaN in every slot that no sequence has computed."""
+    keep = torch.zeros(kv.num_blocks * kv.block_size, dtype=torch.bool)
+    for pages, length in computed:
+        for position in range(length):
+            keep[pages[position // BLOCK] * BLOCK + position % BLOCK] = True
+    for pages in (*kv.keys, *kv.values):
+        pages.masked_fill_(~keep.view(kv.num_blocks, 1, kv.block_size, 1), float("nan"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_has_the_same_bits_on_every_path(
+    family: str, dtype: str, checkpoint_of: Callable[[str], Path]
+) -> None:
+    model = load_model(checkpoint_of(family), dtype=dtype)
+    ids, other = ids_of(0), ids_of(1)
+    kv = model.allocate_kv(40, BLOCK)
+    (whole,) = forward(model, kv, Segment(ids, 0, pages_of(0)))
+
+    # in chunks, beside another sequence that prefills in other chunks
+    kv = model.allocate_kv(40, BLOCK)
+    bounds = [0, 1, 6, 37, 101, 250, 251, 258]
+    for start, end in itertools.pairwise(bounds):
+        spoil(kv, [(pages_of(0), start), (pages_of(1), start // 2)])
+        beside = Segment(other[start // 2 : end // 2 + 1], start // 2, pages_of(1))
+        found, _ = forward(model, kv, Segment(ids[start:end], start, pages_of(0)), beside)
+        assert torch.equal(found, whole[start:end]), (start, end)
+
+    # one by one, and as verification rows of every k and of pruned layouts, right drafts and wrong ones
+    computed = bounds[-1]
+    for k in (0, 1, 0, 2, 3, 5):
+        for layout in (DraftLayout.full(k, min(k, 5)), DraftLayout(k, (3, *[0] * k))):
+            spoil(kv, [(pages_of(0), computed), (pages_of(1), 20)])
+            wrong = [ids[computed], *(id ^ 1 for id in ids[computed + 1 : computed + 1 + k])]
+            forward(model, kv, Segment(wrong, computed, pages_of(0), layout))
+            spoil(kv, [(pages_of(0), computed), (pages_of(1), 20)])
+            chain = ids[computed : computed + 1 + k]
+            beside = Segment([other[20]], 20, pages_of(1), DraftLayout.full(0, 5))
+            _, found = forward(model, kv, beside, Segment(chain, computed, pages_of(0), layout))
+            assert torch.equal(found, whole[computed : computed + 1 + k]), (k, layout)
+            computed += 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_number_of_threads_and_rows_changes_no_bit(
+    family: str, dtype: str, num_threads: int, checkpoint_of: Callable[[str], Path]
+) -> None:
+    model = load_model(checkpoint_of(family), dtype=dtype, num_threads=num_threads)
+    ids = ids_of(2, 64)
+    kv = model.allocate_kv(20, BLOCK)
+    (whole,) = forward(model, kv, Segment(ids, 0, pages_of(0)))
+    logits = model.logits(whole)
+    for rows in range(1, 65):
+        (found,) = forward(model, kv, Segment(ids[:rows], 0, pages_of(0)))
+        assert torch.equal(found, whole[:rows]), rows
+        assert torch.equal(model.logits(found), logits[:rows]), rows
+
+
+def test_drafts_never_leave_the_step(checkpoint_of: Callable[[str], Path]) -> None:
+    """Mask rows write no page: a step with every group leaves exactly what the chain alone leaves."""
+    model = load_model(checkpoint_of("llama"), dtype="float32")
+    ids = ids_of(3, 40)
+    kept = []
+    for layout in (DraftLayout(4, (0,) * 5), DraftLayout.full(4, 5)):
+        kv = model.allocate_kv(20, BLOCK)
+        forward(model, kv, Segment(ids, 0, pages_of(0), layout))
+        kept.append(kv)
+    for plain, space in zip((*kept[0].keys, *kept[0].values), (*kept[1].keys, *kept[1].values), strict=True):
+        assert torch.equal(plain, space)
