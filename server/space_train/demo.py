@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
-    budget.add_argument("--own-batches", type=int, default=20, help="batches of 128 own texts (default: 20)")
+    budget.add_argument("--own-batches", type=int, default=8, help="batches of 128 own texts (default: 8)")
     budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
     budget.add_argument(
         "--head-minutes", type=float, default=0, help="draft head alone, minutes; 0: never (default: 0)"
@@ -166,7 +166,7 @@ class Recipe:
         plan = SpacePlan(
             seed=options.seed + head_alone,
             num_masks=options.masks,
-            tokens_per_step=options.tokens_per_step // 2,
+            tokens_per_step=options.tokens_per_step // 4,
             train_network=not head_alone,
             muon_rate=0.005 if head_alone else 0.01,
             learning_rate=LearningRate(warmup=0.03, decay_from=0.2),

@@ -23,7 +23,7 @@ class OwnTextPlan:
     """How much the model writes: batches of sequences that each start with a real prompt."""
 
     seed: int = 0
-    num_batches: int = 20
+    num_batches: int = 8
     batch_size: int = 128
     prompt_length: int = 64
     length: int = 256
