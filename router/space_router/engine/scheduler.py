@@ -16,7 +16,7 @@ from space_router.engine.report_check import check_report_no, check_sequence
 from space_router.engine.sequence import Sequence, Step
 
 MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
-STEPS_AHEAD = 4  # full steps that fit the granted slots: one being read, one running, one launched, one in the mail
+STEPS_AHEAD = 8  # full steps that fit the granted slots, so that a router that is late does not shorten the drafts
 PREFILL_STEPS_AHEAD = 2  # steps' worth of prompt that may wait in the worker, so that it never idles
 
 
@@ -204,7 +204,7 @@ class Scheduler:
             return
         starving_first = sorted(self._hungry.values(), key=lambda s: (not s.starving, s.live.age))
         for sequence in starving_first:
-            num_wanted = sequence.num_wanted
+            num_wanted = sequence.num_wanted(scarce=self._scarce)
             num_given = min(num_wanted, self.pool.num_available)
             if num_given:
                 pages = self.pool.take(num_given)
@@ -217,7 +217,7 @@ class Scheduler:
         self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
 
     def _want(self, sequence: Sequence) -> None:
-        if sequence.step is not Step.RELEASED and sequence.num_wanted:
+        if sequence.step is not Step.RELEASED and sequence.num_wanted(scarce=self._scarce):
             self._hungry[sequence.seq_id] = sequence
 
     def _slots_ahead(self, live: LiveRequest) -> int:
@@ -225,6 +225,11 @@ class Scheduler:
         it cannot go far where they are not.
         """
         return min(STEPS_AHEAD * (self._draft_bound(live) + 1), MAX_BLOCKS_AHEAD * self.facts.block_size)
+
+    @property
+    def _scarce(self) -> bool:
+        """Pages ahead of need for one would soon be missing to another."""
+        return self.pool.num_available < MAX_BLOCKS_AHEAD * self.num_running
 
     # Release and preemption.
 

@@ -6,6 +6,8 @@ from enum import Enum
 
 from space_router.engine.live_request import LiveRequest
 
+SCARCE_SHARE = 4  # of the slots ahead at ease, one in so many where pages are scarce
+
 
 class Step(Enum):
     """What a sequence does in the worker, as far as reports tell."""
@@ -33,7 +35,7 @@ class Sequence:
         slots_ahead: int,
         most_slots: int,
     ) -> None:
-        """`slots_ahead`: to be granted beyond the known ids; `most_slots`: more it can never use."""
+        """`slots_ahead`: to be granted beyond the known ids, at ease; `most_slots`: more it can never use."""
         self.seq_id = seq_id
         self.live = live
         self.pages = pages
@@ -62,10 +64,12 @@ class Sequence:
         """Ids the worker must still compute before the first token of this admission."""
         return self.num_admitted - self.computed if self.step is Step.PREFILL else 0
 
-    @property
-    def num_wanted(self) -> int:
-        """Blocks to add, so that the worker can go on while a report is being read; 0 for a reader that lags."""
-        slots = min(len(self.live.ids) + self._slots_ahead, self._most_slots)
+    def num_wanted(self, *, scarce: bool) -> int:
+        """Blocks to add, so that the worker can go on while a report is being read: fewer where pages are scarce, none
+        for a reader that lags.
+        """
+        ahead = self._slots_ahead // SCARCE_SHARE if scarce else self._slots_ahead
+        slots = min(len(self.live.ids) + ahead, self._most_slots)
         if slots <= self.num_slots or self.live.lagging:
             return 0
         return -(-slots // self._block_size) - len(self.pages)

@@ -49,7 +49,7 @@ def test_the_speedup_is_measured_against_a_plain_step(
         # a step costs 1.4 ms, a plain one 1 ms
         assert house.metrics.value("spaceserve_speculation_speedup") == pytest.approx(num_tokens / 1.4, rel=0.02)
 
-    in_house(body, Script(accepts=accepts, plain_step_seconds=0.001))
+    in_house(body, Script(accepts=accepts, plain_step_seconds=0.001, block_size=16))
 
 
 def test_gauges_return_to_rest_and_every_wait_is_observed_once(in_house: InHouse, request_of: Make) -> None:

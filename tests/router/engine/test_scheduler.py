@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
-from space_router.engine.live_request import Phase
+from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.request import ValidRequest
-from space_router.engine.sequence import Step
+from space_router.engine.sequence import Sequence, Step
 from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
 
 Make = Callable[..., ValidRequest]
@@ -252,7 +252,7 @@ def test_a_cancelled_sequence_is_acknowledged_within_two_steps(lockstep: Lockste
 A_REQUEST = st.tuples(st.integers(1, 24), st.integers(1, 30), st.integers(0, 2), st.booleans(), st.booleans())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(A_REQUEST, min_size=1, max_size=12),
     num_blocks=st.integers(14, 40),
@@ -345,3 +345,10 @@ def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, r
         spoil(report)
         with pytest.raises(ProtocolViolation):
             house.scheduler.report(report)
+
+
+@pytest.mark.parametrize(("scarce", "num_wanted"), [(False, 4), (True, 1)])
+def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted: int, request_of: Make) -> None:
+    live = LiveRequest(request_of(4, 60), 60, 0, 0.0)
+    sequence = Sequence(1, live, [0], 0, block_size=4, slots_ahead=16, most_slots=65)
+    assert sequence.num_wanted(scarce=scarce) == num_wanted
