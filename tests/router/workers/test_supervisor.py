@@ -199,7 +199,7 @@ def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
-def test_a_worker_whose_router_is_killed_ends_itself() -> None:
+def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
     router = """
         import asyncio, sys
         from space_router.config import ServeConfig
@@ -219,7 +219,11 @@ def test_a_worker_whose_router_is_killed_ends_itself() -> None:
 
     async def whole() -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", textwrap.dedent(router), stdout=asyncio.subprocess.PIPE
+            sys.executable,
+            "-c",
+            textwrap.dedent(router),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
         )
         assert process.stdout is not None
         pid = int(await process.stdout.readline())
