@@ -19,7 +19,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     kind = checkpoint.config.get("model_type")
     try:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"transformers cannot read the config of {checkpoint.name}: {error}") from error
     if "quantization_config" in checkpoint.config:
         raise UnsupportedModel(
@@ -28,12 +28,12 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"Models of type {kind!r} are no causal language models in transformers.")
+    _refuse_layers(kind, config)
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
             "so its keys and values cannot be paged."
         )
-    _refuse_layers(kind, config)
     for rope in _rope_types(config):
         if rope in _UNSERVED_ROPE:
             raise UnsupportedModel(

@@ -1,0 +1,243 @@
+"""What a checkpoint is read as, and why others are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from space_model.checkpoint import Checkpoint
+from space_model.load import load_model
+from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
+from space_model.testing import FIRST_MASK, tiny_checkpoint
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture
+def copy_of(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the tiny Llama whose config.json has other fields (None: the field goes)."""
+
+    def make(**fields: Any) -> Path:
+        shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+        file = tmp_path / "config.json"
+        config = {name: value for name, value in (json.loads(file.read_text()) | fields).items() if value is not None}
+        file.write_text(json.dumps(config))
+        return tmp_path
+
+    return make
+
+
+def test_facts_say_what_the_checkpoint_is(checkpoint_of: Callable[[str], Path]) -> None:
+    path = checkpoint_of("llama")
+    model = load_model(path, dtype="float32")
+    facts = model.facts
+    assert (facts.name, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.window) == (
+        str(path),
+        128,
+        64,
+        2,
+        512,
+    )
+    assert (facts.mask_ids, facts.num_masks, facts.has_draft_head) == ((4, 5, 6, 7, 8), 5, True)
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert facts.eos_ids == (0,)
+    assert facts.tokenizer_hash == hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    assert model.draft_head is not None
+    assert model.draft_head.w1.shape == (32, 128)
+    assert model.draft_head.w2.shape == (64, 32)
+    assert model.draft_head.embedding_scale == 2.0
+
+
+def test_the_model_hash_sees_the_config_and_the_headers(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    before = Checkpoint.open(path).model_hash()
+    assert Checkpoint.open(path).model_hash() == before
+    assert Checkpoint.open(copy_of(rms_norm_eps=0.5)).model_hash() != before
+
+
+def test_a_checkpoint_without_masks_is_a_plain_one(copy_of: Callable[..., Path]) -> None:
+    model = load_model(copy_of(space=None), dtype="float32")
+    assert (model.facts.num_masks, model.facts.mask_ids, model.draft_head) == (0, (), None)
+
+
+def test_a_shared_mask_id_stands_for_every_position(copy_of: Callable[..., Path]) -> None:
+    path = copy_of(space=None)
+    assert load_model(path, mask_ids=[9], num_masks=3).facts.mask_ids == (9, 9, 9)
+    assert load_model(path, mask_ids=[9, 10]).facts.mask_ids == (9, 10)
+
+
+def test_arguments_win_over_the_space_section(checkpoint_of: Callable[[str], Path]) -> None:
+    facts = load_model(checkpoint_of("llama"), num_masks=2).facts
+    assert facts.mask_ids == (FIRST_MASK, FIRST_MASK + 1)
+    assert load_model(checkpoint_of("llama"), num_masks=0).facts.mask_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mask_ids": [128]}, "Mask id 128 is outside the vocabulary of 128"),
+        ({"mask_ids": [1, 2], "num_masks": 3}, "3 masks need 1 or 3 mask ids; got 2"),
+        ({"num_masks": -1}, "num_masks must be 0 or more; got -1"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(
+    arguments: dict[str, Any], message: str, checkpoint_of: Callable[[str], Path]
+) -> None:
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(checkpoint_of("llama"), **arguments)
+
+
+def test_masks_without_ids_are_refused(copy_of: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidSpaceSection, match="5 masks need mask ids"):
+        load_model(copy_of(space=None), num_masks=5)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"file": "absent.safetensors", "hidden": 32, "embedding_scale": 2}, "absent.safetensors is not in"),
+        (
+            {"file": "draft_head.safetensors", "hidden": 31, "embedding_scale": 2},
+            r"has shape \(32, 128\); .* \(31, 128\)",
+        ),
+        ({"file": "draft_head.safetensors", "hidden": 32}, "needs file, hidden and embedding_scale"),
+        ({"file": "../draft_head.safetensors", "hidden": 32, "embedding_scale": 2}, "is not in"),
+    ],
+)
+def test_a_draft_head_that_does_not_fit_is_refused(
+    head: dict[str, Any], message: str, copy_of: Callable[..., Path]
+) -> None:
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(copy_of(space={"num_masks": 1, "mask_token_ids": [4], "draft_head": head}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by 'dynamic'"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "remote code is never run"),
+        ({"model_type": "falcon", "head_dim": None}, "FalconForCausalLM computes its attention by itself"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "qwen3_next"}, "linear_attention layers"),
+        ({"model_type": "t5"}, "no causal language models"),
+        ({"model_type": "nonesuch"}, "cannot read the config"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
+        ({"hidden_act": "relu2"}, "The activation"),
+        ({"space": {"adapter": "gated.safetensors"}}, "gated adapters are not served"),
+        ({"num_hidden_layers": 3}, "lack model.layers.2"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    fields: dict[str, Any], message: str, copy_of: Callable[..., Path]
+) -> None:
+    with pytest.raises((UnsupportedModel, InvalidSpaceSection), match=message):
+        load_model(copy_of(**fields))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16; got 'float16'"),
+        ({"device": "abacus"}, "'abacus' is no device"),
+        ({"num_threads": 0}, "num_threads must be at least 1; got 0"),
+        ({"attention": "none"}, "no attention implementation 'none'"),
+        ({"max_model_len": 513}, r"must lie in 1..512, the model's positions; got 513"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    arguments: dict[str, Any], message: str, checkpoint_of: Callable[[str], Path]
+) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        load_model(checkpoint_of("llama"), **arguments)
+
+
+def test_a_shorter_window_is_kept(checkpoint_of: Callable[[str], Path]) -> None:
+    assert load_model(checkpoint_of("llama"), max_model_len=100).facts.window == 100
+
+
+def test_pickled_weights_are_refused_with_the_cure(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointNotFound, match="spaceserve convert"):
+        load_model(path)
+
+
+def test_absent_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"has no config\.json"):
+        load_model(tmp_path)
+    with pytest.raises(CheckpointNotFound, match="There is no folder"):
+        load_model(tmp_path / "absent")
+
+
+def test_sharded_weights_are_read_as_one(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    whole = load_model(path, dtype="float32")
+    tensors = load_file(path / "model.safetensors")
+    weight_map = {}
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    sharded = load_model(path, dtype="float32")
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sharded.logits(rows), whole.logits(rows))
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointNotFound, match=r"names model-00002-of-00002\.safetensors, which is not there"):
+        load_model(path)
+
+
+def test_eos_ids_come_from_the_generation_config_first(copy_of: Callable[..., Path]) -> None:
+    path = copy_of(eos_token_id=7)
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert load_model(path).facts.eos_ids == (3, 5)
+    (path / "generation_config.json").unlink()
+    assert load_model(path).facts.eos_ids == (7,)
+
+
+def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of: Callable[[str], Path]) -> None:
+    facts = load_model(checkpoint_of("llama")).facts
+    assert facts.dtype is torch.float32
+    assert facts.dtype_reason == "the checkpoint is torch.float32"
+
+
+def test_auto_takes_bfloat16_where_the_cpu_multiplies_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint(tmp_path, dtype="bfloat16")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert load_model(path).facts.dtype is torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    facts = load_model(path).facts
+    assert facts.dtype is torch.float32
+    assert "no bfloat16 products" in facts.dtype_reason
+
+
+def test_an_untied_head_and_biases_are_read(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=False, vocab_size=300)
+    model = load_model(path, dtype="float32")
+    dense = AutoModelForCausalLM.from_pretrained(path)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        wanted = dense.lm_head(hidden)
+    torch.testing.assert_close(model.logits(hidden), wanted, atol=1e-5, rtol=0)
+    ids = torch.tensor([[1, 299], [0, 7], [4, 4], [9, 8], [77, 2]])
+    torch.testing.assert_close(model.logits_of(hidden, ids), wanted.gather(1, ids), atol=1e-5, rtol=0)
+    assert torch.equal(model.embed(ids[0]), dense.model.embed_tokens.weight[ids[0]])
+
+
+@pytest.mark.parametrize("vocab_size", [128, 300])
+def test_the_tiny_tokenizer_gives_text_back(vocab_size: int, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, vocab_size=vocab_size)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    ids = tokenizer.encode("def f(x):\n  return x<|im_end|>").ids
+    assert tokenizer.decode(ids) == "def f(x):\n  return x"
+    assert max(ids) < vocab_size
+    assert tokenizer.token_to_id("<|mask_1|>") == FIRST_MASK
