@@ -2,11 +2,13 @@
 
 import importlib.resources
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -62,6 +64,17 @@ class Live:
         with self.http.stream("POST", "/v1/completions", json=asked(prompt, stream=True, **fields)) as answer:
             assert answer.status_code == 200, answer.read()
             yield from events(answer)
+
+    def connect(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+        """A connection on which a request has been sent and nothing has been read."""
+        place = urlsplit(self.url)
+        content = json.dumps(body).encode()
+        connection = socket.create_connection((place.hostname, place.port), timeout=SECONDS)
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        )
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
 
     def metrics(self) -> dict[str, float]:
         """Every sample by its name and labels, such as `spaceserve_requests{state=queued}`."""
