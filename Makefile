@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit lock
+.PHONY: help install serve test lint types unit matrix bench lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ types: install  ## mypy --strict on every package
 
 unit: install  ## the fast tests only
 	@echo "pytest" && $(PYTEST) -n 2 --dist loadgroup -m "not slow and not gpu"
+
+matrix: install  ## the slow tests: exactness over the whole product of models, samplers, batches and failures
+	@echo "pytest -m slow" && $(PYTEST) -n 2 --dist loadgroup -m slow
+
+bench: install  ## tokens per second and latency of the embedded model, with and without drafts
+	@$(VENV)/bin/spaceserve bench
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade
