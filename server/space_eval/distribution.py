@@ -1,0 +1,174 @@
+"""The law of the next few tokens as a worker draws them, for a chi-square test against enumeration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from space_kernels.processors import Row, process
+from space_kernels.sampling import Choice
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.draft_source import DraftSource
+from space_server.worker import Worker
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from space_eval.desk import Desk, Record, Request
+from space_eval.exact_law import Floats, softmax
+
+VOCABULARY = 8
+MASK_IDS = (6, 7)
+LIVE_IDS = tuple(range(6))
+BLOCK_SIZE = 16
+
+
+def octal_checkpoint(path: Path, *, seed: int = 0) -> Path:
+    """A random Llama of 8 ids, two of them masks, whose next-token law is neither flat nor certain."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            gain = 1.2 if "lm_head" in name else 1.0
+            weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
+    model.save_pretrained(path)
+    file = path / "config.json"
+    section = {"num_masks": len(MASK_IDS), "mask_token_ids": list(MASK_IDS), "adapter": None, "draft_head": None}
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"space": section}), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Many runs of tokens behind one prompt, one per seed."""
+
+    runs: list[list[int]]
+    num_drafted: int
+    num_accepted: int
+
+
+def draw(
+    model: SpaceModel,
+    prompt: Sequence[int],
+    sampling: pb.Sampling,
+    *,
+    depth: int,
+    num_runs: int,
+    batch_size: int = 500,
+    draft_source: DraftSource | None = None,
+    first_seed: int = 0,
+) -> Draws:
+    """`num_runs` runs of `depth` tokens with seeds first_seed, first_seed+1, …, `batch_size` at once, drafts on.
+
+    Its limit is one token further, so that whole chains are laid out; it is released as soon as it has `depth`.
+    """
+    num_pages = -(-(len(prompt) + depth + 4) // BLOCK_SIZE)
+    worker = Worker(
+        model,
+        num_blocks=batch_size * num_pages,
+        block_size=BLOCK_SIZE,
+        max_sequences=batch_size,
+        max_draft_length=len(MASK_IDS),
+        max_prefill_rows=batch_size * len(prompt),
+        controller=FixedLayout.full(len(MASK_IDS)),
+        draft_source=draft_source,
+    )
+    desk = Desk(worker, max_prefill_rows=batch_size * len(prompt))
+    records = []
+    for begin in range(0, num_runs, batch_size):
+        for seed in range(begin, min(begin + batch_size, num_runs)):
+            law = pb.Sampling()
+            law.CopyFrom(sampling)
+            law.seed = first_seed + seed
+            limits = pb.Limits(max_tokens=depth + 1)
+            record = Record(Request(tuple(prompt), law, limits, max_draft_length=len(MASK_IDS), slots_ahead=4))
+            records.append(record)
+            desk.admit(record)
+        while desk.records:
+            desk.step()
+            for seq_id, record in desk.records.items():
+                if len(record.tokens) >= depth and not record.finish:
+                    desk.release(seq_id)
+    verdicts = [verdict for record in records for verdict in record.verdicts]
+    return Draws(
+        [record.tokens[:depth] for record in records],
+        num_drafted=sum(drafted for drafted, _ in verdicts),
+        num_accepted=sum(accepted for _, accepted in verdicts),
+    )
+
+
+class DenseLogits:
+    """Raw next-token logits from stock transformers, the oracle of the enumeration."""
+
+    def __init__(self, path: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float64, local_files_only=True)
+        self._model.eval()
+
+    @torch.inference_mode()
+    def __call__(self, prefixes: Sequence[Sequence[int]]) -> Floats:
+        """Prefixes of one length [N][n] -> [N, V]."""
+        logits = self._model(torch.tensor([list(ids) for ids in prefixes]), use_cache=False).logits[:, -1]
+        rows: Floats = logits.double().numpy()
+        return rows
+
+
+class UniformDrafts:
+    """A draft source whose law is known: every id that can be sampled is as likely as the others."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        return [int(id_) for id_ in self._rng.choice(LIVE_IDS, min(max_drafts, len(MASK_IDS)))]
+
+
+class RejectionRule:
+    """A test double of the choice at the chain rows: accept a draft with probability p/q, else draw anew.
+
+    `residual` True draws from the residual max(p - q, 0), which is lossless; False from p itself, as the published
+    SPACE code does, which is not (SPACE §3). It takes the place of `choose_rows`: where it accepts, the choice is the
+    draft. Drafts must come from UniformDrafts.
+    """
+
+    def __init__(self, seed: int, *, residual: bool) -> None:
+        self._rng, self._residual = np.random.default_rng(seed), residual
+        self._q = np.isin(np.arange(VOCABULARY), LIVE_IDS) / len(LIVE_IDS)
+
+    def __call__(self, logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choice:
+        p = softmax(process(logits, rows, banned_ids).double().numpy())
+        # The next row's tail ends with the draft that this row judges; a sequence's last row judges none.
+        judged = [n + 1 < len(rows) and len(rows[n + 1].tail) == len(row.tail) + 1 for n, row in enumerate(rows)]
+        chosen = []
+        for n, row in enumerate(rows):
+            law = p[n]
+            if judged[n]:
+                draft = rows[n + 1].tail[len(row.tail)]
+                if self._rng.random() < law[draft] / self._q[draft]:
+                    chosen.append(draft)
+                    continue
+                if self._residual:
+                    law = np.maximum(law - self._q, 0)
+                    law = law / law.sum()
+            chosen.append(int(self._rng.choice(VOCABULARY, p=law)))
+        return Choice(torch.tensor(chosen), torch.ones(len(rows), dtype=torch.bool))

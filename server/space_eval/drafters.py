@@ -1,0 +1,61 @@
+"""Drafts from outside, right and wrong on purpose: a random model's own are almost never accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Right = Callable[[int, int], int]
+"""(known ids, drafts of a whole chain) -> how many drafts are right before the first wrong one."""
+
+
+def all_right(num_known: int, k: int) -> int:
+    """The oracle."""
+    return k
+
+
+def half_right(num_known: int, k: int) -> int:
+    """1 to k-1 right ones, another number each time; with a chain of one, every second one."""
+    return 1 + num_known % (k - 1) if k > 1 else num_known % 2
+
+
+def none_right(num_known: int, k: int) -> int:
+    """Nothing to accept."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Future:
+    """What a sequence will say, known from a plain run."""
+
+    ids: Sequence[int]  # prompt and all of its output
+    k: int  # drafts of a whole chain of this sequence
+
+
+class ScriptedDrafts:
+    """A DraftSource that knows the plain text and strays from it where it is told to.
+
+    Behind the first wrong draft the others are right again, every second time: only the longest prefix counts.
+    """
+
+    def __init__(self, num_right: Right, live_ids: Sequence[int]) -> None:
+        self._num_right = num_right
+        self._live_ids = list(live_ids)
+        self.futures: dict[int, Future] = {}  # by seq_id; without one a sequence gets no drafts
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """`max_drafts` ids; behind the end of the plain text arbitrary ones."""
+        future = self.futures.get(seq_id)
+        if future is None:
+            return ()
+        n = len(ids)
+        drafts = [*future.ids[n : n + max_drafts], *self._live_ids][:max_drafts]
+        stray = self._num_right(n, future.k)
+        for i in range(stray, max_drafts if n % 2 else min(stray + 1, max_drafts)):
+            drafts[i] = self._other(drafts[i])
+        return drafts
+
+    def _other(self, id_: int) -> int:
+        """Another id that could be sampled."""
+        at = self._live_ids.index(id_) if id_ in self._live_ids else 0
+        return self._live_ids[(at + 1) % len(self._live_ids)]

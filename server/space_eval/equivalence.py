@@ -1,0 +1,259 @@
+"""SPACE ≡ plain: run a cell of the matrix through whole workers, and compare with plain decoding bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from space_kernels.attention_plan import KEY_BLOCK
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.worker import Worker
+
+from space_eval.desk import Desk, Record, Request
+from space_eval.drafters import Future, Right, ScriptedDrafts, all_right, half_right, none_right
+from space_eval.equivalence_cell import DRAFTS, MAX_TOKENS, Cell, law_of_seat, layout_for, limits_for, sampling_for
+from space_eval.watched_model import WatchedModel, without_draft_head
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 200
+CHUNK_ROWS = {"short": 5, "long": 67}
+PROMPT_LENGTHS = (9, 22, 3, 13)  # of seats 0, 1, 2, 3
+LONG_PROMPT = KEY_BLOCK - 6
+JOINS_AT = (0, 1, 3, 6)  # step at which each seat's sequence comes
+MAX_TOKENS_OF_SEAT = (MAX_TOKENS, 12, 20, MAX_TOKENS)
+LEAVES_AFTER = {3: 4}  # seat 3 is released by its client after so many ids
+TURNING_POINT = 5  # ids after which seat 0 is preempted, or the worker restarted
+
+RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
+
+
+class Mismatch(AssertionError):
+    """Text that is not plain decoding's; or a cell that proved nothing."""
+
+
+@dataclass
+class Subject:
+    """A model under proof, and its plain texts as they become known."""
+
+    name: str
+    model: SpaceModel
+    seed: int = 0
+    _plain: dict[tuple[int, float, str, bool], Record] = field(default_factory=dict)
+
+    @property
+    def live_ids(self) -> list[int]:
+        """Ids that can be sampled."""
+        banned = {*self.model.facts.mask_ids, *self.model.facts.eos_ids}
+        return [id_ for id_ in range(self.model.facts.vocab_size) if id_ not in banned]
+
+    def prompt(self, seat: int, *, long: bool) -> tuple[int, ...]:
+        """Arbitrary ids, the same each time."""
+        rng = np.random.default_rng((self.seed, seat))
+        return tuple(int(id_) for id_ in rng.choice(self.live_ids, LONG_PROMPT if long else PROMPT_LENGTHS[seat]))
+
+    def request(self, seat: int, temperature: float, processor: str, *, long: bool = False) -> Request:
+        """What seat `seat` asks for under a law. Seats 0 and 2 ask for log-probabilities."""
+        seed = (1 << 64) - 1 - seat
+        max_tokens = MAX_TOKENS_OF_SEAT[seat]
+        if processor == "none":
+            sampling, limits = pb.Sampling(seed=seed, temperature=temperature), pb.Limits(max_tokens=max_tokens)
+        else:
+            base = self.plain(seat, temperature, "none", long=long).tokens
+            sampling = sampling_for(temperature, processor, base, self.live_ids, seed)
+            limits = limits_for(processor, base, max_tokens)
+        return Request(self.prompt(seat, long=long), sampling, limits, want_logprobs=seat % 2 == 0, num_logprobs=4)
+
+    def plain(self, seat: int, temperature: float, processor: str, *, long: bool = False) -> Record:
+        """Plain decoding: alone, undisturbed, the prompt whole, no drafts, no masks."""
+        key = (seat, temperature, processor, long)
+        if key not in self._plain:
+            record = Record(self.request(seat, temperature, processor, long=long))
+            worker = make_worker(without_draft_head(self.model), FixedLayout.full(0), None)
+            desk = Desk(worker)
+            desk.admit(record)
+            desk.run(lambda: not desk.records)
+            self._plain[key] = record
+        return self._plain[key]
+
+
+def make_worker(
+    model: SpaceModel | WatchedModel,
+    controller: FixedLayout,
+    drafts: ScriptedDrafts | None,
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    block_size: int = BLOCK_SIZE,
+) -> Worker:
+    """A worker as the matrix runs it."""
+    return Worker(model, num_blocks=num_blocks, block_size=block_size, controller=controller, draft_source=drafts)
+
+
+def check_cell(subject: Subject, cell: Cell) -> None:
+    """Run a cell with each kind of drafts. Raises Mismatch at the first difference, or if it proved nothing."""
+    runs = {drafts: Run(subject, cell, drafts).finished() for drafts in DRAFTS}
+    check_coverage(cell, runs)
+
+
+def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
+    """Every accepted length that k allows occurred, and each kind of drafts fared as its name says.
+
+    The last step of a text may be cut, so it proves nothing either way.
+    """
+    seats = range(len(runs["own"]))
+    k = max(layout_for(cell.layout, seat).num_drafts for seat in seats)
+    if k == 0:
+        return
+    seen = {kind: [v for r in records for v in r.verdicts[:-1] if v[0] > 0] for kind, records in runs.items()}
+    for drafted, accepted in seen["oracle"]:
+        _require(accepted == drafted, cell, f"of {drafted} oracle drafts only {accepted} were accepted")
+    for drafted, accepted in seen["wrong"]:
+        _require(accepted == 0, cell, f"of {drafted} drafts whose first is wrong {accepted} were accepted")
+    union = [verdict for verdicts in seen.values() for verdict in verdicts]
+    _require(any(a == 0 for _, a in union), cell, "no draft was ever rejected at once (a = 0)")
+    _require((k, k) in union, cell, f"a whole chain of {k} was never accepted (a = k)")
+    _require(k == 1 or any(0 < a < drafted for drafted, a in union), cell, "no chain was accepted in part (0 < a < k)")
+
+
+def _require(holds: bool, cell: Cell, message: str) -> None:
+    if not holds:
+        raise Mismatch(f"[{cell}] {message}.")
+
+
+class Run:
+    """One cell with one kind of drafts, from the first admission to the last token."""
+
+    def __init__(self, subject: Subject, cell: Cell, drafts: str) -> None:
+        self._subject, self._cell, self._drafts = subject, cell, drafts
+        self._model = WatchedModel(subject.model if cell.head else without_draft_head(subject.model))
+        self._seats = range(len(PROMPT_LENGTHS) if cell.company == "batch" else 1)
+        self._records, self._plain = [], []
+        for seat in self._seats:
+            law, long = law_of_seat(cell, seat), cell.context == "long" and seat == 0
+            self._records.append(Record(subject.request(seat, *law, long=long)))
+            self._plain.append(subject.plain(seat, *law, long=long))
+        self._waiting = list(self._seats)
+        self._left: set[int] = set()
+        self._kept: list[int] = []  # pages of the prompt that seat 0 finds computed
+        self._num_steps = 0
+        self._open()
+
+    def finished(self) -> list[Record]:
+        """Run to the end, compare every seat with its plain text, and return the records."""
+        if self._cell.prefix == "hit":
+            self._compute_prefix()
+        turned = self._cell.life == "undisturbed"
+        while self._waiting or self._desk.records:
+            while self._waiting and JOINS_AT[self._waiting[0]] <= self._desk.num_steps:
+                self._admit(self._waiting.pop(0))
+            self._desk.step()
+            self._let_leave()
+            main = self._records[0]
+            if not turned and len(main.tokens) >= TURNING_POINT and main.finish == pb.FINISH_NONE:
+                turned = True
+                self._preempt() if self._cell.life == "preempted" else self._restart()
+        self._close()
+        for seat in self._seats:
+            self._compare(seat)
+        return self._records
+
+    def _open(self) -> None:
+        """A worker, its drafts and its desk."""
+        self._source = ScriptedDrafts(RIGHT[self._drafts], self._subject.live_ids) if self._drafts != "own" else None
+        self._seat_of: dict[int, int] = {}
+        controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._seat_of.get(room.seq_id, 0)))
+        worker = make_worker(self._model, controller, self._source)
+        rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
+        self._desk = Desk(worker, max_prefill_rows=rows)
+        self._first_forward = self._model.num_forwards
+
+    def _close(self) -> None:
+        """Nothing leaked, and every step was one forward pass."""
+        self._desk.drop(self._kept)
+        self._desk.check_all_free()
+        passes = self._model.num_forwards - self._first_forward
+        _require(passes == self._desk.num_steps, self._cell, f"{self._desk.num_steps} steps took {passes} passes")
+
+    def _admit(self, seat: int) -> None:
+        seq_id = self._desk.admit(self._records[seat], shared=self._kept if seat == 0 else ())
+        self._seat_of[seq_id] = seat
+        if self._source is not None:
+            k = layout_for(self._cell.layout, seat).num_drafts
+            self._source.futures[seq_id] = Future(self._plain[seat].ids, k)
+
+    def _compute_prefix(self) -> None:
+        """An earlier sequence with the same prompt and more computes its pages; seat 0 may share the whole ones."""
+        request = self._records[0].request
+        earlier = Record(Request((*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6)))
+        seq_id = self._desk.admit(earlier)
+        self._seat_of[seq_id] = 0
+        self._desk.run(lambda: earlier.num_computed >= len(request.prompt))
+        self._kept = self._desk.pages[seq_id][: (len(request.prompt) - 1) // BLOCK_SIZE]
+        self._desk.keep(self._kept)
+        self._desk.release_and_wait(seq_id)
+
+    def _let_leave(self) -> None:
+        for seat, after in LEAVES_AFTER.items():
+            if seat in self._seats and seat not in self._left and len(self._records[seat].tokens) >= after:
+                self._left.add(seat)
+                if (seq_id := self._records[seat].seq_id) in self._desk.records and seq_id is not None:
+                    self._desk.release(seq_id)
+
+    def _preempt(self) -> None:
+        """Seat 0 gives up its pages, and comes back on others with all it has said, up to the last report."""
+        seq_id = self._records[0].seq_id
+        if seq_id is not None and self._desk.release_and_wait(seq_id).finish == pb.FINISH_NONE:
+            self._admit(0)
+
+    def _restart(self) -> None:
+        """A new worker, with empty pages; every living sequence comes back with all it has said."""
+        living = [seat for seat in self._seats if seat not in self._waiting and self._records[seat] in self._living()]
+        self._kept = []
+        self._open()
+        for seat in living:
+            self._admit(seat)
+
+    def _living(self) -> list[Record]:
+        return [r for r in self._desk.records.values() if r.finish == pb.FINISH_NONE and not self._has_left(r)]
+
+    def _has_left(self, record: Record) -> bool:
+        return any(self._records[seat] is record for seat in self._left)
+
+    def _compare(self, seat: int) -> None:
+        """Ids, reason of the end and log-probabilities, to the last bit."""
+        ours, plain = self._records[seat], self._plain[seat]
+        wanted = plain.tokens[: len(ours.tokens)] if seat in self._left else plain.tokens
+        where = f"[{self._subject.name}-{self._cell}, {self._drafts} drafts, seat {seat}]"
+        if (at := _first_difference(ours.tokens, wanted)) is not None:
+            raise Mismatch(f"{where} {_describe(at, ours, plain)}")
+        if seat not in self._left and ours.finish != plain.finish:
+            raise Mismatch(f"{where} ended with {ours.finish}, plain decoding with {plain.finish}.")
+        logprobs = plain.logprobs[: len(ours.logprobs)] if seat in self._left else plain.logprobs
+        if (at := _first_difference(ours.logprobs, logprobs)) is not None:
+            raise Mismatch(f"{where} same ids, other log-probabilities. {_describe(at, ours, plain)}")
+
+
+def _first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
+    pairs = enumerate(zip(ours, wanted, strict=False))
+    shorter = min(len(ours), len(wanted)) if len(ours) != len(wanted) else None
+    return next((i for i, (a, b) in pairs if a != b), shorter)
+
+
+def _describe(at: int, ours: Record, plain: Record) -> str:
+    """Where two records part, what each chose there, and between what."""
+    start = len(plain.request.prompt)
+    chosen = (ours.tokens[at] if at < len(ours.tokens) else None, plain.tokens[at] if at < len(plain.tokens) else None)
+    text = f"First difference at position {start + at}: {chosen[0]}, plain decoding {chosen[1]}."
+    for name, record in (("ours", ours), ("plain", plain)):
+        if at < len(record.logprobs):
+            row = record.logprobs[at]
+            top = ", ".join(f"{id_}: {p:.7g}" for id_, p in zip(row.top_ids, row.top_logprobs, strict=True))
+            text += f" First of {name}: {top}; gap {row.top_logprobs[0] - row.top_logprobs[1]:.3g}."
+    return text
+
+
+def count_verdicts(records: Iterable[Record], holds: Callable[[int, int], bool]) -> int:
+    """Decode steps whose (drafted, accepted) are so."""
+    return sum(holds(*verdict) for record in records for verdict in record.verdicts)

@@ -1,0 +1,105 @@
+"""Greedy text against transformers' `generate`: equal, or different at a tie that is named (DESIGN: exactness)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+TIE_FACTOR = 64
+"""A decision is a tie if the values that made it lie closer than this many rounding units of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A position where rounding may decide, and did."""
+
+    position: int  # absolute
+    ours: int
+    theirs: int
+    gap: float  # between their two logits, in the oracle
+    bound: float
+
+
+class NotEqual(AssertionError):
+    """The texts differ where no tie excuses it."""
+
+
+class GreedyOracle:
+    """A checkpoint under stock transformers: dense attention, its own cache, `generate`."""
+
+    def __init__(self, path: Path, *, banned_ids: Sequence[int] = ()) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        self.model.eval()
+        self.banned_ids = list(banned_ids)
+
+    @torch.inference_mode()
+    def generate(self, ids: Sequence[int], num_new: int) -> list[int]:
+        """The next `num_new` ids, or fewer if an EOS comes."""
+        prompt = torch.tensor([list(ids)])
+        found = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=num_new,
+            suppress_tokens=self.banned_ids or None,
+        )
+        new: list[int] = found[0, len(ids) :].tolist()
+        return new
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """[V] logits behind `ids`, banned ids at -inf."""
+        z: torch.Tensor = self.model(torch.tensor([list(ids)]), use_cache=False).logits[0, -1]
+        z[self.banned_ids] = -torch.inf
+        return z
+
+    def check(self, prompt: Sequence[int], output: Sequence[int]) -> list[Tie]:
+        """The ties at which `output` leaves `generate`; it continues behind each with our id (teacher-forced).
+
+        Raises NotEqual at the first difference that is none.
+        """
+        ties: list[Tie] = []
+        done = 0
+        while done < len(output):
+            theirs = self.generate([*prompt, *output[:done]], len(output) - done)
+            ours = list(output[done:])
+            same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            if same is None:
+                if len(ours) != len(theirs):
+                    raise NotEqual(f"Ours has {len(output)} ids; generate gives {done + len(theirs)}.")
+                break
+            known = [*prompt, *output[: done + same]]
+            tie = self._judge(known, ours[same], theirs[same])
+            ties.append(tie)
+            done += same + 1
+        return ties
+
+    def _judge(self, known: list[int], ours: int, theirs: int) -> Tie:
+        z = self.logits(known)
+        bound = TIE_FACTOR * torch.finfo(torch.float32).eps * float(z[z.isfinite()].abs().max())
+        tie = Tie(len(known), ours, theirs, float(z[theirs] - z[ours]), bound)
+        if not abs(tie.gap) < bound:
+            top = torch.topk(z, 4)
+            first = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            raise NotEqual(
+                f"At position {tie.position} ours is {ours}, generate's {theirs}: their logits differ by "
+                f"{tie.gap:.3g}, a tie is below {bound:.3g}. The oracle's first logits: {first}."
+            )
+        return ties
+
+    def _judge(self, known: list[int], ours: int, theirs: int) -> Tie:
+        z = self.logits(known)
+        bound = TIE_FACTOR * torch.finfo(torch.float32).eps * float(z[z.isfinite()].abs().max())
+        tie = Tie(len(known), ours, theirs, float(z[theirs] - z[ours]), bound)
+        if not abs(tie.gap) < bound:
+            top = torch.topk(z, 4)
+            raise NotEqual(
+                f"At position {tie.position} ours is {ours}, generate's {theirs}: their logits differ by {tie.gap:.3g}, "
+                f"a tie is below {bound:.3g}. Oracle's first: {list(zip(top.indices.tolist(), top.values.tolist()))}"
+            )
+        return tie

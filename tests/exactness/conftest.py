@@ -1,0 +1,55 @@
+"""The models under proof: tiny random ones of several families, and the embedded one."""
+
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from space_eval.equivalence import Subject
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-matrix", action="store_true", help="with -m slow: every cell of the product (hours)")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """The products are tiny: a second thread only makes them wait. What threads do to them is the model's own test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> a folder with a random checkpoint whose text is not one long loop (the head is not tied)."""
+    folders: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in folders:
+            folder = tmp_path_factory.mktemp(family)
+            sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1}
+            folders[family] = tiny_checkpoint(folder, family, seed=1, tie_word_embeddings=False, **sizes)
+        return folders[family]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[[str, str], Subject]:
+    """(family or `embedded`, dtype) -> the model and its plain texts, once per session."""
+    subjects: dict[tuple[str, str], Subject] = {}
+
+    def find(name: str, dtype: str) -> Subject:
+        if name == "embedded" and not resources.files("space_demo").joinpath("config.json").is_file():
+            pytest.skip("the embedded model has no weights in this checkout")
+        if (name, dtype) not in subjects:
+            path = "demo" if name == "embedded" else checkpoint_of(name)
+            subjects[name, dtype] = Subject(name, load_model(path, dtype=dtype))
+        return subjects[name, dtype]
+
+    return find

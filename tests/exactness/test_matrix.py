@@ -1,0 +1,85 @@
+"""SPACE ≡ plain, bitwise, in every cell of the matrix; every cell sees drafts refused, taken in part and taken whole."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import product
+
+import pytest
+from space_eval.equivalence import Subject, check_cell
+from space_eval.equivalence_cell import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell
+from space_eval.pairwise import covering_cases
+
+Subjects = Callable[[str, str], Subject]
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
+FEW_LAWS = {"temperature": (0.0, 0.8), "processor": ("none", "repetition", "top_p"), "context": ("short",)}
+"""For the embedded model, whose steps are not tiny."""
+
+
+def name_of(value: object) -> str | None:
+    return str(value) if isinstance(value, Cell) else None
+
+
+def cover(strength: int, **narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
+    """(model, cell) such that every `strength` conditions meet somewhere."""
+    cases = covering_cases({"model": FAMILIES, **AXES, **narrowed}, strength=strength)
+    return [(case.pop("model"), Cell(**case)) for case in cases]
+
+
+def conditions() -> list[tuple[str, Cell]]:
+    """Every combination of everything but the law; the laws take turns."""
+    axes = {name: values for name, values in AXES.items() if name not in ("temperature", "processor", "context")}
+    laws = list(product(TEMPERATURES, PROCESSORS))
+    cells = []
+    for number, (model, *values) in enumerate(product(FAMILIES, *axes.values())):
+        temperature, processor = laws[number * 7 % len(laws)]
+        case = dict(zip(axes, values, strict=True))
+        context = AXES["context"][number % 2]
+        cells.append((model, Cell(**case, temperature=temperature, processor=processor, context=context)))
+    return cells
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(2), ids=name_of)
+def test_space_is_plain_bit_by_bit(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=name_of)
+def test_space_is_plain_bit_by_bit_with_the_embedded_model(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("model", "cell"), cover(3), ids=name_of)
+def test_every_three_conditions_together(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_all_conditions_together(model: str, layout: str, dtype: str, subject_of: Subjects) -> None:
+    for named, cell in conditions():
+        if (named, cell.layout, cell.dtype) == (model, layout, dtype):
+            check_cell(subject_of(model, dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("life", AXES["life"])
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [*FAMILIES, "embedded"])
+def test_the_whole_product(
+    model: str, layout: str, dtype: str, life: str, subject_of: Subjects, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--whole-matrix"):
+        pytest.skip("every cell of the product takes hours: pytest tests/exactness -m slow --whole-matrix")
+    subject = subject_of(model, dtype)
+    fixed = {"layout": (layout,), "dtype": (dtype,), "life": (life,)}
+    axes = {**AXES, **fixed}
+    for values in product(*(axes[field.name] for field in fields(Cell))):
+        check_cell(subject, Cell(*values))

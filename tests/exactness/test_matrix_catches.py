@@ -1,0 +1,147 @@
+"""The matrix is not blind: each of these faults, put into the worker on purpose, makes it fail."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from space_eval.desk import DeskError
+from space_eval.equivalence import Mismatch, Subject, check_cell
+from space_eval.equivalence_cell import Cell
+from space_kernels.paging import Ints, StepRows
+from space_kernels.processors import Row
+from space_kernels.verdict import Verdict
+from space_model.forward_batch import ForwardBatch, Segment
+from space_server.limits import End, Limits
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+def noise_of_the_root(patch: Patch) -> None:
+    """Every row of a chain draws the noise of the chain's first position."""
+    patch.setattr(Row, "position", property(lambda row: len(row.ids)))
+
+
+def forgotten_drafts(patch: Patch) -> None:
+    """Processors look at the known ids only, not at the drafts before the row."""
+    build = Row.__init__
+
+    def without_tail(row: Row, *args: Any, **kwargs: Any) -> None:
+        build(row, *args, **{**kwargs, "tail": (), "num_unknown": len(kwargs.get("tail", ()))})
+
+    patch.setattr(Row, "__init__", without_tail)
+
+
+def early_count(patch: Patch) -> None:
+    """min_tokens counts from the known ids, not from the drafts before the row."""
+    patch.setattr(Row, "num_generated", property(lambda row: len(row.ids) - row.num_prompt))
+
+
+def seeing_ahead(patch: Patch) -> None:
+    """A chain row sees the slot behind it: the next draft, or what was left there."""
+    build = ForwardBatch.build.__func__  # type: ignore[attr-defined]
+
+    def build_seeing(cls: type[ForwardBatch], segments: Sequence[Segment], **kwargs: Any) -> ForwardBatch:
+        batch: ForwardBatch = build(cls, segments, **kwargs)
+        for rows in batch.chain_rows:
+            batch.rows.visible[rows.start : rows.stop - 1] += 1
+        return batch
+
+    patch.setattr(ForwardBatch, "build", classmethod(build_seeing))
+
+
+def no_cut(patch: Patch) -> None:
+    """A run goes on behind an EOS inside it."""
+
+    def cut(limits: Limits, emitted: Sequence[int], num_left: int) -> tuple[int, End | None]:
+        return min(len(emitted), num_left), End.LENGTH if len(emitted) >= num_left else None
+
+    patch.setattr(Limits, "cut", cut)
+
+
+def unwritten_root(patch: Patch) -> None:
+    """The root's slot keeps what the last step's draft left there."""
+    chain_slots = StepRows.chain_slots
+
+    def all_but_the_root(rows: StepRows) -> Ints:
+        slots = chain_slots(rows)
+        for run in rows.chain_runs:
+            if len(run) > 1 and rows.positions[run.start] > 0:
+                slots[run.start] = slots[run.stop - 1]
+        return slots
+
+    patch.setattr(StepRows, "chain_slots", all_but_the_root)
+
+
+def one_too_many(patch: Patch) -> None:
+    """Positions are one too large in decode steps."""
+    build = ForwardBatch.build.__func__  # type: ignore[attr-defined]
+
+    def build_shifted(cls: type[ForwardBatch], segments: Sequence[Segment], **kwargs: Any) -> ForwardBatch:
+        batch: ForwardBatch = build(cls, segments, **kwargs)
+        for rows in batch.chain_rows:
+            if len(rows) > 1:
+                batch.positions[rows.stop - 1] += 1
+        return batch
+
+    patch.setattr(ForwardBatch, "build", classmethod(build_shifted))
+
+
+def agreement_anywhere(patch: Patch) -> None:
+    """Drafts that agree are counted, wherever they stand."""
+
+    def count(samples: torch.Tensor, drafts: torch.Tensor, num_live: torch.Tensor) -> Verdict:
+        accepted = (samples[:, :-1] == drafts).sum(dim=1)
+        return Verdict(accepted, samples, accepted + 1)
+
+    patch.setattr("space_server.step.verify", count)
+
+
+def one_seed_for_all(patch: Patch) -> None:
+    """The batch shares the noise of its first row."""
+    patch.setattr("space_kernels.sampling.row_streams", _shared_streams)
+
+
+def _shared_streams(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    from space_kernels.noise import row_streams
+
+    return row_streams(keys[:1].expand_as(keys).contiguous(), positions)
+
+
+PLAIN_CELL = {"dtype": "float32", "layout": "k3", "temperature": 0.8, "processor": "none", "company": "alone"}
+PLAIN_CELL |= {"prefill": "whole", "prefix": "miss", "life": "undisturbed", "context": "short"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        (noise_of_the_root, {}),
+        (forgotten_drafts, {"processor": "frequency"}),
+        (forgotten_drafts, {"processor": "bad_words"}),
+        (early_count, {"processor": "min_tokens", "layout": "k2"}),
+        (seeing_ahead, {"temperature": 0.0}),
+        (no_cut, {"processor": "eos"}),
+        (unwritten_root, {"temperature": 0.0}),
+        (one_too_many, {"temperature": 0.0}),
+        (agreement_anywhere, {}),
+        (one_seed_for_all, {"company": "batch"}),
+    ],
+)
+def test_a_fault_is_caught(
+    fault: Fault, where: dict[str, Any], subject_of: Callable[[str, str], Subject], monkeypatch: Patch
+) -> None:
+    subject = subject_of("llama", "float32")
+    cell = Cell(**{**PLAIN_CELL, **where}, head=True)
+    check_cell(subject, cell)  # sound, and its plain texts known
+    fault(monkeypatch)
+    with pytest.raises((Mismatch, DeskError)):
+        check_cell(subject, cell)
+
+
+def test_a_cell_whose_drafts_are_never_accepted_proves_nothing(
+    subject_of: Callable[[str, str], Subject], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("space_eval.equivalence.DRAFTS", ("own", "wrong"))
+    with pytest.raises((Mismatch, KeyError)):
+        check_cell(subject_of("llama", "float32"), Cell(**PLAIN_CELL, head=True))
