@@ -1,0 +1,229 @@
+"""Doubles for tests of the worker: a model that follows a script, and a router of a few lines. Shipped, not served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.forward_batch import ForwardBatch
+from space_model.model_facts import ModelFacts
+from space_model.paged_kv import PagedKV
+from space_proto import worker_pb2 as pb
+from torch import Tensor
+
+from space_server.worker import Worker
+
+
+class ScriptedModel:
+    """A text written by position: whoever asks at position p-1 is told text(p), by chain rows and masks alike.
+
+    At positions in `wrong`, masks say the next id instead, so that the draft there is rejected. Sequences that start
+    far apart have scripts of their own. `poison`: a forward pass with this id in it raises; `nan_at`: the chain row
+    that predicts this position gives NaN.
+    """
+
+    draft_head: DraftHeadWeights | None = None
+
+    def __init__(
+        self,
+        *,
+        num_masks: int = 3,
+        vocab_size: int = 64,
+        window: int = 1024,
+        text: Callable[[int], int] | None = None,
+        wrong: Iterable[int] = (),
+        poison: int | None = None,
+        nan_at: int | None = None,
+    ) -> None:
+        self.text = text or (lambda position: 10 + position * 7 % (vocab_size - 10))
+        self.num_logit_rows = 0  # rows whose logits were asked for
+        self.num_rows = 0  # rows of forward passes
+        self._wrong, self._poison, self._nan_at = frozenset(wrong), poison, nan_at
+        self.facts = ModelFacts(
+            name="scripted",
+            vocab_size=vocab_size,
+            hidden_size=vocab_size,
+            num_layers=0,
+            num_heads=1,
+            kv_heads=1,
+            head_dim=1,
+            window=window,
+            dtype=torch.float32,
+            dtype_reason="scripted",
+            device=torch.device("cpu"),
+            eos_ids=(0,),
+            mask_ids=tuple(range(1, num_masks + 1)),
+            num_masks=num_masks,
+            model_hash="model",
+            tokenizer_hash="tokenizer",
+            has_draft_head=False,
+            kv_bytes_per_token=8,
+            attention="none",
+            num_threads=1,
+        )
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        """Pages without a layer in them."""
+        return PagedKV([], [], num_blocks, block_size)
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, V]: the logits themselves."""
+        ids = batch.ids.tolist()
+        if self._poison in ids:
+            raise RuntimeError(f"id {self._poison} is poison")
+        self.num_rows += batch.num_rows
+        hidden = torch.zeros(len(ids), self.facts.vocab_size)
+        for row, position in enumerate(batch.positions.tolist()):
+            is_mask = batch.num_chain_rows <= row < batch.num_rows
+            said = self.text(position + 1)
+            if is_mask and position + 1 in self._wrong:
+                said = said + 1 if said + 1 < self.facts.vocab_size else 10
+            hidden[row, said] = 9.0
+            if not is_mask and position + 1 == self._nan_at:
+                hidden[row] = torch.nan
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] -> [N, V], a copy."""
+        self.num_logit_rows += len(hidden)
+        return hidden.clone()
+
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, V], ids [N, M] -> [N, M]."""
+        return hidden.gather(1, ids)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, V]: one-hot."""
+        return torch.nn.functional.one_hot(ids, self.facts.vocab_size).to(torch.float32)
+
+
+@dataclass
+class ScriptedDrafts:
+    """A draft source that knows the whole text of each sequence, and where to be wrong about it.
+
+    Position p of sequence s is drafted as texts[s][p]; where `wrong(p)`, as another id.
+    """
+
+    texts: Mapping[int, Sequence[int]]
+    wrong: Callable[[int], bool] = lambda position: False
+    other: Callable[[int], int] = lambda id_: id_ + 1
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> list[int]:
+        """The next ids of the sequence's text."""
+        text = self.texts[seq_id]
+        positions = range(len(ids), min(len(ids) + max_drafts, len(text)))
+        return [self.other(text[p]) if self.wrong(p) else text[p] for p in positions]
+
+
+@dataclass
+class Ran:
+    """What one sequence has given so far."""
+
+    ids: list[int]  # prompt and output
+    num_prompt: int
+    pages: list[int]
+    finish: pb.Finish.ValueType = pb.FINISH_NONE
+    error: str = ""
+    num_computed: int = 0
+    reports: list[pb.SequenceReport] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The output."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafts of each step that had drafts to verify."""
+        return [report.num_accepted for report in self.reports if report.num_drafted]
+
+
+class SmallRouter:
+    """Grants pages one by one or all at once, extends what pauses, releases what ends.
+
+    router = SmallRouter(worker); first = router.admit([5, 6], max_tokens=8); router.run(); router.ran[first].tokens
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.free = list(range(worker.num_blocks))
+        self.ran: dict[int, Ran] = {}
+        self.reports: list[pb.StepReport] = []
+        self._num_admitted = 0
+
+    def admit(
+        self,
+        ids: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        num_prompt: int | None = None,
+        num_pages: int | None = None,
+        sampling: pb.Sampling | None = None,
+        max_draft_length: int = 99,
+        **fields: Any,
+    ) -> int:
+        """Run a sequence on `num_pages` pages (None: as many as it can need); its number. `fields` go to Admit."""
+        self._num_admitted += 1
+        size = self.worker.block_size
+        count = -(-(len(ids) + max_tokens) // size) if num_pages is None else num_pages
+        ran = Ran(list(ids), num_prompt or len(ids), self._take(count))
+        limits = {name: fields.pop(name) for name in ("eos_ids", "stop_ids") if name in fields}
+        self.ran[self._num_admitted] = ran
+        message = pb.Admit(
+            seq_id=self._num_admitted,
+            ids=ids,
+            num_prompt=ran.num_prompt,
+            pages=ran.pages,
+            sampling=sampling or pb.Sampling(),
+            limits=pb.Limits(max_tokens=max_tokens, **limits),
+            max_draft_length=max_draft_length,
+            **fields,
+        )
+        self.worker.apply(pb.Command(admit=message))
+        return self._num_admitted
+
+    def extend(self, seq_id: int, num_pages: int = 1) -> None:
+        """More pages."""
+        pages = self._take(num_pages)
+        self.ran[seq_id].pages += pages
+        self.worker.apply(pb.Command(extend=pb.Extend(seq_id=seq_id, pages=pages)))
+
+    def release(self, seq_id: int) -> None:
+        """Stop and forget."""
+        self.worker.apply(pb.Command(release=pb.Release(seq_id=seq_id)))
+
+    def step(self) -> pb.StepReport | None:
+        """One step of the worker, noted down."""
+        report = self.worker.step()
+        if report is None:
+            return None
+        self.reports.append(report)
+        for sequence in report.sequences:
+            ran = self.ran[sequence.seq_id]
+            ran.ids += sequence.tokens
+            ran.reports.append(sequence)
+            ran.finish, ran.error, ran.num_computed = sequence.finish, sequence.error, sequence.num_computed
+        for seq_id in report.released:
+            self.free += self.ran[seq_id].pages
+            self.ran[seq_id].pages = []
+        return report
+
+    def run(self, *, after_step: Callable[[], None] | None = None) -> None:
+        """Step until nothing runs; pages one by one for what pauses; everything that ends is released."""
+        while (report := self.step()) is not None:
+            if after_step is not None:
+                after_step()
+            for sequence in report.sequences:
+                if sequence.finish != pb.FINISH_NONE:
+                    self.release(sequence.seq_id)
+                elif sequence.paused:
+                    self.extend(sequence.seq_id)
+
+    def _take(self, count: int) -> list[int]:
+        if count > len(self.free):
+            raise ValueError(f"{count} pages are wanted and {len(self.free)} are free.")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken

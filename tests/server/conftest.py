@@ -1,0 +1,27 @@
+"""Tiny real checkpoints for the worker's tests."""
+
+from pathlib import Path
+
+import pytest
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "llama", num_masks=8, window=256)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_path: Path) -> SpaceModel:
+    """Eight masks and a draft head, float32."""
+    return load_model(tiny_path, dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    """Five masks that share an id, no draft head, bfloat16."""
+    path = tmp_path_factory.mktemp("tiny") / "bf16"
+    tiny_checkpoint(path, shared_mask=True, draft_head=False, dtype="bfloat16")
+    return load_model(path, dtype="bfloat16", num_threads=1)

@@ -1,0 +1,271 @@
+"""The conversation over a real socket: hello, tokens, releases, heartbeats, refusals, and who comes next."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from space_proto import worker_pb2 as pb
+from space_proto import worker_pb2_grpc
+from space_server.controller import FixedLayout
+from space_server.conversation import MAX_UNSENT, Conversation
+from space_server.service import WorkerService, start_server
+from space_server.testing import ScriptedModel
+from space_server.worker import Worker
+
+Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
+
+
+def start(major: int = 1) -> pb.Command:
+    return pb.Command(start=pb.Start(protocol_major=major, max_prefill_rows=64, max_draft_length=3))
+
+
+def admit(seq_id: int, *, max_tokens: int = 8) -> pb.Command:
+    return pb.Command(
+        admit=pb.Admit(
+            seq_id=seq_id,
+            ids=[5, 6, 7],
+            num_prompt=3,
+            pages=range(8 * seq_id, 8 * seq_id + 8),
+            limits=pb.Limits(max_tokens=max_tokens),
+            max_draft_length=3,
+        )
+    )
+
+
+def release(seq_id: int) -> pb.Command:
+    return pb.Command(release=pb.Release(seq_id=seq_id))
+
+
+class Peer:
+    """A router's end of one stream."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.report_no = 0
+
+    async def say(self, *commands: pb.Command) -> None:
+        await self.call.write(pb.RouterMessage(commands=commands))
+
+    async def hear(self) -> pb.WorkerMessage | None:
+        """The next message; None at the end of the stream."""
+        message = await asyncio.wait_for(self.call.read(), 20)
+        if not isinstance(message, pb.WorkerMessage):
+            return None
+        if message.HasField("report"):
+            self.report_no += 1
+            assert message.report.report_no == self.report_no
+        return message
+
+    async def hear_until(self, found: Callable[[pb.StepReport], bool]) -> list[pb.StepReport]:
+        """Reports up to the first that is `found`."""
+        reports: list[pb.StepReport] = []
+        while True:
+            message = await self.hear()
+            assert message is not None
+            reports.append(message.report)
+            if found(message.report):
+                return reports
+
+    async def last_word(self) -> pb.WorkerMessage | None:
+        """What is said before the stream ends."""
+        last = None
+        while (message := await self.hear()) is not None:
+            last = message
+        return last
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, *, model: ScriptedModel | None = None, heartbeat_seconds: float = 1.0
+) -> AsyncIterator[tuple[WorkerService, Callable[[], Peer]]]:
+    worker = Worker(model or ScriptedModel(), num_blocks=256, block_size=4, controller=FixedLayout.full(3))
+    service = WorkerService(worker, heartbeat_seconds=heartbeat_seconds)
+    server, address = await start_server(service, f"unix:{folder / 'w'}")
+    channels = []
+
+    def connect() -> Peer:
+        channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        channels.append(channel)
+        return Peer(worker_pb2_grpc.WorkerStub(channel).Serve())  # type: ignore[no-untyped-call]
+
+    try:
+        yield service, connect
+    finally:
+        for channel in channels:
+            await channel.close()
+        await server.stop(grace=0)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))  # type: ignore[arg-type]
+
+
+def test_a_sequence_from_admission_to_release(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            peer = connect()
+            hello = await peer.hear()
+            assert hello is not None
+            assert (hello.hello.num_blocks, hello.hello.protocol_major) == (256, 1)
+            await peer.say(start(), admit(1))
+            reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
+            tokens = [token for report in reports for s in report.sequences for token in s.tokens]
+            assert tokens == [ScriptedModel().text(position) for position in range(3, 11)]
+            await peer.say(release(1), release(44))
+            reports = await peer.hear_until(lambda report: 44 in report.released)
+            assert [n for report in reports for n in report.released] == [1, 44]
+
+    run(scenario)
+
+
+def test_a_heartbeat_breaks_every_silence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, heartbeat_seconds=0.01) as (_, connect):
+            peer = connect()
+            await peer.hear()
+            for _ in range(3):
+                message = await peer.hear()
+                assert message is not None
+                assert not message.report.stepped
+
+    run(scenario)
+
+
+def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            peer = connect()
+            await peer.say(start(major=7))
+            last = await peer.last_word()
+            assert last is not None
+            assert "speaks protocol 7.0, this worker 1.0" in last.refusal.reason
+            peer = connect()
+            await peer.say(admit(1))
+            last = await peer.last_word()
+            assert last is not None
+            assert last.refusal.reason == "The router sent admit before Start."
+
+    run(scenario)
+
+
+def test_the_next_router_finds_an_empty_worker(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            first = connect()
+            await first.say(start(), admit(1, max_tokens=900), admit(2, max_tokens=900))
+            await first.hear_until(lambda report: report.stepped)
+            first.call.cancel()
+            second = connect()
+            await second.say(start(), admit(1))
+            reports = await second.hear_until(lambda report: any(s.finish for s in report.sequences))
+            assert {s.seq_id for report in reports for s in report.sequences} == {1}
+
+    run(scenario)
+
+
+def test_the_newest_router_ends_the_conversation_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            first = connect()
+            await first.say(start(), admit(1))
+            await first.hear_until(lambda report: report.stepped)
+            second = connect()
+            await second.say(start(), admit(1))
+            last = await first.last_word()
+            assert last is not None
+            assert last.refusal.reason == "Another router has connected to this worker."
+            await second.hear()
+            await second.hear_until(lambda report: any(s.finish for s in report.sequences))
+
+    run(scenario)
+
+
+def test_half_closing_ends_the_stream(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            peer = connect()
+            await peer.say(start())
+            await peer.hear()
+            await peer.call.done_writing()
+            await peer.last_word()
+            assert await peer.call.code() == grpc.StatusCode.OK
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_signal: bool) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (service, connect):
+            peer = connect()
+            await peer.say(start(), admit(1, max_tokens=20))
+            await peer.hear()
+            if by_signal:
+                service.drain()
+            else:
+                await peer.say(pb.Command(drain=pb.Drain()))
+            reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
+            assert not any(s.error for report in reports for s in report.sequences) or by_signal
+            await peer.last_word()
+            await asyncio.wait_for(service.finished.wait(), 10)
+
+    run(scenario)
+
+
+def test_draining_without_a_router_is_over_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (service, connect):
+            service.drain()
+            assert service.finished.is_set()
+            last = await connect().last_word()
+            assert last is not None
+            assert last.refusal.reason == "The worker is draining."
+
+    run(scenario)
+
+
+def test_a_router_that_does_not_read_is_not_run_ahead_of() -> None:
+    async def scenario() -> None:
+        worker = Worker(ScriptedModel(num_masks=0), num_blocks=256, block_size=4)
+        conversation = Conversation(worker)
+        conversation.receive([start(), admit(1, max_tokens=900)])
+        conversation.receive([pb.Command(extend=pb.Extend(seq_id=1, pages=range(20, 256)))])
+        conversation.start()
+        said = [await conversation.message(10) for _ in range(MAX_UNSENT)]
+        assert [len(message.report.sequences) for message in said if message is not None] == [1] * MAX_UNSENT
+        assert await conversation.message(0.05) == pb.WorkerMessage(report=pb.StepReport())  # a heartbeat: no step
+        assert worker.num_forwards == MAX_UNSENT
+        for message in said:
+            assert message is not None
+            conversation.sent(message)
+        assert await conversation.message(10) != pb.WorkerMessage(report=pb.StepReport())
+        await conversation.stop()
+        assert len(worker.batch) == 0
+
+    run(scenario)
+
+
+def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_not_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, connect):
+            first = connect()
+            await first.hear()
+            with monkeypatch.context() as patch:
+                patch.setattr(Worker, "step", lambda worker: 1 / 0)
+                await first.say(start(), admit(1))
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await first.last_word()
+            assert failure.value.code() == grpc.StatusCode.INTERNAL
+            second = connect()
+            await second.say(start(), admit(1))
+            await second.hear()
+            await second.hear_until(lambda report: any(s.finish for s in report.sequences))
+
+    run(scenario)
+    assert "stepping failed" in caplog.text

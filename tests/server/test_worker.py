@@ -1,0 +1,401 @@
+"""The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
+
+import pytest
+from space_model.draft_layout import DraftLayout
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout, Room
+from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
+from space_server.worker import ProtocolError, Worker
+
+
+def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> SmallRouter:
+    settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
+    return SmallRouter(Worker(model, **settings))  # type: ignore[arg-type]
+
+
+def text(model: ScriptedModel, start: int, count: int) -> list[int]:
+    return [model.text(position) for position in range(start, start + count)]
+
+
+def test_one_step_accepts_every_length_at_once_and_all_go_on_right() -> None:
+    # Prompts end at 10, 110, 210, 310; the first step drafts positions 11.., 111.., …; the second verifies them.
+    ends = [10, 110, 210, 310]
+    wrong = [end + 1 + accepted for accepted, end in enumerate(ends)]
+    model = ScriptedModel(wrong=wrong)
+    router = router_of(model, max_prefill_rows=1000)
+    sequences = [router.admit([5] * end, max_tokens=12) for end in ends]
+    router.step()
+    report = router.step()
+    assert report is not None
+    assert [sequence.num_accepted for sequence in report.sequences] == [0, 1, 2, 3]
+    assert [len(sequence.tokens) for sequence in report.sequences] == [1, 2, 3, 4]
+    router.run()
+    for seq_id, end in zip(sequences, ends, strict=True):
+        assert router.ran[seq_id].tokens == text(model, end, 12)
+
+
+def test_a_step_is_one_forward_pass() -> None:
+    router = router_of(ScriptedModel(wrong=range(0, 100, 3)))
+    for end in (3, 40, 80):
+        router.admit([5] * end, max_tokens=9)
+    router.run()
+    assert router.worker.num_forwards == sum(report.stepped for report in router.reports) > 0
+
+
+def test_only_2k_plus_1_rows_are_sampled() -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    router.admit([5] * 6, max_tokens=40)
+    router.step()
+    rows, sampled = model.num_rows, model.num_logit_rows
+    router.step()
+    assert (model.num_rows - rows, model.num_logit_rows - sampled) == (16, 7)
+
+
+def test_everything_accepted_takes_k_plus_1_tokens_per_step() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5, 5], max_tokens=13)
+    router.run()
+    assert [len(report.tokens) for report in router.ran[seq_id].reports] == [1, 4, 4, 4]
+    assert [report.decoded for report in router.ran[seq_id].reports] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_is_exact_and_nothing_is_drafted_past_it(max_tokens: int) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    seq_id = router.admit([5] * 7, max_tokens=max_tokens)
+    router.run()
+    ran = router.ran[seq_id]
+    assert (ran.tokens, ran.finish) == (text(model, 7, max_tokens), pb.FINISH_LENGTH)
+    assert all(len(report.tokens) == report.num_accepted + 1 for report in ran.reports)
+
+
+@pytest.mark.parametrize(("max_tokens", "masks"), [(1, [0]), (2, [0, 0]), (3, [1, 0]), (5, [3, 2 + 1])])
+def test_masks_that_no_later_step_could_use_are_not_laid_out(max_tokens: int, masks: list[int]) -> None:
+    router = router_of(ScriptedModel())
+    router.admit([5] * 7, max_tokens=max_tokens)
+    router.run()
+    assert [report.stats.mask_rows for report in router.reports if report.stepped] == masks
+
+
+def test_the_window_is_a_limit_too() -> None:
+    router = router_of(ScriptedModel(window=20))
+    seq_id = router.admit([5] * 7, max_tokens=99, num_pages=5)
+    router.run()
+    assert (len(router.ran[seq_id].ids), router.ran[seq_id].finish) == (20, pb.FINISH_LENGTH)
+
+
+@pytest.mark.parametrize(("field", "finish"), [("eos_ids", pb.FINISH_EOS), ("stop_ids", pb.FINISH_STOP_ID)])
+@pytest.mark.parametrize("at", range(7, 16))
+def test_an_end_inside_the_accepted_run_cuts_it_there(at: int, field: str, finish: int) -> None:
+    model = ScriptedModel(text=lambda position: 60 if position == at else 10 + position % 30)
+    router = router_of(model)
+    seq_id = router.admit([5] * 7, max_tokens=at - 6, **{field: [60]})
+    router.run()
+    ran = router.ran[seq_id]
+    assert (ran.tokens[-1], len(ran.ids), ran.finish) == (60, at + 1, finish)
+    assert ran.num_computed <= len(ran.ids) - 1
+    assert sum(report.num_accepted for report in ran.reports) <= len(ran.tokens)
+
+
+def test_min_tokens_hold_back_the_end_inside_a_run() -> None:
+    model = ScriptedModel(text=lambda position: 60)
+    router = router_of(model)
+    seq_id = router.admit([5] * 4, max_tokens=9, eos_ids=[60], sampling=pb.Sampling(min_tokens=5))
+    router.run()
+    tokens = router.ran[seq_id].tokens
+    assert (len(tokens), tokens.count(60), tokens[-1]) == (6, 1, 60)
+
+
+def test_prefill_is_chunked_oldest_first_and_mixed_with_decoding() -> None:
+    model = ScriptedModel()
+    router = router_of(model, max_prefill_rows=6)
+    first = router.admit([5] * 4, max_tokens=8)
+    router.step()
+    second, third = router.admit([5] * 110, max_tokens=3), router.admit([5] * 211, max_tokens=3)
+    report = router.step()
+    assert report is not None
+    assert {s.seq_id: (s.num_computed, s.decoded) for s in report.sequences} == {first: (8, True), second: (6, False)}
+    assert report.stats.prefill_rows == 6
+    router.run()
+    for seq_id, end, count in ((first, 4, 8), (second, 110, 3), (third, 211, 3)):
+        assert router.ran[seq_id].tokens == text(model, end, count)
+
+
+def test_computed_length_is_never_above_the_ids_known() -> None:
+    router = router_of(ScriptedModel(wrong=range(0, 200, 4)))
+    seq_id = router.admit([5] * 3, max_tokens=30)
+    known = 3
+    while (report := router.step()) is not None:
+        for sequence in report.sequences:
+            known += len(sequence.tokens)
+            assert sequence.num_computed <= known - 1
+            if sequence.finish:
+                router.release(seq_id)
+
+
+def test_a_sequence_pauses_only_without_any_slot_says_so_once_and_resumes() -> None:
+    model = ScriptedModel()
+    router = router_of(model)  # blocks of 4
+    seq_id = router.admit([5] * 6, max_tokens=20, num_pages=2)
+    tokens, pauses = [], 0
+    for _ in range(5):
+        report = router.step()
+        for sequence in report.sequences if report is not None else ():
+            tokens += sequence.tokens
+            pauses += sequence.paused
+    # 8 slots: prefill fills 6, the root takes the 7th with one draft in the 8th; then none is left.
+    assert tokens == text(model, 6, len(tokens))
+    assert (len(tokens), pauses, router.worker.has_work) == (3, 1, False)
+    router.run()
+    assert router.ran[seq_id].tokens == tokens  # nothing runs until it is extended
+    router.extend(seq_id)
+    router.run()
+    assert router.ran[seq_id].tokens == text(model, 6, 20)
+
+
+def test_with_s_free_slots_at_most_s_minus_1_drafts() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5] * 3, max_tokens=30, num_pages=1)
+    router.run()
+    drafted = [(report.num_computed, report.num_drafted) for report in router.ran[seq_id].reports if report.decoded]
+    assert drafted[0] == (4, 0)  # one slot: the root alone
+
+
+def test_prefill_pauses_where_pages_end_and_goes_on() -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    seq_id = router.admit([5] * 10, max_tokens=5, num_pages=1)
+    router.run()
+    assert router.ran[seq_id].tokens == text(model, 10, 5)
+    assert [r.num_computed for r in router.ran[seq_id].reports if r.paused][:2] == [4, 8]
+
+
+def test_release_stops_a_running_sequence_and_is_acknowledged() -> None:
+    router = router_of(ScriptedModel())
+    first, second = router.admit([5] * 3, max_tokens=50), router.admit([5] * 9, max_tokens=50)
+    router.step()
+    router.release(first)
+    router.release(77)
+    router.ran[77] = router.ran[first]
+    report = router.step()
+    assert report is not None
+    assert list(report.released) == [first, 77]
+    assert [sequence.seq_id for sequence in report.sequences] == [second]
+
+
+def test_release_of_an_ended_sequence_is_acknowledged_without_a_step() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5], max_tokens=1)
+    router.run()
+    assert [(report.stepped, list(report.released)) for report in router.reports] == [(True, []), (False, [seq_id])]
+    assert sorted(router.free) == list(range(256))
+
+
+def test_extend_of_an_unknown_or_ended_sequence_is_ignored() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5], max_tokens=1)
+    router.step()
+    router.extend(seq_id)
+    router.worker.apply(pb.Command(extend=pb.Extend(seq_id=99, pages=[1])))
+    assert router.step() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"ids": [5, 64]}, "Id 64 is outside the vocabulary of 64."),
+        ({"ids": [5, 2]}, "Id 2 is a mask token; prompts cannot contain it."),
+        ({"ids": []}, "num_prompt must be 1 .. 0"),
+        ({"ids": [5], "num_prompt": 2}, "num_prompt must be 1 .. 1"),
+        ({"ids": [5] * 9, "num_cached": 3}, "num_cached must be a multiple of 4 below the 9 ids; got 3."),
+        ({"ids": [5] * 8, "num_cached": 8}, "num_cached must be a multiple of 4 below the 8 ids; got 8."),
+        ({"ids": [5] * 9, "num_cached": 8, "pages": [1]}, "8 cached ids do not fit in 1 pages."),
+        ({"ids": [5], "pages": [256]}, "Block 256 does not exist; there are 256."),
+        ({"ids": [5] * 1024}, "Nothing is left to generate"),
+        ({"ids": [5], "limits": pb.Limits()}, "Nothing is left to generate"),
+        ({"ids": [5], "sampling": pb.Sampling(temperature=float("nan"))}, "temperature must be finite; got nan."),
+        ({"ids": [5], "sampling": pb.Sampling(top_p=-1)}, "top_p must not be negative; got -1."),
+        ({"ids": [5], "sampling": pb.Sampling(allowed_ids=[99])}, "Id 99 of a parameter is outside"),
+        ({"ids": [5], "sampling": pb.Sampling(bad_words=[pb.IdRun()])}, "A bad word has no ids."),
+        ({"ids": [5] * 5, "num_cached": 4, "num_prompt_logprobs": 0}, "Prompt log-probabilities need num_cached = 0."),
+    ],
+)
+def test_a_bad_admission_fails_alone(fields: dict[str, object], error: str) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    good = router.admit([5] * 6, max_tokens=5)
+    bad = {"seq_id": 9, "num_prompt": len(fields["ids"]), "pages": [200, 201, 202], "limits": pb.Limits(max_tokens=4)}  # type: ignore[arg-type]
+    router.worker.apply(pb.Command(admit=pb.Admit(**(bad | fields))))  # type: ignore[arg-type]
+    report = router.worker.step()
+    assert report is not None
+    failed = next(sequence for sequence in report.sequences if sequence.seq_id == 9)
+    assert failed.finish == pb.FINISH_ERROR
+    assert failed.error.startswith(error)
+    tokens = [token for sequence in report.sequences if sequence.seq_id == good for token in sequence.tokens]
+    assert tokens == text(model, 6, 1)
+
+
+def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = ScriptedModel(poison=7)
+    router = router_of(model)
+    good, bad, other = router.admit([5] * 6), router.admit([7] * 3), router.admit([5] * 60)
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error == "The step failed: RuntimeError: id 7 is poison"
+    assert router.ran[good].tokens == text(model, 6, 16)
+    assert router.ran[other].tokens == text(model, 60, 16)
+    assert "one by one" in caplog.text
+
+
+def test_nan_harms_its_own_sequence_and_only_where_an_id_is_chosen() -> None:
+    model = ScriptedModel(nan_at=12)
+    router = router_of(model)
+    good, bad = router.admit([5] * 60), router.admit([5] * 6)
+    router.run()
+    assert router.ran[good].tokens == text(model, 60, 16)
+    assert (router.ran[bad].finish, router.ran[bad].ids[6:]) == (pb.FINISH_ERROR, text(model, 6, 5))
+    assert router.ran[bad].error.startswith("No id can be chosen at position 12")
+    # The draft before the bad row is wrong: plain decoding would not see that row in this step, and nor do we.
+    wrong = ScriptedModel(nan_at=12, wrong=[11])
+    router = router_of(wrong)
+    seq_id = router.admit([5] * 10, max_tokens=2)
+    router.run()
+    assert router.ran[seq_id].finish == pb.FINISH_LENGTH
+
+
+def test_more_sequences_than_the_worker_takes_are_refused_one_by_one() -> None:
+    router = router_of(ScriptedModel(), max_sequences=1)
+    first, second = router.admit([5]), router.admit([5])
+    router.run()
+    assert router.ran[second].error == "The worker runs 1 sequences already, its most."
+    assert router.ran[first].finish == pb.FINISH_LENGTH
+
+
+def test_draining_finishes_what_runs_and_admits_nothing() -> None:
+    router = router_of(ScriptedModel())
+    first = router.admit([5] * 3, max_tokens=9)
+    router.step()
+    router.worker.apply(pb.Command(drain=pb.Drain()))
+    second = router.admit([5] * 50)
+    assert not router.worker.drained
+    router.run()
+    assert router.ran[first].finish == pb.FINISH_LENGTH
+    assert router.ran[second].error == "The worker is draining and takes no new sequences."
+    assert router.worker.drained
+
+
+def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> None:
+    worker = router_of(ScriptedModel()).worker
+    admit = pb.Command(admit=pb.Admit(seq_id=1, ids=[5], num_prompt=1, pages=[0], limits=pb.Limits(max_tokens=1)))
+    worker.apply(admit)
+    with pytest.raises(ProtocolError, match="sequence number 1 twice"):
+        worker.apply(admit)
+    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.0"):
+        worker.apply(pb.Command(start=pb.Start(protocol_major=2)))
+    worker.reset()
+    worker.apply(admit)
+    assert worker.has_work
+
+
+@pytest.mark.parametrize(("worker_bound", "start_bound", "own_bound"), [(2, 9, 9), (9, 2, 9), (9, 9, 2)])
+def test_the_bound_on_drafts_is_the_least_of_all(worker_bound: int, start_bound: int, own_bound: int) -> None:
+    router = router_of(ScriptedModel(), k=9, max_draft_length=worker_bound)
+    router.worker.apply(pb.Command(start=pb.Start(protocol_major=1, max_prefill_rows=9, max_draft_length=start_bound)))
+    seq_id = router.admit([5] * 3, max_tokens=30, max_draft_length=own_bound)
+    router.run()
+    assert max(report.num_drafted for report in router.ran[seq_id].reports) == 2
+
+
+def test_speculation_off_lays_out_the_root_alone() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5] * 3, max_tokens=9, max_draft_length=0)
+    router.run()
+    stepped = [report.stats for report in router.reports if report.stepped]
+    assert all(stats.mask_rows == 0 and stats.chain_rows == 1 for stats in stepped)
+    assert len(router.ran[seq_id].reports) == 9
+    assert stepped[-1].plain_step_seconds > 0
+
+
+def test_layouts_may_differ_between_sequences_and_steps() -> None:
+    model = ScriptedModel(wrong=[p for p in range(400) if p % 5 == 0 or p % 7 == 3])
+
+    def rule(room: Room) -> DraftLayout:
+        if room.seq_id == 1:
+            return DraftLayout.full(room.num_drafts, 2)
+        return DraftLayout(room.num_drafts, (3, 0, 2, 1)[: room.num_drafts + 1])
+
+    router = router_of(model, controller=FixedLayout(rule))
+    first, second = router.admit([5] * 7, max_tokens=30), router.admit([5] * 200, max_tokens=30)
+    router.run()
+    assert router.ran[first].tokens == text(model, 7, 30)
+    assert router.ran[second].tokens == text(model, 200, 30)
+    drafted = {report.num_drafted for report in router.ran[second].reports}
+    assert {1, 2, 3} <= drafted  # an earlier group stands in for one that was not laid out, with fewer drafts
+
+
+def test_drafts_of_any_source_are_verified_by_the_same_rule() -> None:
+    model = ScriptedModel(num_masks=0)
+    whole = [5] * 6 + text(model, 6, 40)
+    source = ScriptedDrafts({1: whole}, wrong=lambda position: position % 5 == 0 or position % 7 == 0)
+    router = router_of(model, draft_source=source, controller=FixedLayout.full(4))
+    seq_id = router.admit([5] * 6, max_tokens=40)
+    router.run()
+    assert router.ran[seq_id].tokens == whole[6:]
+    assert set(router.ran[seq_id].accepted) >= {0, 4}
+
+
+def test_ids_that_cannot_be_chosen_are_not_drafted() -> None:
+    model = ScriptedModel()
+    source = ScriptedDrafts({1: [5] * 60}, wrong=lambda position: position % 2 == 0, other=lambda id_: 2)
+    router = router_of(model, draft_source=source)
+    seq_id = router.admit([5] * 6, max_tokens=8)
+    router.run()
+    assert router.ran[seq_id].tokens == text(model, 6, 8)
+    assert max(report.num_drafted for report in router.ran[seq_id].reports) <= 1
+
+
+def test_logprobs_come_one_per_emitted_id() -> None:
+    router = router_of(ScriptedModel())
+    seq_id = router.admit([5] * 3, max_tokens=6, want_logprobs=True, num_logprobs=2)
+    router.run()
+    for report in router.ran[seq_id].reports:
+        assert [entry.id for entry in report.logprobs] == list(report.tokens)
+        assert all(entry.top_ids[0] == entry.id and len(entry.top_ids) == 2 for entry in report.logprobs)
+        assert all(entry.top_logprobs[0] == entry.logprob for entry in report.logprobs)
+
+
+def test_prompt_logprobs_cover_the_prompt_but_its_first_id_whatever_the_chunks() -> None:
+    model = ScriptedModel()
+    prompt = [20 + n for n in range(9)]
+    found = []
+    for rows in (512, 4, 1):
+        router = router_of(model, max_prefill_rows=rows)
+        seq_id = router.admit(prompt, max_tokens=3, num_prompt_logprobs=1)
+        router.run()
+        entries = [entry for report in router.ran[seq_id].reports for entry in report.prompt_logprobs]
+        assert [entry.id for entry in entries] == prompt[1:]
+        assert [entry.top_ids[0] for entry in entries] == text(model, 1, 8)
+        found.append([(entry.id, entry.logprob) for entry in entries])
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_report_counts_rows_and_draft_lengths() -> None:
+    router = router_of(ScriptedModel())
+    router.admit([5] * 6, max_tokens=30)
+    report = router.step()
+    assert report is not None
+    assert (report.stats.chain_rows, report.stats.mask_rows, report.stats.prefill_rows) == (1, 3, 5)
+    router.admit([5] * 50, max_tokens=30)
+    report = router.step()
+    assert report is not None
+    assert (report.stats.chain_rows, report.stats.mask_rows, report.stats.prefill_rows) == (5, 15, 49)
+    assert (report.stats.num_sequences, list(report.stats.draft_length_counts)) == (2, [0, 0, 0, 1])
+
+
+def test_hello_says_what_the_worker_is() -> None:
+    hello = router_of(ScriptedModel(), max_draft_length=2).worker.hello("life 1")
+    assert (hello.protocol_major, hello.incarnation, hello.vocab_size, hello.window) == (1, "life 1", 64, 1024)
+    assert (hello.num_blocks, hello.block_size, hello.max_draft_length, hello.num_masks) == (256, 4, 2, 3)
+    assert (list(hello.mask_ids), hello.dtype, hello.device, hello.max_sequences) == ([1, 2, 3], "float32", "cpu", 64)
