@@ -140,7 +140,7 @@ class _OpenedSafetensors:
     """`with` gives the tensors and closes the file again."""
 
     def __init__(self, file: Path) -> None:
-        self._opened = safe_open(file, framework="pt")
+        self._opened: Any = safe_open(file, framework="pt")
 
     def __enter__(self) -> _SafetensorsFile:
         return _SafetensorsFile(self._opened.__enter__())

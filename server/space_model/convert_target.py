@@ -78,7 +78,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_byt
     if len(names) == 1:
         (folder / "0.safetensors").rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, inside in enumerate(names):
         file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
