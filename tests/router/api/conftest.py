@@ -1,9 +1,10 @@
 """A whole router in one process: HTTP over ASGI in front, a scripted worker over gRPC behind."""
 
+import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,9 +24,26 @@ from starlette.types import ASGIApp
 TOKENIZER = tiny_tokenizer()
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own, with the routers it asks for started in the same loop.
+
+    By asyncio.run, for grpc's one poller per process may still tell the loop of an earlier test something, which
+    only asyncio itself takes lightly.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(whole())
+    return True
 
 
 @dataclass
@@ -99,6 +117,6 @@ def start() -> Start:
 
 
 @pytest.fixture
-async def router(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Router]:
-    async with running(script()) as one:
-        yield one
+def router() -> AbstractAsyncContextManager[Router]:
+    """In the test: a running Router, in front of a worker that speaks a made-up language."""
+    return running(script())

@@ -11,7 +11,6 @@ from space_router.api.door import Parameters
 from space_router.config import ServeConfig
 from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
 
-pytestmark = pytest.mark.anyio
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from space_router.testing import always
 
-pytestmark = pytest.mark.anyio
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 

@@ -9,7 +9,6 @@ import orjson
 import pytest
 from space_router.metrics import Metrics
 
-pytestmark = pytest.mark.anyio
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 
