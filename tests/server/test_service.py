@@ -122,6 +122,23 @@ def test_a_sequence_from_admission_to_release(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_port_0_takes_a_free_port_and_says_which() -> None:
+    async def scenario() -> None:
+        worker = Worker(ScriptedModel(), num_blocks=8)
+        server, address = await start_server(WorkerService(worker), "127.0.0.1:0")
+        assert address.startswith("127.0.0.1:")
+        assert not address.endswith(":0")
+        with pytest.raises(OSError, match="Cannot listen on"):
+            await start_server(WorkerService(worker), address)
+        async with grpc.aio.insecure_channel(address) as channel:
+            hello = await Peer(worker_pb2_grpc.WorkerStub(channel).Serve()).hear()  # type: ignore[no-untyped-call]
+            assert hello is not None
+            assert hello.hello.num_blocks == 8
+        await server.stop(grace=0)
+
+    run(scenario)
+
+
 def test_a_heartbeat_breaks_every_silence(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, heartbeat_seconds=0.01) as (_, connect):

@@ -1,0 +1,37 @@
+"""The command line of the worker."""
+
+import pytest
+from space_server.config import parse
+
+
+def test_defaults() -> None:
+    config = parse(["--listen", "unix:/tmp/w"])
+    assert (config.model, config.speculation, config.max_draft_length) == ("demo", "auto", None)
+    assert (config.block_size, config.max_sequences, config.kv_memory, config.log_level) == (16, 64, None, "INFO")
+
+
+def test_every_flag_is_parsed_into_its_unit() -> None:
+    words = "--listen h:1 --kv-memory 2MiB --speculation 3 --space-mask-ids 7,8 --space-num-masks 2 --num-blocks 9"
+    config = parse([*words.split(), "--parent-pid", "12", "--log-level", "warning", "--max-model-len", "64"])
+    assert (config.kv_memory, config.speculation, config.max_draft_length) == (2 * 1024**2, 3, 3)
+    assert (config.space_mask_ids, config.space_num_masks, config.num_blocks) == ((7, 8), 2, 9)
+    assert (config.parent_pid, config.log_level, config.max_model_len) == (12, "WARNING", 64)
+    assert parse(["--listen", "h:1", "--speculation", "off"]).max_draft_length == 0
+    assert parse(["--listen", "h:1", "--kv-memory", "auto"]).kv_memory is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--listen"),
+        (["--listen", "h:1", "--block-size", "0"], "must be an integer of at least 1; got '0'"),
+        (["--listen", "h:1", "--speculation", "fast"], "must be auto, off, or a number of drafts; got 'fast'"),
+        (["--listen", "h:1", "--kv-memory", "much"], "'much' is no amount of memory"),
+        (["--listen", "h:1", "--space-mask-ids", "7,x"], "must be ids separated by commas"),
+    ],
+)
+def test_what_makes_no_sense_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(words)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The worker as a process: ready line, exit statuses, and a parent that dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from space_proto import worker_pb2 as pb
+from space_proto import worker_pb2_grpc
+from space_server.__main__ import main
+
+FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]
+ENVIRONMENT = os.environ | {"TQDM_DISABLE": "1"}
+
+
+def launch(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "space_server", *FLAGS, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+async def first_tokens(address: str) -> list[int]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[no-untyped-call]
+        admit = pb.Admit(
+            seq_id=1, ids=[70, 71], num_prompt=2, pages=[0, 1], limits=pb.Limits(max_tokens=5), max_draft_length=5
+        )
+        start = pb.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=5)
+        await call.write(pb.RouterMessage(commands=[pb.Command(start=start), pb.Command(admit=admit)]))
+        tokens: list[int] = []
+        while len(tokens) < 5:
+            message = await call.read()
+            tokens += [token for sequence in message.report.sequences for token in sequence.tokens]
+        return tokens
+
+
+@pytest.mark.e2e
+def test_it_says_ready_serves_and_ends_with_0_on_sigterm(tiny_path: Path, tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path / 'w'}"
+    with launch("--model", str(tiny_path), "--listen", listen, "--parent-pid", str(os.getpid())) as process:
+        assert process.stdout is not None
+        word, address = process.stdout.readline().split()
+        assert (word, address) == ("ready", listen)
+        assert len(asyncio.run(first_tokens(address))) == 5
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_failures_are_one_line_and_a_status_of_their_own(
+    tiny_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = str(tiny_path)
+    cases = [
+        (3, "nothing", ["--model", str(tmp_path / "nothing"), "--listen", f"unix:{tmp_path / 'a'}"]),
+        (4, "are available", ["--model", good, "--listen", f"unix:{tmp_path / 'b'}", "--kv-memory", "900000GiB"]),
+        (5, "Cannot listen", ["--model", good, "--listen", f"unix:{tmp_path}/no/such/folder"]),
+    ]
+    for status, words, arguments in cases:
+        assert main(["--num-threads", "1", *arguments]) == status
+        errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert words in errors[0]
+
+
+@pytest.mark.e2e
+def test_a_worker_whose_parent_dies_ends(tiny_path: Path, tmp_path: Path) -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as parent,
+        launch(
+            "--model", str(tiny_path), "--listen", f"unix:{tmp_path / 'w'}", "--parent-pid", str(parent.pid)
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready")
+        parent.kill()
+        parent.wait()
+        assert process.wait(20) == 6
