@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from space_router.metrics import Metrics
+from space_router.testing import never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -100,6 +101,7 @@ class Client:
         self.gone = asyncio.Event()
         self.answered = asyncio.Event()
         self.status: int | None = None
+        self.chunks: list[bytes] = []
         self._body: bytes | None = orjson.dumps(body)
 
     async def receive(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class Client:
     async def send(self, message: Any) -> None:
         self.status = message.get("status", self.status)
         if message.get("body"):
+            self.chunks.append(message["body"])
             self.answered.set()
 
 
@@ -160,3 +163,20 @@ async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Star
         assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
         assert (await asking).status_code == 499
         assert (await router.client.delete("/v1/requests/mine")).status_code == 404
+
+
+async def test_events_of_one_step_are_sent_as_one_chunk(start: Start) -> None:
+    async with start("abcdefgh", accepts=never) as router:
+        client = Client("/v1/completions", {"prompt": ["x", "y", "z"], "max_tokens": 40, "stream": True})
+        await router.app(client.scope, client.receive, client.send)
+        events = b"".join(client.chunks).count(b"data: {")
+        assert events == 120
+        assert len(client.chunks) <= 50
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_loop_with_the_same_ids(start: Start) -> None:
+    async with start("yes", window=65536, block_size=64, num_blocks=1024) as router:
+        text = "hello w" * 5000
+        answer = await router.complete(prompt=text, max_tokens=1, return_token_ids=True)
+        assert answer["choices"][0]["prompt_token_ids"] == router.service.text.tokenizer.encode(text)
+        assert (await router.post("/tokenize", prompt=text)).json()["count"] == answer["usage"]["prompt_tokens"]
