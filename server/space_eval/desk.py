@@ -49,7 +49,7 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     verdicts: list[tuple[int, int]] = field(default_factory=list)  # (drafted, accepted) of every decode step
-    finish: pb.Finish = pb.FINISH_NONE
+    finish: pb.Finish.ValueType = pb.FINISH_NONE
     num_computed: int = 0  # of its present life
     seq_id: int | None = None  # None while it has no life in a worker
 
@@ -60,7 +60,7 @@ class Record:
 
 
 class Desk:
-    """One worker's pages and sequences. Every page is free, or held by those that were given it and not yet released."""
+    """One worker's pages and sequences. Every page is free, or held by those it was given to and not yet released."""
 
     def __init__(self, worker: Steps, *, max_prefill_rows: int = 4096, max_draft_length: int = 8) -> None:
         self.worker = worker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from space_server.worker import Worker
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, Right, ScriptedDrafts, all_right, half_right, none_right
 from space_eval.equivalence_cell import DRAFTS, MAX_TOKENS, Cell, law_of_seat, layout_for, limits_for, sampling_for
-from space_eval.watched_model import WatchedModel, without_draft_head
+from space_eval.watched_model import WatchedModel, fill_with_nan, without_draft_head
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
@@ -168,6 +168,14 @@ class Run:
         rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
         self._desk = Desk(worker, max_prefill_rows=rows)
         self._first_forward = self._model.num_forwards
+        if self._cell.stale == "nan":
+            self._desk.after_step = self._spoil
+
+    def _spoil(self, desk: Desk, report: pb.StepReport) -> None:
+        """NaN wherever no computed id of a living sequence, nor of a kept page, has its keys and values."""
+        assert self._model.kv is not None
+        kept = [(page, offset) for page in self._kept for offset in range(BLOCK_SIZE)]
+        fill_with_nan(self._model.kv, [*kept, *(slot for seq_id in desk.records for slot in desk.held_slots(seq_id))])
 
     def _close(self) -> None:
         """Nothing leaked, and every step was one forward pass."""
@@ -252,8 +260,3 @@ def _describe(at: int, ours: Record, plain: Record) -> str:
             top = ", ".join(f"{id_}: {p:.7g}" for id_, p in zip(row.top_ids, row.top_logprobs, strict=True))
             text += f" First of {name}: {top}; gap {row.top_logprobs[0] - row.top_logprobs[1]:.3g}."
     return text
-
-
-def count_verdicts(records: Iterable[Record], holds: Callable[[int, int], bool]) -> int:
-    """Decode steps whose (drafted, accepted) are so."""
-    return sum(holds(*verdict) for record in records for verdict in record.verdicts)

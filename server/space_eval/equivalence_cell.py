@@ -43,6 +43,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "life": ("undisturbed", "preempted", "restarted"),
     "head": (True, False),
     "context": ("short", "long"),
+    "stale": ("left", "nan"),
 }
 """Without the model: the models a run has are a matter of where it runs."""
 
@@ -61,6 +62,7 @@ class Cell:
     life: str  # undisturbed; released and admitted again on other pages; the worker replaced by a new one
     head: bool  # drafts rescored by the checkpoint's draft head
     context: str  # short; long: seat 0's text crosses from one key block of attention into the next
+    stale: str  # slots beyond each cached length, and pages nobody holds: left as they are; NaN after every step
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))

@@ -70,6 +70,7 @@ def p_values(draws: Draws, law: Floats) -> tuple[float, float]:
     return chi_square_p(pairs, law.sum(axis=2)), chi_square_p(triples, law)
 
 
+@pytest.mark.timeout(900)  # a minute of work, on a machine that may be shared
 def test_with_every_processor_on_the_joint_law_is_the_enumerated_one(
     octal: tuple[SpaceModel, DenseLogits], law_of: LawOf
 ) -> None:

@@ -1,4 +1,4 @@
-"""SPACE ≡ plain, bitwise, in every cell of the matrix; every cell sees drafts refused, taken in part and taken whole."""
+"""SPACE ≡ plain, bitwise, in every cell of the matrix, and in each drafts are refused, taken in part, taken whole."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,15 +27,17 @@ def cover(strength: int, **narrowed: tuple[object, ...]) -> list[tuple[str, Cell
 
 
 def conditions() -> list[tuple[str, Cell]]:
-    """Every combination of everything but the law; the laws take turns."""
-    axes = {name: values for name, values in AXES.items() if name not in ("temperature", "processor", "context")}
+    """Every combination of the other conditions; the laws, contexts and stale slots take turns."""
+    turns = ("temperature", "processor", "context", "stale")
+    axes = {name: values for name, values in AXES.items() if name not in turns}
     laws = list(product(TEMPERATURES, PROCESSORS))
     cells = []
     for number, (model, *values) in enumerate(product(FAMILIES, *axes.values())):
         temperature, processor = laws[number * 7 % len(laws)]
         case = dict(zip(axes, values, strict=True))
-        context = AXES["context"][number % 2]
-        cells.append((model, Cell(**case, temperature=temperature, processor=processor, context=context)))
+        context, stale = AXES["context"][number // 2 % 2], AXES["stale"][number // 4 % 2]
+        law = {"temperature": temperature, "processor": processor}
+        cells.append((model, Cell(**case, **law, context=context, stale=stale)))
     return cells
 
 

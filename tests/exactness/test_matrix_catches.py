@@ -11,8 +11,10 @@ from space_eval.equivalence_cell import Cell
 from space_kernels.paging import Ints, StepRows
 from space_kernels.processors import Row
 from space_kernels.verdict import Verdict
+from space_model import llama_network
 from space_model.forward_batch import ForwardBatch, Segment
 from space_server.limits import End, Limits
+from torch import Tensor
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -88,10 +90,24 @@ def one_too_many(patch: Patch) -> None:
     patch.setattr(ForwardBatch, "build", classmethod(build_shifted))
 
 
+def leaking_masks(patch: Patch) -> None:
+    """The keys of chain rows know a little of the mask rows."""
+    attend = llama_network.space_attention
+
+    def leak(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows = next(argument for argument in args if isinstance(argument, StepRows))
+        masks = key[rows.num_chain_rows : len(rows.positions)]
+        if len(masks):
+            key = torch.cat([key[: rows.num_chain_rows] + 1e-3 * masks[0], key[rows.num_chain_rows :]])
+        return attend(query, key, value, *args, **kwargs)
+
+    patch.setattr(llama_network, "space_attention", leak)
+
+
 def agreement_anywhere(patch: Patch) -> None:
     """Drafts that agree are counted, wherever they stand."""
 
-    def count(samples: torch.Tensor, drafts: torch.Tensor, num_live: torch.Tensor) -> Verdict:
+    def count(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
         accepted = (samples[:, :-1] == drafts).sum(dim=1)
         return Verdict(accepted, samples, accepted + 1)
 
@@ -103,14 +119,14 @@ def one_seed_for_all(patch: Patch) -> None:
     patch.setattr("space_kernels.sampling.row_streams", _shared_streams)
 
 
-def _shared_streams(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _shared_streams(keys: Tensor, positions: Tensor) -> Tensor:
     from space_kernels.noise import row_streams
 
     return row_streams(keys[:1].expand_as(keys).contiguous(), positions)
 
 
 PLAIN_CELL = {"dtype": "float32", "layout": "k3", "temperature": 0.8, "processor": "none", "company": "alone"}
-PLAIN_CELL |= {"prefill": "whole", "prefix": "miss", "life": "undisturbed", "context": "short"}
+PLAIN_CELL |= {"prefill": "whole", "prefix": "miss", "life": "undisturbed", "context": "short", "stale": "left"}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +140,7 @@ PLAIN_CELL |= {"prefill": "whole", "prefix": "miss", "life": "undisturbed", "con
         (no_cut, {"processor": "eos"}),
         (unwritten_root, {"temperature": 0.0}),
         (one_too_many, {"temperature": 0.0}),
+        (leaking_masks, {"temperature": 0.0}),
         (agreement_anywhere, {}),
         (one_seed_for_all, {"company": "batch"}),
     ],
