@@ -127,8 +127,8 @@ class Door:
         count = wanted.num_choices
         if count * len(prompts) > self.config.max_choices:
             raise InvalidRequest(
-                f"{len(prompts)} prompts with {count} choices each are {count * len(prompts)}; at most "
-                f"{self.config.max_choices} in one request.",
+                f"`n` (or `best_of`) is {count} with {len(prompts)} prompt{'s' * (len(prompts) > 1)}, which makes "
+                f"{count * len(prompts)} choices; at most {self.config.max_choices} in one request (`--max-choices`).",
                 param="n",
             )
         seed = secrets.randbits(53) if wanted.seed is None else wanted.seed  # 53 bits are exact in every JSON reader
