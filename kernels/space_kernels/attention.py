@@ -27,7 +27,7 @@ def space_attention(
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
     query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype.
-    Scores, sums and products are float32. Every row goes through fixed key blocks of 256 positions, ascending, up to
+    Scores, sums and products are float32. Every row goes through fixed key blocks of 128 positions, ascending, up to
     its own visible length; mask rows then join the masks of their group seen so far (online softmax). What a row must
     not see has the score -inf; slots that are not written, whatever lies there, are not read. Keys and values that are
     not finite count as 0, so that a row gone wrong stays alone.

@@ -15,7 +15,7 @@ from space_kernels.paging import Ints, StepRows
 
 Flags = npt.NDArray[np.bool_]
 
-KEY_BLOCK = 256
+KEY_BLOCK = 128
 """Positions per key block. Fixed and aligned to absolute position, so that a row's sums never depend on its company."""
 
 _TILE = 4

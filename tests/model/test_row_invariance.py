@@ -89,7 +89,7 @@ def test_the_number_of_threads_and_rows_changes_no_bit(
     kv = model.allocate_kv(20, BLOCK)
     (whole,) = forward(model, kv, Segment(ids, 0, pages_of(0)))
     logits = model.logits(whole)
-    for rows in range(1, 65):
+    for rows in (*range(1, 14), 31, 32, 33, 47, 63):
         (found,) = forward(model, kv, Segment(ids[:rows], 0, pages_of(0)))
         assert torch.equal(found, whole[:rows]), rows
         assert torch.equal(model.logits(found), logits[:rows]), rows
