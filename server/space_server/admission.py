@@ -60,10 +60,14 @@ def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: 
 
 
 def check_pages(pages: Iterable[int], num_blocks: int) -> None:
-    """Raise AdmissionError for a block that does not exist."""
-    beyond = [page for page in pages if page >= num_blocks]
-    if beyond:
-        raise AdmissionError(f"Block {beyond[0]} does not exist; there are {num_blocks}.")
+    """Raise AdmissionError for a block that does not exist, or that one sequence would hold twice."""
+    seen: set[int] = set()
+    for page in pages:
+        if page >= num_blocks:
+            raise AdmissionError(f"Block {page} does not exist; there are {num_blocks}.")
+        if page in seen:
+            raise AdmissionError(f"Block {page} is given twice to one sequence.")
+        seen.add(page)
 
 
 def _check_ids(ids: list[int], message: pb.Admit, facts: ModelFacts) -> None:

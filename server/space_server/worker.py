@@ -164,7 +164,7 @@ class Worker:
         if sequence is None:
             return
         try:
-            check_pages(extend.pages, self.num_blocks)
+            check_pages([*sequence.pages, *extend.pages], self.num_blocks)
         except AdmissionError as error:
             self.batch.fail(extend.seq_id, str(error))
             return

@@ -202,6 +202,18 @@ def test_extend_of_an_unknown_or_ended_sequence_is_ignored() -> None:
     assert router.step() is None
 
 
+@pytest.mark.parametrize("page", [256, 0])
+def test_pages_that_cannot_be_had_fail_the_sequence_they_extend_alone(page: int) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    bad, good = router.admit([5] * 3, num_pages=1), router.admit([5] * 60)
+    router.worker.apply(pb.Command(extend=pb.Extend(seq_id=bad, pages=[page])))
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error.startswith(f"Block {page} ")
+    assert router.ran[good].tokens == text(model, 60, 16)
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -213,6 +225,7 @@ def test_extend_of_an_unknown_or_ended_sequence_is_ignored() -> None:
         ({"ids": [5] * 8, "num_cached": 8}, "num_cached must be a multiple of 4 below the 8 ids; got 8."),
         ({"ids": [5] * 9, "num_cached": 8, "pages": [1]}, "8 cached ids do not fit in 1 pages."),
         ({"ids": [5], "pages": [256]}, "Block 256 does not exist; there are 256."),
+        ({"ids": [5], "pages": [3, 4, 3]}, "Block 3 is given twice to one sequence."),
         ({"ids": [5] * 1024}, "Nothing is left to generate"),
         ({"ids": [5], "limits": pb.Limits()}, "Nothing is left to generate"),
         ({"ids": [5], "sampling": pb.Sampling(temperature=float("nan"))}, "temperature must be finite; got nan."),
