@@ -84,13 +84,13 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
     writes = (blocks[:, None] * key.kv_heads + heads) * rows.block_size + offsets[:, None]
 
     by_size: dict[int, list[int]] = {}
-    for number, (chain, masks) in enumerate(zip(rows.chain_runs, rows.mask_runs, strict=True)):
-        by_size.setdefault(_padded(len(chain) + len(masks), key.queries_per_kv), []).append(number)
+    for number, num_rows in enumerate((rows.chains[1] + rows.masks[1]).tolist()):
+        by_size.setdefault(_padded(num_rows, key.queries_per_kv), []).append(number)
 
     outputs = np.zeros((rows.num_padded, key.kv_heads, key.queries_per_kv), dtype=np.int64)
     buckets, offset = [], 0
     for num_padded, numbers in sorted(by_size.items()):
-        members = _Members.of(rows, key, numbers, num_padded)
+        members = _Members.of(rows, key, np.array(numbers, dtype=np.int64), num_padded)
         shape = (len(members.order), key.kv_heads, num_padded, key.queries_per_kv)
         head_of = (heads[:, None] * key.queries_per_kv + np.arange(key.queries_per_kv))[:, None, :]  # [G, 1, Q]
         queries = members.table[:, None, :, None] * key.num_heads + head_of
@@ -113,7 +113,7 @@ def _padded(num_rows: int, queries_per_kv: int) -> int:
 class _Members:
     """The sequences of a bucket, those with the most key blocks first: a block works on a leading slice."""
 
-    order: list[int]  # sequence numbers
+    order: Ints  # [S] sequence numbers
     table: Ints  # [S, P] flat row numbers; padding repeats the sequence's first row
     real: Flags  # [S, P] False for padding
     written: Ints  # [S] slots that hold keys and values once this step has written
@@ -121,25 +121,19 @@ class _Members:
     num_blocks: Ints  # [S] key blocks from there on, falling
 
     @classmethod
-    def of(cls, rows: StepRows, key: PlanKey, numbers: list[int], num_padded: int) -> _Members:
-        table = np.empty((len(numbers), num_padded), dtype=np.int64)
-        real = np.zeros((len(numbers), num_padded), dtype=np.bool_)
-        written = np.empty(len(numbers), dtype=np.int64)
-        for place, number in enumerate(numbers):
-            chain, masks = rows.chain_runs[number], rows.mask_runs[number]
-            num_chain, num_rows = len(chain), len(chain) + len(masks)
-            table[place] = chain.start
-            table[place, :num_chain] = chain
-            table[place, num_chain:num_rows] = masks
-            real[place, :num_rows] = True
-            written[place] = rows.positions[chain.stop - 1] + 1
+    def of(cls, rows: StepRows, key: PlanKey, numbers: Ints, num_padded: int) -> _Members:
+        chain, num_chain = (bound[numbers, None] for bound in rows.chains)
+        masks, num_masks = (bound[numbers, None] for bound in rows.masks)
+        lane = np.arange(num_padded, dtype=np.int64)
+        real = lane < num_chain + num_masks
+        table = np.where(lane < num_chain, chain + lane, np.where(real, masks + lane - num_chain, chain))
+        written = rows.positions[(chain + num_chain - 1)[:, 0]] + 1
         first = np.zeros(len(numbers), dtype=np.int64)
         if key.window is not None:
             first = np.maximum(rows.positions[table].min(1) + 1 - key.window, 0) // KEY_BLOCK
         count = -(-written // KEY_BLOCK) - first
-        by_length = np.argsort(-count, kind="stable")
-        order = [numbers[place] for place in by_length]
-        return cls(order, table[by_length], real[by_length], written[by_length], first[by_length], count[by_length])
+        order = np.argsort(-count, kind="stable")
+        return cls(numbers[order], table[order], real[order], written[order], first[order], count[order])
 
 
 def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBlock]:
@@ -147,8 +141,7 @@ def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBloc
     visible = rows.visible[members.table]
     oldest = None if key.window is None else rows.positions[members.table] + 1 - key.window
     pages_per_block = KEY_BLOCK // rows.block_size
-    held = rows.page_table(int((members.first_block + members.num_blocks).max()) * pages_per_block)
-    held = held[np.array(members.order)]
+    held = rows.page_table[members.order]
     heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
     lanes, places = np.arange(KEY_BLOCK, dtype=np.int64), np.arange(pages_per_block, dtype=np.int64)
     blocks = []
@@ -178,15 +171,13 @@ def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBloc
 
 def _in_step(rows: StepRows, key: PlanKey, members: _Members) -> tuple[Tensor | None, Tensor | None]:
     """Where the masks of each sequence are, and which of them a row must not attend."""
-    widest = max(len(rows.mask_runs[number]) for number in members.order)
+    first, count = (bound[members.order, None] for bound in rows.masks)
+    widest = int(count.max())
     if not widest:
         return None, None
-    masks = np.zeros((len(members.order), widest), dtype=np.int64)
-    real = np.zeros((len(members.order), widest), dtype=np.bool_)
-    for place, number in enumerate(members.order):
-        run = rows.mask_runs[number]
-        masks[place, : len(run)] = run
-        real[place, : len(run)] = True
+    lane = np.arange(widest, dtype=np.int64)
+    real = lane < count
+    masks = np.where(real, first + lane, 0)
     table = members.table
     seen = (rows.group[table][:, :, None] == rows.group[masks][:, None]) & (table[:, :, None] >= masks[:, None])
     seen &= real[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,21 +40,31 @@ class StepRows:
     device: torch.device
     plans: dict[PlanKey, AttentionPlan] = field(default_factory=dict)  # built on first use, shared by all layers
 
-    def page_table(self, num_pages: int) -> Ints:
-        """[sequences, num_pages] block numbers; a page that a sequence does not hold reads as block 0, masked later."""
-        table = np.zeros((len(self.pages), num_pages), dtype=np.int64)
+    @cached_property
+    def page_table(self) -> Ints:
+        """[sequences, most pages] block numbers; 0 where a sequence holds fewer."""
+        table = np.zeros((len(self.pages), max(map(len, self.pages), default=0)), dtype=np.int64)
         for row, pages in zip(table, self.pages, strict=True):
-            held = min(len(pages), num_pages)
-            row[:held] = pages[:held]
+            row[: len(pages)] = pages
         return table
+
+    @cached_property
+    def chains(self) -> tuple[Ints, Ints]:
+        """Per sequence: first flat row of its chain, and how many there are."""
+        return _bounds(self.chain_runs)
+
+    @cached_property
+    def masks(self) -> tuple[Ints, Ints]:
+        """Per sequence: first flat row of its masks, and how many there are."""
+        return _bounds(self.mask_runs)
 
     def chain_slots(self) -> Ints:
         """[chain rows] the slot each chain row writes: block number · block size + offset in the block."""
-        slots = np.empty(self.num_chain_rows, dtype=np.int64)
-        for run, pages in zip(self.chain_runs, self.pages, strict=True):
-            positions = self.positions[run.start : run.stop]
-            blocks, offsets = np.divmod(positions, self.block_size)
-            first = int(blocks[0])
-            held = np.array(pages[first : int(blocks[-1]) + 1], dtype=np.int64)
-            slots[run.start : run.stop] = held[blocks - first] * self.block_size + offsets
-        return slots
+        owner = np.repeat(np.arange(len(self.pages)), self.chains[1])
+        blocks, offsets = np.divmod(self.positions[: self.num_chain_rows], self.block_size)
+        return self.page_table[owner, blocks] * self.block_size + offsets
+
+
+def _bounds(runs: Sequence[range]) -> tuple[Ints, Ints]:
+    starts = np.array([run.start for run in runs], dtype=np.int64)
+    return starts, np.array([len(run) for run in runs], dtype=np.int64)
