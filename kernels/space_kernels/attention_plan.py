@@ -144,14 +144,18 @@ def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBloc
     held = rows.page_table[members.order]
     heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
     lanes, places = np.arange(KEY_BLOCK, dtype=np.int64), np.arange(pages_per_block, dtype=np.int64)
+    every = np.arange(len(members.order), dtype=np.int64)[:, None]
+    firsts, counts, written = members.first_block.tolist(), members.num_blocks.tolist(), members.written.tolist()
+    least_visible = visible.min(1).tolist()
     blocks = []
-    for i in range(int(members.num_blocks[0])):
-        n = int((members.num_blocks > i).sum())
+    n = len(counts)
+    for i in range(counts[0]):
+        while counts[n - 1] <= i:
+            n -= 1
         number = members.first_block[:n, None] + i
-        keys = number * KEY_BLOCK + lanes  # [n, KEY_BLOCK] absolute positions
-        last = int(keys[:, -1].max())
-        member = np.arange(n)[:, None]
-        if int(members.written[:n].min()) > last:
+        end = (max(firsts[:n]) + i + 1) * KEY_BLOCK
+        keys, member = number * KEY_BLOCK + lanes, every[:n]  # keys [n, KEY_BLOCK]: absolute positions
+        if min(written[:n]) >= end:
             index = held[member, number * pages_per_block + places][:, None] * key.kv_heads + heads
             run = rows.block_size
         else:
@@ -160,11 +164,11 @@ def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBloc
             index = (held[member, page][:, None] * key.kv_heads + heads) * rows.block_size + offset[:, None]
             run = 1
         bound = None
-        if oldest is not None or int(visible[:n].min()) <= last:
+        if oldest is not None or min(least_visible[:n]) < end:
             hidden = keys[:, None, :] >= visible[:n, :, None]
             if oldest is not None:
                 hidden |= keys[:, None, :] < oldest[:n, :, None]
-            bound = _bound(hidden, key, rows) if hidden.any() else None
+            bound = _bound(hidden, key, rows)
         blocks.append(KeyBlock(n, _to(index, rows), run, bound))
     return blocks
 

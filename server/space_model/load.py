@@ -42,7 +42,8 @@ def load_model(
 
     `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
     `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
-    CPU (None: as torch has it). Raises a ModelError that names the cause.
+    CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by it.
+    Raises a ModelError that names the cause.
     """
     if attention not in {"auto", "torch"}:
         raise InvalidSetting(f"There is no attention implementation {attention!r}; there are auto and torch.")
