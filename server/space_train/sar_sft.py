@@ -16,7 +16,7 @@ from space_train.draft_head import DraftHead
 from space_train.network import Network
 from space_train.optimiser import Optimiser
 from space_train.packed_tokens import PackedTokens
-from space_train.pretrain import autocast, can_compile, draw
+from space_train.pretrain import autocast, can_compile, draw, next_token_loss
 from space_train.schedule import Budget, LearningRate
 from space_train.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
 from space_train.tokenizer import FIRST_MASK_ID
@@ -30,6 +30,9 @@ class SpacePlan:
     num_masks: int = 5
     tokens_per_step: int = 2048
     lengths: tuple[int, ...] = (256, 256, 512)
+    # Next-token training costs a third as much a token without masks: each step also takes one window batch of it, as
+    # long as the window that is served.
+    plain_length: int = 1024
     anchors_per_token: float = 0.375
     function_share: float = 0.4
     # Of so many steps, the last takes text the model wrote itself, where there is any: that is what it will draft for.
@@ -126,7 +129,9 @@ def train_space(
     trained = [network, head] if plan.train_network else [head]
     network.requires_grad_(plan.train_network)
     optimiser = Optimiser(trained, muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
-    loss_of = torch.compile(space_loss, dynamic=False) if plan.compile and can_compile() else space_loss
+    compiled = plan.compile and can_compile()
+    loss_of = torch.compile(space_loss, dynamic=False) if compiled else space_loss
+    plain_loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
 
     def step(counters: Counters, progress: float) -> Measures:
         is_own = "own" in streams and counters.step % plan.own_text_every == plan.own_text_every - 1
@@ -142,6 +147,12 @@ def train_space(
         rows = anchor_rows(length, choose_anchors(length, counts, rng))
         with autocast(plan.autocast):
             next_token, mask, guided = loss_of(network, head, ids, rows)
+        if plan.train_network:
+            plain = draw(streams, counters, plan.plain_length, plan.tokens_per_step, plan.function_share)
+            with autocast(plan.autocast):
+                plain_loss = plan.next_token_weight * plain_loss_of(network, plain)
+            plain_loss.backward()  # type: ignore[no-untyped-call]
+            counters.num_tokens += plain.numel()
         weighted = plan.mask_weight * mask + plan.head_weight * guided
         total = weighted if is_own else weighted + plan.next_token_weight * next_token
         total.backward()  # type: ignore[no-untyped-call]

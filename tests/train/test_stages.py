@@ -17,7 +17,7 @@ from space_train.stage import Measures, Pace
 SHAPE = NetworkShape(40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 OFTEN = Pace(checkpoint=0.0, line=1e9, evaluation=1e9)
 PRETRAIN = PretrainPlan(tokens_per_step=64, lengths=(16, 32), compile=False, autocast=False)
-SPACE = SpacePlan(num_masks=3, tokens_per_step=64, lengths=(16, 32), compile=False, autocast=False)
+SPACE = SpacePlan(num_masks=3, tokens_per_step=64, lengths=(16, 32), plain_length=32, compile=False, autocast=False)
 
 
 def counting(num_ids: int = 4000) -> PackedTokens:
@@ -48,7 +48,7 @@ def masks(folder: Path, start: Network, steps: int, stop_after: int | None = Non
     generator = torch.Generator().manual_seed(0)
     start_masks(network, 3, generator)
     head.initialise(generator)
-    budget, streams = Budget(tokens=64 * steps), STREAMS | {"own": counting()}
+    budget, streams = Budget(tokens=128 * steps), STREAMS | {"own": counting()}
     train_space(
         network, head, streams, no_measures, SPACE, budget, folder / "b.pt", pace=OFTEN, stop_after_steps=stop_after
     )
