@@ -19,7 +19,7 @@ class AcceptanceRow:
     tokens_per_step: float
     tokens_per_step_not_looping: float  # over the outputs that do not loop; nan where all do
     tokens_per_step_no_blanks: float  # whitespace-only tokens left out of the count, their steps kept
-    accepted_by_position: tuple[float, ...]  # share of drafts at position 1, 2, … that were accepted, given they were laid out
+    accepted_by_position: tuple[float, ...]  # share of the drafts laid out at position 1, 2, … that were accepted
     repeated_4grams: float  # mean share of 4-grams that occurred earlier in the output
     looping: float  # share of outputs that loop
     characters_per_step: float

@@ -24,7 +24,7 @@ class Generation:
     prompt_ids: list[int]
     first: list[int] = field(default_factory=list)  # the prefill's own token
     steps: list[Step] = field(default_factory=list)
-    finish: pb.Finish = pb.FINISH_NONE
+    finish: pb.Finish.ValueType = pb.FINISH_NONE
     decode_seconds: float = 0.0  # steps after the prompt, while this sequence ran
 
     @property
