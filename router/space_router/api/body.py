@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
 from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedMedia
@@ -13,11 +13,24 @@ from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, Unsupp
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that are accepted and change nothing: they are the client's own notes."""
 
+MAX_UNKNOWN_FIELDS = 16
+"""From one more on, unknown fields are counted and not named."""
+
 
 class Body(BaseModel):
     """A request body: no unknown fields, no silent conversions, finite numbers only."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown_fields(cls, value: Any) -> Any:
+        """Half a million unknown fields would become as many complaints, at a kilobyte each."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            num_unknown = len(value.keys() - cls.model_fields.keys())
+            if num_unknown > MAX_UNKNOWN_FIELDS:
+                raise ValueError(f"must have known fields only, and has {num_unknown} others")
+        return value
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -91,7 +104,7 @@ def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str
 def _invalid(error: ValidationError) -> InvalidRequest:
     """The first complaint, as `field` must be ...; got ...; the number of others."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place = [str(part)[:60] for part in first["loc"]]
+    place = [str(part)[:60] for part in first["loc"] if not str(part).startswith("literal[")]  # a union's branch
     name = ".".join(place[:4]) or "body"
     param = place[0] if place else None
     others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""

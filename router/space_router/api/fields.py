@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from space_router.api.body import Body
 
@@ -30,6 +30,17 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 COMPLETION_NEUTRAL["prediction"] = ()
 
+MAX_BIASED = 4096
+"""Most entries of `logit_bias`."""
+
+
+def _few_entries(value: Any) -> Any:
+    """Counted before they are read: each wrong one would be a complaint of its own."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED:
+        raise ValueError(f"must have at most {MAX_BIASED} entries, and has {len(value)}")
+    return value
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count20 = Annotated[int, Field(ge=0, le=20)]
 
@@ -49,7 +60,7 @@ class GenerationFields(Body):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     stop: Any = Field(default=None, description="a string or a list of strings")
     include_stop_str_in_output: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -61,12 +72,12 @@ class GenerationFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)
     ] | None = None  # fmt: skip
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=1024)] | None = (
-        None
-    )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)] | None = None
+    bad_words: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(fail_fast=True, max_length=1024)
+    ] | None = None  # fmt: skip
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stream: bool | None = None
@@ -103,7 +114,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     refusal: None = None
@@ -116,7 +127,7 @@ class Message(Body):
 class ChatBody(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count20 | None = None

@@ -28,7 +28,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Ids to text."""
 
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
     skip_special_tokens: bool | None = None
 
 
@@ -57,9 +57,11 @@ def routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        body = validate(DetokenizeBody, (await read_object(request, service.config.max_body)).values, {})
+        received = await read_object(request, service.config.max_body)
+        body = validate(DetokenizeBody, received.values, {})
         ids = service.door().check_ids(body.tokens, "tokens")
-        skip = bool(body.skip_special_tokens)
-        return answer({"prompt": service.text.tokenizer.decode(ids, skip_special_tokens=skip)})
+        decode = service.text.tokenizer.decode
+        text = await beside(received.size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
+        return answer({"prompt": text})
 
     return router

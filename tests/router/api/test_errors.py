@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from space_router.api import body as body_module
 from space_router.api.door import Parameters
 from space_router.config import ServeConfig
 from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
@@ -268,3 +269,29 @@ async def test_keys_protect_work_and_not_probes(start: Start) -> None:
             assert answer.status_code == 200
         for path in ("/health", "/livez", "/readyz", "/metrics", "/ping", "/version"):
             assert (await router.client.get(path)).status_code == 200
+
+
+FLOODS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "x", "allowed_token_ids": [""] * 50_000}, "allowed_token_ids"),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [""] * 50_000}, "stop_token_ids"),
+    ("/v1/completions", {"prompt": "x", "bad_words": [1] * 50_000}, "bad_words"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): "a" for i in range(50_000)}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(50_000)}}, "50000 others"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 50_000}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", **{f"x{i}": 1 for i in range(50_000)}}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [1] * 50_000}, "messages"),
+    ("/detokenize", {"tokens": [""] * 50_000}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), FLOODS)
+async def test_a_flood_of_mistakes_makes_few_complaints(
+    router: Any, path: str, body: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    explain = body_module._invalid
+    monkeypatch.setattr(body_module, "_invalid", lambda error: counts.append(error.error_count()) or explain(error))
+    answer = await router.post(path, **body)
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert len(answer.content) < 600
+    assert max(counts) <= 20
