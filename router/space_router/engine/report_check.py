@@ -6,13 +6,27 @@ from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.sequence import Sequence
+from space_router.engine.sequence import Sequence, Step
 
 
 def check_report_no(report_no: int, last: int) -> None:
     """Reports are numbered 1, 2, 3, ... without gaps."""
     if report_no != last + 1:
         raise ProtocolViolation(f"report {report_no} came after report {last}")
+
+
+def check_distinct(report: worker_pb2.StepReport) -> None:
+    """A report speaks of each sequence once, and acknowledges each release once."""
+    for seq_ids in ([part.seq_id for part in report.sequences], report.released):
+        if len(set(seq_ids)) < len(seq_ids):
+            raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
+
+
+def check_released(seq_id: int, sequence: Sequence | None) -> Sequence:
+    """The sequence whose release is acknowledged."""
+    if sequence is None or sequence.step is not Step.RELEASED:
+        raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
+    return sequence
 
 
 def check_sequence(part: worker_pb2.SequenceReport, sequence: Sequence | None, facts: ModelFacts) -> Sequence:
@@ -37,6 +51,8 @@ def check_sequence(part: worker_pb2.SequenceReport, sequence: Sequence | None, f
         wrong = f"emitted {num_tokens} ids where {part.num_accepted} of {part.num_drafted} drafts were accepted"
     elif live.request.want_logprobs and len(part.logprobs) != num_tokens:
         wrong = f"has {len(part.logprobs)} logprobs for {num_tokens} ids"
+    elif any(len(entry.top_ids) != len(entry.top_logprobs) for entry in (*part.logprobs, *part.prompt_logprobs)):
+        wrong = "has alternatives without logprobs"
     if wrong is not None:
         raise ProtocolViolation(f"sequence {part.seq_id} {wrong}")
     return sequence

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from space_proto import worker_pb2
 
 from space_router.engine import wire
-from space_router.engine.errors import ProtocolViolation
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.pages import PagePool
-from space_router.engine.report_check import check_report_no, check_sequence
+from space_router.engine.report_check import check_distinct, check_released, check_report_no, check_sequence
 from space_router.engine.sequence import Sequence, Step
 
 MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
@@ -137,13 +136,17 @@ class Scheduler:
     def report(self, report: worker_pb2.StepReport) -> Outcome:
         """Take in what the worker did. After a ProtocolViolation this scheduler is of no more use."""
         check_report_no(report.report_no, self._last_report_no)
+        check_distinct(report)
         self._last_report_no = report.report_no
+        # All is checked before anything is taken in: ids that a request keeps must reach its reader, too, and of a
+        # report that violates the contract nothing does.
+        parts = [(check_sequence(part, self.sequences.get(part.seq_id), self.facts), part) for part in report.sequences]
+        released = [check_released(seq_id, self.sequences.get(seq_id)) for seq_id in report.released]
         outcome = Outcome()
-        for part in report.sequences:
-            sequence = check_sequence(part, self.sequences.get(part.seq_id), self.facts)
+        for sequence, part in parts:
             outcome.advances.append(self._advance(sequence, part))
-        for seq_id in report.released:
-            self._released(seq_id, outcome)
+        for sequence in released:
+            self._released(sequence, outcome)
         self.feed()
         return outcome
 
@@ -178,11 +181,9 @@ class Scheduler:
                 self.pool.publish(sequence.pages[i], keys[i])
             sequence.num_published = num_whole
 
-    def _released(self, seq_id: int, outcome: Outcome) -> None:
+    def _released(self, sequence: Sequence, outcome: Outcome) -> None:
         """No launched step refers to the pages any more: they may be used again."""
-        sequence = self.sequences.pop(seq_id, None)
-        if sequence is None or sequence.step is not Step.RELEASED:
-            raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
+        del self.sequences[sequence.seq_id]
         self.pool.give_back(sequence.pages)
         self._num_expected -= sequence.num_expected
         self._blocked = None

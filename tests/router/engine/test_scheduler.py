@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
+from space_router.engine.errors import ProtocolViolation
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.request import ValidRequest
 from space_router.engine.sequence import Sequence, Step
@@ -352,3 +353,29 @@ def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted
     live = LiveRequest(request_of(4, 60), 60, 0, 0.0)
     sequence = Sequence(1, live, [0], 0, block_size=4, slots_ahead=16, most_slots=65)
     assert sequence.num_wanted(scarce=scarce) == num_wanted
+
+
+@pytest.mark.parametrize("wrong", ["part", "twice", "release", "alternatives"])
+def test_nothing_of_a_report_that_violates_the_contract_is_taken_in(
+    wrong: str, lockstep: Lockstep, request_of: Make
+) -> None:
+    house = lockstep(Script(accepts=always))
+    good, other = house.submit(request_of(5, 20)), house.submit(request_of(6, 20))
+    for _ in range(3):
+        house.step()
+    assert good.phase is Phase.RUNNING
+    before = list(good.ids), list(other.ids)
+    report = house.batch.step()
+    assert report.sequences[0].tokens
+    match wrong:
+        case "part":
+            report.sequences[1].tokens[0] = house.script.vocab_size
+        case "twice":
+            report.sequences.append(report.sequences[0])
+        case "release":
+            report.released.append(1)
+        case "alternatives":
+            report.sequences[1].logprobs.add(id=1, top_ids=[1])
+    with pytest.raises(ProtocolViolation):
+        house.scheduler.report(report)
+    assert (good.ids, other.ids) == before
