@@ -9,6 +9,7 @@ from space_router.engine.live_request import LiveRequest, Phase
 
 SECONDS_WITHOUT_EXPERIENCE = 1.0
 MAX_RETRY_AFTER = 60.0
+MAX_STALE = 64  # entries of the heap that may be of requests that have left, besides as many as wait
 
 
 class RequestQueue:
@@ -56,13 +57,17 @@ class RequestQueue:
     def remove(self, live: LiveRequest) -> None:
         """A request waits no longer; nothing happens if it did not."""
         self._waiting.discard(live)
+        if len(self._heap) > 2 * len(self._waiting) + MAX_STALE:
+            # Refused and cancelled ones would stay, with their prompts, until the queue has come to their age.
+            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
+            heapq.heapify(self._heap)
 
     def admitted(self, live: LiveRequest, now: float) -> None:
         """Remove a request because it goes to a worker; `now` in seconds teaches how fast the queue moves."""
         self.remove(live)
         if self._last_admission is not None:
             self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
-        self._last_admission = now
+        self._last_admission = now if self._waiting else None  # how long nobody came says nothing about the next wait
 
     def full(self) -> QueueFull:
         """What to tell somebody for whom there is no room."""

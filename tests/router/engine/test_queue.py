@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
@@ -69,3 +70,23 @@ def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
         if (live := queue.head()) is not None:
             queue.admitted(live, 2.0 + 9.0 * second)
     assert 1.0 <= slow < queue.full().retry_after <= 60.0
+
+
+def test_the_wait_is_not_learnt_from_idle_hours(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    for age in range(4):
+        queue.push(LiveRequest(request_of(), 1, age, 0.0))
+        queue.admitted(queue.head() or pytest.fail("nobody waits"), 3600.0 * age)
+    assert queue.full().retry_after == 1.0
+
+
+def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -> None:
+    queue = RequestQueue(9)
+    waiting = LiveRequest(request_of(), 1, 0, 0.0)
+    queue.push(waiting)
+    for age in range(1, 1000):
+        refused = LiveRequest(request_of(), 1, age, 0.0)
+        queue.push(refused)
+        queue.remove(refused)
+    assert len(queue._heap) < 100
+    assert drained(queue) == [0]
