@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in programs:
         _become(programs[arguments[0]].module, arguments[1:])
     options = _parser(programs).parse_args(arguments)
-    flags = {name: getattr(options, name) for name in settings()}
+    flags = {name: getattr(options, name, None) for name in settings()}
     try:
         config = build(flags, os.environ)
         if options.command == "router" and not config.worker_address:
@@ -113,16 +113,19 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
         formatter_class=_Teaching,
         allow_abbrev=False,
     )
-    for command in (serve, router):
-        _add_flags(command)
+    _add_flags(serve, own_workers=True)
+    _add_flags(router, own_workers=False)
     for name, program in programs.items():
         commands.add_parser(name, help=program.help, add_help=False)
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
+    """Every setting that does something; `own_workers`: those of the workers that are started here are among them."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, (field, known) in settings().items():
+        if known.own_workers and not own_workers:
+            continue
         if known.group not in groups:
             groups[known.group] = parser.add_argument_group(known.group)
         default = "none" if field.default in (None, ()) else field.default

@@ -23,11 +23,14 @@ class Setting:
     help: str  # what it is, its unit, and why the default is what it is
     parse: Callable[[str], object]  # raises ValueError("must be ...")
     metavar: str
+    own_workers: bool  # only for workers that this server starts: those at --worker-address have flags of their own
 
 
-def setting(default: Any, group: str, help: str, parse: Callable[[str], object], metavar: str) -> Any:
+def setting(
+    default: Any, group: str, help: str, parse: Callable[[str], object], metavar: str, *, own_workers: bool = False
+) -> Any:
     """A config field that is also a flag."""
-    return field(default=default, metadata={"setting": Setting(group, help, parse, metavar)})
+    return field(default=default, metadata={"setting": Setting(group, help, parse, metavar, own_workers)})
 
 
 _MODEL, _HTTP, _SPECULATION, _MEMORY, _LIMITS, _WORKERS = (
@@ -58,10 +61,11 @@ class ServeConfig:
     dtype: str = setting(
         "auto",
         _MODEL,
-        "number format of weights, keys and values; auto takes the checkpoint's on a GPU and whichever is exact and "
-        "faster on a CPU",
+        "number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 "
+        "checkpoint on a CPU that multiplies it natively, and the checkpoint's own on a GPU, bfloat16 for float16",
         parse.one_of("auto", "float32", "bfloat16"),
         "auto|float32|bfloat16",
+        own_workers=True,
     )
     device: str = setting(
         "auto",
@@ -69,16 +73,23 @@ class ServeConfig:
         "where the worker computes, as torch names it; auto takes the first GPU, else the CPU",
         parse.text,
         "auto|cpu|cuda[:N]",
+        own_workers=True,
     )
     attention: str = setting(
-        "auto", _MODEL, "attention implementation; auto takes the fastest exact one", parse.text, "NAME"
+        "auto",
+        _MODEL,
+        "attention implementation: torch, the only one so far, or auto, which takes it",
+        parse.text,
+        "auto|torch",
+        own_workers=True,
     )
     max_model_len: int | None = setting(
         None,
         _MODEL,
         "most tokens of one sequence, prompt and output together; default: the checkpoint's own window",
-        parse.whole(1, None),
+        parse.whole(2, None),
         "TOKENS",
+        own_workers=True,
     )
     chat_template: str | None = setting(
         None,
@@ -123,15 +134,17 @@ class ServeConfig:
         30.0,
         _HTTP,
         "seconds that running requests have to finish after SIGTERM; the default is Kubernetes' own grace period",
-        parse.seconds,
+        parse.seconds(0),
         "SECONDS",
     )
 
     speculation: str = setting(
         "auto",
         _SPECULATION,
-        "drafts per step: auto follows measured cost, off decodes plainly, a number is an upper bound. Requests may "
-        "ask for less. The text is the same with each",
+        "drafts per step: auto shares a fixed number of rows per step (24 on a CPU, 128 elsewhere) among the "
+        "sequences, so that each drafts less the more there are; off decodes plainly; a number lays out that many drafts with all "
+        "their masks, whatever it costs (with --worker-address it is a bound on what the workers do). Requests may ask "
+        "for fewer. The text is the same with each",
         parse.speculation,
         "auto|off|K",
     )
@@ -142,17 +155,25 @@ class ServeConfig:
         "separated by commas",
         parse.ids,
         "ID[,ID...]",
+        own_workers=True,
     )
     space_num_masks: int | None = setting(
-        None, _SPECULATION, "masks per group (k) that go with one shared --space-mask-ids", parse.whole(1, 16), "K"
+        None,
+        _SPECULATION,
+        "masks per group (k) that go with one shared --space-mask-ids",
+        parse.whole(1, 16),
+        "K",
+        own_workers=True,
     )
 
     kv_memory: str = setting(
         "auto",
         _MEMORY,
-        "memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto lets the worker choose",
+        "memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto takes 0.9 of what a GPU "
+        "has free, and on a CPU what 64 whole windows need, up to 1GiB and half of what is free",
         parse.memory,
         "SIZE|FRACTION|auto",
+        own_workers=True,
     )
     block_size: int = setting(
         16,
@@ -160,16 +181,23 @@ class ServeConfig:
         "positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster",
         parse.one_of_numbers(8, 16, 32, 64, 128),
         "POSITIONS",
+        own_workers=True,
     )
     num_blocks: int | None = setting(
-        None, _MEMORY, "blocks of keys and values, instead of --kv-memory", parse.whole(1, None), "BLOCKS"
+        None,
+        _MEMORY,
+        "blocks of keys and values, instead of --kv-memory",
+        parse.whole(1, None),
+        "BLOCKS",
+        own_workers=True,
     )
     max_sequences: int = setting(
         64,
         _MEMORY,
-        "most sequences decoding at once; others wait in the queue",
+        "most sequences that one worker runs at once, others wait in the queue; more raise throughput and slow each",
         parse.whole(1, 4096),
         "SEQUENCES",
+        own_workers=True,
     )
     max_prefill_rows: int = setting(
         512,
@@ -199,6 +227,7 @@ class ServeConfig:
         "worker processes to start, each with the whole model; 1 uses all cores of a CPU best",
         parse.whole(1, 64),
         "WORKERS",
+        own_workers=True,
     )
     worker_address: tuple[str, ...] = setting(
         (),
@@ -211,11 +240,25 @@ class ServeConfig:
         600.0,
         _WORKERS,
         "seconds a worker may take to read its weights and listen; large models on slow disks take minutes",
-        parse.seconds,
+        parse.seconds(1),
+        "SECONDS",
+        own_workers=True,
+    )
+    worker_timeout: float = setting(
+        30.0,
+        _WORKERS,
+        "seconds of silence after which a worker is taken for dead and started again; it speaks at least every second, "
+        "and the default forgives a machine that swaps or a paused container",
+        parse.seconds(2),
         "SECONDS",
     )
     num_threads: int | None = setting(
-        None, _WORKERS, "threads of a CPU worker; default: torch's own choice", parse.whole(1, 1024), "THREADS"
+        None,
+        _WORKERS,
+        "threads of a CPU worker; default: torch's own choice, as many as there are cores",
+        parse.whole(1, 1024),
+        "THREADS",
+        own_workers=True,
     )
     log_level: str = setting(
         "info",
@@ -229,7 +272,7 @@ class ServeConfig:
 
     @property
     def max_draft_length(self) -> int | None:
-        """The server's bound on drafts per step; None follows measured cost."""
+        """The server's bound on drafts per step; None: the worker's own."""
         return {"auto": None, "off": 0}.get(self.speculation, _number_or_none(self.speculation))
 
     @property
@@ -253,7 +296,8 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
     """A config from texts: a flag wins over its environment variable, that over the default.
 
     `flags` holds field names; None means not given. An empty environment variable counts as not given. Raises
-    ConfigError naming flag or variable, value and what is allowed.
+    ConfigError naming flag or variable, value and what is allowed; also for a flag (a variable may be there for others)
+    about workers that are not started here.
     """
     values: dict[str, Any] = {}
     for name, (_, known) in settings().items():
@@ -270,6 +314,10 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             raise ConfigError(f"{source}={text!r}: {error}.") from None
     keys = _read_keys(values.get("api_key_file"), environment)
     config = ServeConfig(**values, api_keys=keys)
+    for name, (_, known) in settings().items():
+        if config.worker_address and known.own_workers and flags.get(name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does nothing with --worker-address: give it to `spaceserve worker` there.")
     if config.space_num_masks is not None and len(config.space_mask_ids) not in (0, 1, config.space_num_masks):
         raise ConfigError(
             f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "

@@ -46,14 +46,19 @@ def whole(low: int, high: int | None) -> Callable[[str], int]:
     return parse
 
 
-def seconds(value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError("must be a number of seconds, 0 or more")
-    return number
+def seconds(low: float) -> Callable[[str], float]:
+    """A time span of `low` seconds or more."""
+
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and number >= low):
+            raise ValueError(f"must be a number of seconds, {low:g} or more")
+        return number
+
+    return parse
 
 
 def size(value: str) -> int:

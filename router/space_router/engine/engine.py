@@ -60,14 +60,13 @@ class Engine:
         metrics: Metrics,
         *,
         tokenizer_hash: str | None = None,
-        worker_timeout: float = 30.0,
         worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
         max_lag: int = MAX_LAG,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
-        `worker_timeout`: seconds of silence after which a worker is dead; `worker_argv`: how a worker is started on an
-        address; `max_lag`: tokens a reader may be behind; `clock`: seconds, for measuring only.
+        `worker_argv`: how a worker is started on an address; `max_lag`: tokens a reader may be behind; `clock`:
+        seconds, for measuring only.
         """
         self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
         self._config = config
@@ -92,7 +91,7 @@ class Engine:
                 source,
                 schedule=self._new_scheduler,
                 tokenizer_hash=tokenizer_hash,
-                worker_timeout=worker_timeout,
+                worker_timeout=config.worker_timeout,
                 max_prefill_rows=config.max_prefill_rows,
             )
             for source in self._sources()
@@ -127,7 +126,7 @@ class Engine:
     ) -> None:
         self._draining = True
         for live in list(self._open.values()):
-            self._end(live, RequestFailed("The server has stopped before this request was done."))
+            self._break_off(live, RequestFailed("The server has stopped before this request was done."))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,7 +238,8 @@ class Engine:
             self._given_up.set()
             self._up.set()
             for live in list(self._open.values()):
-                self._end(live, WorkerFailed("No worker can be started any more."))
+                self._break_off(live, WorkerFailed("No worker can be started any more."))
+            self._settle()
 
     def worker_up(self, seat: Seat) -> None:
         """A worker has said hello, and is empty."""
@@ -274,7 +274,7 @@ class Engine:
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
             if live.statistics.num_worker_losses >= MAX_WORKER_LOSSES:
-                self._end(
+                self._break_off(
                     live,
                     WorkerFailed(
                         f"{live.statistics.num_worker_losses} workers were lost while they ran this request; it is not "
@@ -299,7 +299,9 @@ class Engine:
             best = best_placement(live, schedulers)
             if best is None:
                 if len(schedulers) == len(self._seats) and not any(s.fits(live) for s in schedulers):
-                    self._end(live, RequestFailed("The workers came back with less cache than this request needs."))
+                    self._break_off(
+                        live, RequestFailed("The workers came back with less cache than this request needs.")
+                    )
                     continue
                 for scheduler in schedulers:
                     scheduler.preempt_stalled()
@@ -329,7 +331,7 @@ class Engine:
         if stream is None or stream not in self._open:
             return
         if part.finish == worker_pb2.FINISH_ERROR:
-            self._end(live, RequestFailed(part.error or "The worker could not go on with this request."))
+            self._break_off(live, RequestFailed(part.error or "The worker could not go on with this request."))
             return
         if part.tokens:
             self._observer.tokens(live, len(part.tokens), now)
@@ -363,17 +365,22 @@ class Engine:
         self._end(live, RequestCancelled(f"Request {live.request.request_id} was left by its reader."))
 
     def _end(self, live: LiveRequest, error: EngineError) -> None:
-        """End a request that is not done, wherever it is; nothing happens if it is."""
+        """End a request that is not done, wherever it is, and let others take its place."""
+        if self._break_off(live, error):
+            self._schedule()
+            self._settle()
+
+    def _break_off(self, live: LiveRequest, error: EngineError) -> bool:
+        """The same, without what follows for others; False, and nothing happens, if the request is done."""
         if live.stream is None or live.stream not in self._open:
-            return
+            return False
         live.stream.fail(error)
         self._queue.remove(live)
         live.phase = Phase.ENDED
         self._forget(live)
         for scheduler in self._schedulers():
             scheduler.release(live)
-        self._schedule()
-        self._settle()
+        return True
 
     def _forget(self, live: LiveRequest) -> None:
         """A request has ended, one way or the other."""

@@ -34,6 +34,9 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"worker_address": ","}, {}, "separated by commas"),
         ({"max_body": "0"}, {}, "must be a size"),
         ({"host": " "}, {}, "must not be empty"),
+        ({"worker_timeout": "1"}, {}, "2 or more"),
+        ({"max_model_len": "1"}, {}, "of at least 2"),
+        ({"worker_address": "w:1", "dtype": "auto"}, {}, "--dtype does nothing with --worker-address"),
     ],
 )
 def test_an_unusable_text_is_named_with_what_is_allowed(
@@ -56,8 +59,9 @@ def test_keys_come_from_the_file_and_the_variable_and_are_never_shown(tmp_path: 
 
 
 def test_texts_become_values_in_units() -> None:
-    config = build({"max_body": "2KiB", "space_mask_ids": "4, 5", "worker_address": "a:1,b:2", "speculation": "3"}, {})
-    assert (config.max_body, config.space_mask_ids, config.worker_address) == (2048, (4, 5), ("a:1", "b:2"))
+    config = build({"max_body": "2KiB", "space_mask_ids": "4, 5", "worker_timeout": "2.5", "speculation": "3"}, {})
+    assert (config.max_body, config.space_mask_ids, config.worker_timeout) == (2048, (4, 5), 2.5)
+    assert build({"worker_address": "a:1,b:2"}, {}).worker_address == ("a:1", "b:2")
     assert (config.max_draft_length, build({"speculation": "off"}, {}).max_draft_length) == (3, 0)
     assert build({}, {}).max_draft_length is None
 
@@ -76,6 +80,15 @@ def test_help_teaches_every_flag_with_its_variable(capsys: pytest.CaptureFixture
         assert f"--{name.replace('_', '-')} " in text
         assert f"SPACESERVE_{name.upper()}" in text.replace("\n      ", " ")
     assert "examples:" in text
+
+
+def test_a_router_alone_has_no_flags_of_workers_and_shares_their_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["router", "--help"])
+    text = capsys.readouterr().out
+    for name, (_, known) in settings().items():
+        assert (f"--{name.replace('_', '-')} " in text) is not known.own_workers
+    assert build({"worker_address": "w:1"}, {"SPACESERVE_DEVICE": "cpu"}).worker_address == ("w:1",)
 
 
 def test_wrong_settings_end_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,10 +138,8 @@ class House:
 
 @asynccontextmanager
 async def open_house(script: Script | None = None, **fields: Any) -> AsyncIterator[House]:
-    """`fields`: of ServeConfig, and `max_lag`, `worker_timeout`, `tokenizer_hash` of Engine."""
-    engine_fields = {
-        name: fields.pop(name) for name in ("max_lag", "worker_timeout", "tokenizer_hash") if name in fields
-    }
+    """`fields`: of ServeConfig, and `max_lag`, `tokenizer_hash` of Engine."""
+    engine_fields = {name: fields.pop(name) for name in ("max_lag", "tokenizer_hash") if name in fields}
     async with ScriptedWorker(script) as worker:
         metrics = Metrics()
         config = replace(ServeConfig(worker_address=(worker.address,)), **fields)
