@@ -20,13 +20,9 @@ SECONDS = 60.0
 """Longest wait for anything: far beyond what a busy machine needs, and short of the test's own limit."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of these in one process of `pytest -n N --dist loadgroup`: they share their servers."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.xdist_group("e2e"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark all tests of this folder."""
+    item.add_marker(pytest.mark.e2e)
 
 
 class Live:
