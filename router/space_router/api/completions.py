@@ -43,8 +43,7 @@ def plan(door: Door, body: CompletionBody) -> Plan:
     if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
         param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         raise InvalidRequest("Log-probabilities of the prompt cannot be streamed; leave `stream` out.", param=param)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("`max_tokens` must be at least 1 (0 goes with `echo` only); got 0.", param="max_tokens")
     prompts = door.prompts(
         body.prompt,
@@ -56,7 +55,7 @@ def plan(door: Door, body: CompletionBody) -> Plan:
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     wanted = common_parameters(
         body,
-        max_tokens=max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         num_choices=generated,
         num_shown=shown,
         num_logprobs=0 if body.logprobs is None and generated > shown else body.logprobs,
@@ -83,7 +82,7 @@ class CompletionShape:
         if self.body.logprobs is not None:
             lists = CompletionLogprobs(self.tokenizer)
             if self.body.echo:
-                lists.add_prompt(choice.prompt.ids, self._top(prompt.prompt_logprobs))
+                lists.add_prompt(choice.prompt.ids, echo, self._top(prompt.prompt_logprobs))
             lists.add(tokens, len(echo))
             logprobs = lists.lists
         body: dict[str, Any] = {"text": echo + text, "logprobs": logprobs}

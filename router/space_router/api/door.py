@@ -28,6 +28,7 @@ class Parameters:
     """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
 
     max_tokens: int | None = None
+    default_max_tokens: int | None = None  # where `max_tokens` is not said: cut to what fits; None: as much as fits
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -140,7 +141,7 @@ class Door:
             min_tokens=wanted.min_tokens or 0,
             skip_special_tokens=wanted.skip_special_tokens is not False,
         )
-        max_tokens = wanted.max_tokens
+        max_tokens = wanted.default_max_tokens if wanted.max_tokens is None else wanted.max_tokens
         if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:
             raise InvalidRequest(
                 f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `max_tokens`.", param="min_tokens"
@@ -154,7 +155,7 @@ class Door:
                 request_id=request_id if count * len(prompts) == 1 else f"{request_id}-{index}",
                 prompt_ids=prompt.ids,
                 sampling=replace(sampling, choice=choice),
-                max_tokens=None if max_tokens is None else max(1, max_tokens),
+                max_tokens=self._limit(wanted, len(prompt.ids)),
                 eos_ids=() if wanted.ignore_eos else self.facts.eos_ids,
                 stop_ids=stop_ids,
                 max_draft_length=drafts,
@@ -168,6 +169,13 @@ class Door:
             )
             choices.append(Choice(index, prompt, request, rules))
         return Plan(request_id, seed, tuple(prompts), tuple(choices), wanted.num_shown, answered=max_tokens != 0)
+
+    def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
+        """`max_tokens` for the engine, which always makes one; what nobody asked for is cut to what fits."""
+        if wanted.max_tokens is not None or wanted.default_max_tokens is None:
+            return None if wanted.max_tokens is None else max(1, wanted.max_tokens)
+        room = min(self.facts.window, self.facts.num_slots - 1) - num_prompt
+        return max(1, min(wanted.default_max_tokens, room))
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
         """Raises InvalidRequest for an id that is no row of the output head."""

@@ -57,6 +57,11 @@ class GenerateParameters(Body):
     top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def detailed(self) -> bool:
+        """`decoder_input_details` are details, too: as in TGI, to ask for them is to ask for all."""
+        return bool(self.details or self.decoder_input_details)
+
 
 class GenerateBody(Body):
     """`POST /generate` and `POST /generate_stream`."""
@@ -97,9 +102,10 @@ class Generation:
         if stream and options.decoder_input_details:
             raise InvalidRequest("`decoder_input_details` cannot be streamed.", param="decoder_input_details")
         prompt = door.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
-        detailed = stream or bool(options.details) or best_of > 1
+        detailed = stream or options.detailed or best_of > 1
         wanted = Parameters(
-            max_tokens=DEFAULT_MAX_NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens,
+            max_tokens=options.max_new_tokens,
+            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
             stop=options.stop,
             temperature=(1.0 if options.temperature is None else options.temperature) if sampled else 0.0,
             top_p=1.0 if options.top_p is None else options.top_p,
@@ -111,7 +117,7 @@ class Generation:
             num_choices=best_of,
             seed=options.seed,
             num_logprobs=(options.top_n_tokens or 0) if detailed else None,
-            num_prompt_logprobs=0 if options.decoder_input_details and options.details else None,
+            num_prompt_logprobs=0 if options.decoder_input_details else None,
             speculation=options.speculation,
         )
         plan = door.plan([prompt], wanted, prefix="gen")
@@ -129,7 +135,7 @@ class Generation:
         ranked = sorted(written, key=lambda one: _mean(one.tokens), reverse=True) if len(written) > 1 else written
         best = ranked[0]
         body: dict[str, Any] = {"generated_text": self.full_text(best.text)}
-        if self.options.details:
+        if self.options.detailed:
             body["details"] = self._details(best, written[0])
             if len(ranked) > 1:
                 body["details"]["best_of_sequences"] = [

@@ -58,9 +58,8 @@ class OpenAIAnswer:
             for one in ranked[: self.plan.num_shown]:
                 body = self.shape.whole(one, group[0])
                 self._add_ids(body, one.progress, [token.span.id for token in one.tokens], first=True)
-                choices.append(
-                    {"index": len(choices), **body, **_reasons(one.progress.finish, one.progress.stop_reason)}
-                )
+                reasons = self._reasons(one.progress.finish, one.progress.stop_reason)
+                choices.append({"index": len(choices), **body, **reasons})
         return {
             "id": self.plan.request_id,
             "object": self.shape.object,
@@ -97,7 +96,7 @@ class OpenAIAnswer:
                 self._add_ids(body, progress, [token.span.id for token in delta.tokens], first=index not in started)
                 started.add(index)
                 event: dict[str, Any] = {
-                    "choices": [{"index": index, **body, **_reasons(delta.finish, delta.stop_reason)}]
+                    "choices": [{"index": index, **body, **self._reasons(delta.finish, delta.stop_reason)}]
                 }
                 if usage_always:
                     event["usage"] = self._usage(running.choices)
@@ -123,6 +122,12 @@ class OpenAIAnswer:
             if first:
                 body["prompt_token_ids"] = progress.choice.prompt.ids
 
+    def _reasons(self, finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
+        if finish is not None and not self.plan.answered:  # it is the limit of 0 that ended it, whatever the engine's
+            finish, stop_reason = FinishReason.LENGTH, None  # one token was
+        name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
+        return {"finish_reason": name, "stop_reason": stop_reason}
+
     def _usage(self, choices: list[Progress]) -> dict[str, Any]:
         num_prompt = sum(len(prompt.ids) for prompt in self.plan.prompts)
         num_generated = sum(choice.statistics.num_tokens for choice in choices) if self.plan.answered else 0
@@ -146,11 +151,6 @@ class OpenAIAnswer:
             "accepted": sum(one.num_accepted for one in figures),
             "tokens_per_step": round(decoded / steps, 4) if steps else None,
         }
-
-
-def _reasons(finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
-    name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
-    return {"finish_reason": name, "stop_reason": stop_reason}
 
 
 def _mean_logprob(written: Written) -> float:

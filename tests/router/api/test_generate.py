@@ -125,3 +125,20 @@ async def test_neutral_parameters_and_top_p_1_are_taken(router: Any) -> None:
     }
     answer = await router.post("/generate", inputs="x", parameters={**neutral, "max_new_tokens": 1})
     assert answer.status_code == 200, answer.text
+
+
+async def test_asking_for_the_prompts_details_is_asking_for_details(start: Start) -> None:
+    async with start("hello") as router:
+        asked = {"max_new_tokens": 1, "decoder_input_details": True}
+        body = (await router.post("/generate", inputs="ab", parameters=asked)).json()
+        assert [entry["text"] for entry in body["details"]["prefill"]] == ["a", "b"]
+
+
+async def test_a_limit_nobody_asked_for_is_cut_to_what_fits(router: Any) -> None:
+    asked = {"details": True, "stop": []}
+    body = (await router.post("/generate", inputs="x" * 509, parameters=asked)).json()
+    assert body["details"]["generated_tokens"] <= 3
+    completion = await router.complete(prompt="x" * 509, ignore_eos=True)
+    assert (completion["usage"]["completion_tokens"], completion["choices"][0]["finish_reason"]) == (3, "length")
+    answer = await router.post("/v1/completions", prompt="x" * 512)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
