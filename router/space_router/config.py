@@ -142,9 +142,9 @@ class ServeConfig:
         "auto",
         _SPECULATION,
         "drafts per step: auto shares a fixed number of rows per step (24 on a CPU, 128 elsewhere) among the "
-        "sequences, so that each drafts less the more there are; off decodes plainly; a number lays out that many drafts with all "
-        "their masks, whatever it costs (with --worker-address it is a bound on what the workers do). Requests may ask "
-        "for fewer. The text is the same with each",
+        "sequences, so that each drafts less the more there are; off decodes plainly; a number lays out that many "
+        "drafts with all their masks, whatever it costs (with --worker-address it is a bound on what the workers do). "
+        "Requests may ask for fewer. The text is the same with each",
         parse.speculation,
         "auto|off|K",
     )

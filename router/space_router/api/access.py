@@ -49,7 +49,8 @@ class Access:
 
     def _known(self, headers: Headers) -> bool:
         """Compares with every key, in time that does not depend on which one fits."""
+        # Headers are bytes that were read as Latin-1.
         kind, _, given = headers.get("authorization", "").partition(" ")
-        offered = given.strip().encode() if kind.lower() == "bearer" else b""
+        offered = given.strip().encode("latin-1") if kind.lower() == "bearer" else b""
         known = [hmac.compare_digest(offered, key) for key in self._keys]
         return any(known)

@@ -60,7 +60,7 @@ async def read_object(request: Request, max_body: int) -> Received:
         raise UnsupportedMedia(f"The body is announced as {shown(media)}; send `Content-Type: application/json`.")
     too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:18]) > max_body:
+    if length.isdecimal() and int(length[:18]) > max_body:
         raise BodyTooLarge(too_large)
     pieces: list[bytes] = []
     size = 0

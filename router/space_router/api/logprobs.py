@@ -28,12 +28,17 @@ class CompletionLogprobs:
             "text_offset": [],
         }
 
-    def add_prompt(self, ids: Sequence[int], known: Sequence[TokenLogprobs]) -> None:
-        """An echoed prompt: its first token has no log-probability."""
+    def add_prompt(self, ids: Sequence[int], text: str, known: Sequence[TokenLogprobs]) -> None:
+        """An echoed prompt: its first token has no log-probability. `text`: as it is echoed."""
         detokenizer = Detokenizer(self._tokenizer)
         values = [None] * (len(ids) - len(known)) + list(known)
+        num_written = 0  # characters of special tokens that the client itself has written out
         for id_, logprobs in zip(ids, values, strict=True):
-            self._add(id_, logprobs, detokenizer.push(id_)[1].start)
+            offset = num_written + detokenizer.push(id_)[1].start
+            self._add(id_, logprobs, offset)
+            if id_ in self._tokenizer.special_ids:
+                name = self._tokenizer.token_text(id_)
+                num_written += len(name) if text.startswith(name, offset) else 0
 
     def add(self, tokens: Sequence[TextToken], offset: int) -> None:
         """Generated tokens; `offset`: where the generated text begins."""

@@ -17,7 +17,7 @@ VERSION = importlib.metadata.version("spaceserve")
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["operating"])
 
-    def ready() -> Response:
+    async def ready() -> Response:
         """200 when new work is taken."""
         if service.draining:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")

@@ -102,7 +102,8 @@ class Link:
         except grpc.aio.AioRpcError as error:
             raise LinkLost(f"the worker at {self.address} is gone: {error.details()}") from error
         except asyncio.CancelledError:
-            if self._silent:
+            task = asyncio.current_task()
+            if self._silent and not (task is not None and task.cancelling()):
                 raise LinkLost(f"the worker at {self.address} said nothing for {self._timeout:g} s") from None
             raise
         if not isinstance(message, worker_pb2.WorkerMessage):

@@ -224,3 +224,20 @@ async def test_many_requests_at_once_equal_their_solo_runs(router: Any) -> None:
     solo = [(await router.complete(**one))["choices"][0]["text"] for one in asked]
     together = await asyncio.gather(*(router.complete(**one) for one in asked))
     assert [answer["choices"][0]["text"] for answer in together] == solo
+
+
+async def test_offsets_count_special_tokens_that_the_prompt_spells_out(start: Start) -> None:
+    async with start("yes") as router:
+        text = "<|im_start|>ab<|im_end|>"
+        answer = await router.complete(prompt=text, max_tokens=1, echo=True, logprobs=0)
+        choice = answer["choices"][0]
+        assert choice["text"] == text + "y"
+        for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+            assert choice["text"].startswith(token, offset)
+
+
+@pytest.mark.parametrize("reply", ["yes", "<|endoftext|>"])
+async def test_a_limit_of_0_is_a_length_whatever_would_have_come(start: Start, reply: str) -> None:
+    async with start(reply) as router:
+        answer = await router.complete(prompt="ab", max_tokens=0, echo=True)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("ab", "length")

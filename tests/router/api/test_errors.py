@@ -295,3 +295,10 @@ async def test_a_flood_of_mistakes_makes_few_complaints(
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
     assert len(answer.content) < 600
     assert max(counts) <= 20
+
+
+async def test_a_key_may_have_letters_of_every_alphabet(start: Start) -> None:
+    async with start("yes", config=ServeConfig(api_keys=("schlüssel",))) as router:
+        for key, status in (("schlüssel", 200), ("schlussel", 401)):
+            answer = await router.client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()})
+            assert answer.status_code == status
