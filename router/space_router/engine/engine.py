@@ -34,6 +34,7 @@ from space_router.engine.seat import Seat, WorkerSource
 from space_router.engine.stream import Stream
 from space_router.metrics import Metrics
 from space_router.workers.command import worker_command
+from space_router.workers.link import WorkerMismatch
 from space_router.workers.remote import RemoteWorker
 from space_router.workers.supervisor import Supervisor
 
@@ -240,6 +241,12 @@ class Engine:
             for live in list(self._open.values()):
                 self._break_off(live, WorkerFailed("No worker can be started any more."))
             self._settle()
+
+    def expect(self, facts: ModelFacts) -> None:
+        """Every worker may have to go on where another has stopped."""
+        if self.facts is not None and facts.text_depends_on != self.facts.text_depends_on:
+            theirs, ours = (" ".join(one.text_depends_on) for one in (facts, self.facts))
+            raise WorkerMismatch(f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype.")
 
     def worker_up(self, seat: Seat) -> None:
         """A worker has said hello, and is empty."""

@@ -34,6 +34,11 @@ class ModelFacts:
         """Slots of all pages together."""
         return self.block_size * self.num_blocks
 
+    @property
+    def text_depends_on(self) -> tuple[str, ...]:
+        """What two workers must have in common for one to go on where the other has stopped."""
+        return (self.model_hash, self.dtype, self.device.partition(":")[0])
+
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> ModelFacts:
         return cls(

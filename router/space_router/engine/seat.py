@@ -18,7 +18,7 @@ from space_router.workers.supervisor import WorkerDidNotStart
 logger = logging.getLogger(__name__)
 
 SILENT_STEPS = 10  # worker timeouts without a step, though one is due: a heart may beat beside a hung device
-MAX_FAILED_STARTS = 5  # in a row, of a worker that was up before
+MAX_FAILED_STARTS = 5  # in a row, of a worker that was up before: it does not start, or comes back as another
 
 
 class WorkerSource(Protocol):
@@ -35,6 +35,9 @@ class WorkerSource(Protocol):
 
 class Engaged(Protocol):
     """Who is told what happens on the seat."""
+
+    def expect(self, facts: ModelFacts) -> None:
+        """Raise WorkerMismatch unless this worker gives the same text as those before and beside it."""
 
     def worker_up(self, seat: Seat) -> None: ...
 
@@ -78,18 +81,14 @@ class Seat:
         while True:
             try:
                 address = await self.source.start()
-                num_failed_starts = 0
                 await self._converse(address, engaged)
-            except WorkerDidNotStart as error:
+            except (WorkerDidNotStart, WorkerMismatch) as error:
                 num_failed_starts += 1
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
                     raise WorkerStartFailed(str(error)) from error
                 logger.error("%s", error)
-            except WorkerMismatch as error:
-                if not self.num_incarnations:
-                    raise WorkerStartFailed(str(error)) from error
-                logger.error("%s", error)
             except (LinkLost, ProtocolViolation) as error:
+                num_failed_starts = 0
                 logger.warning("%s is lost: %s", self.source.name, error)
             except Exception:  # whatever it was, a fresh worker and the requests' own ids set it right
                 logger.exception("%s is started again after an error of the router", self.source.name)
@@ -97,6 +96,7 @@ class Seat:
     async def _converse(self, address: str, engaged: Engaged) -> None:
         async with Link(address, timeout=self._worker_timeout, tokenizer_hash=self._tokenizer_hash) as link:
             facts = ModelFacts.from_hello(link.hello)
+            engaged.expect(facts)
             scheduler = self._schedule(facts)
             start = worker_pb2.Start(
                 protocol_major=PROTOCOL_MAJOR,

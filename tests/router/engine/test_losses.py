@@ -191,6 +191,33 @@ def test_a_worker_that_does_not_fit_is_refused_with_both_sides_named(script: Scr
     asyncio.run(whole())
 
 
+def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_place(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from space_router.config import ServeConfig
+    from space_router.metrics import Metrics
+
+    monkeypatch.setattr(seat, "MAX_FAILED_STARTS", 1)
+
+    async def whole() -> None:
+        async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(model_hash="other")) as two:
+            config = ServeConfig(worker_address=(one.address, two.address))
+            async with Engine(config, Metrics()) as engine:
+                async with asyncio.timeout(10):
+                    while not caplog.records:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                assert engine.load().num_workers_up == 1
+                for worker in (one, two):
+                    worker.script.model_hash = "changed"
+                one.kill()
+                two.kill()
+                async with asyncio.timeout(10):
+                    with pytest.raises(WorkerStartFailed, match="Give all the same model"):
+                        await engine.failed()
+
+    asyncio.run(whole())
+
+
 def test_nothing_is_taken_before_the_first_worker_is_up(request_of: Make) -> None:
     async def whole() -> None:
         async with an_engine("unix:/nonexistent/w.sock") as engine:
