@@ -145,16 +145,19 @@ class Stepper:
         usable = choice.usable[at].tolist()
 
         for n, advance in enumerate(advances):
-            sequence, a = advance.plan.sequence, accepted[n]
-            if not all(usable[n][: a + 1]):
+            sequence, made = advance.plan.sequence, emitted[n][: accepted[n] + 1]
+            if not usable[n][0]:
                 advance.error = (
-                    f"No id can be chosen at position {rows[first[n]].position + usable[n].index(False)}: "
+                    f"No id can be chosen at position {rows[first[n]].position}: "
                     "the logits are not finite, or every id is forbidden."
                 )
                 continue
-            count, advance.end = sequence.limits.cut(emitted[n][: a + 1], sequence.num_left)
-            advance.tokens = emitted[n][:count]
-            advance.num_accepted = min(a, count)
+            if not all(usable[n][: len(made)]):
+                # What stands before the row without a choice stands alone too; the next step has that row for its root.
+                made = made[: usable[n].index(False)]
+            count, advance.end = sequence.limits.cut(made, sequence.num_left)
+            advance.tokens = made[:count]
+            advance.num_accepted = min(accepted[n], count)
             if n in raw:
                 advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
 
@@ -187,7 +190,7 @@ class Stepper:
                 if proposed is not None:
                     advance.drafts = self._valid(list(proposed[:wanted]))
                     continue
-            group = plan.layout.next_drafts(advance.num_accepted)
+            group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             if group is not None:
                 first = group.first_mask - 1
                 rows = batch.mask_rows[number][group.group][first : first + min(group.num_drafts, wanted)]

@@ -1,0 +1,101 @@
+"""What goes wrong in one sequence harms that sequence alone, and where plain decoding would meet it."""
+
+import pytest
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.testing import ScriptedModel, SmallRouter
+from space_server.worker import Worker
+
+
+def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> SmallRouter:
+    settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
+    return SmallRouter(Worker(model, **settings))  # type: ignore[arg-type]
+
+
+def text(model: ScriptedModel, start: int, count: int) -> list[int]:
+    return [model.text(position) for position in range(start, start + count)]
+
+
+@pytest.mark.parametrize("page", [256, 0])
+def test_pages_that_cannot_be_had_fail_the_sequence_they_extend_alone(page: int) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    bad, good = router.admit([5] * 3, num_pages=1), router.admit([5] * 60)
+    router.worker.apply(pb.Command(extend=pb.Extend(seq_id=bad, pages=[page])))
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error.startswith(f"Block {page} ")
+    assert router.ran[good].tokens == text(model, 60, 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"ids": [5, 64]}, "Id 64 is outside the vocabulary of 64."),
+        ({"ids": [5, 2]}, "Id 2 is a mask token; prompts cannot contain it."),
+        ({"ids": []}, "num_prompt must be 1 .. 0"),
+        ({"ids": [5], "num_prompt": 2}, "num_prompt must be 1 .. 1"),
+        ({"ids": [5] * 9, "num_cached": 3}, "num_cached must be a multiple of 4 below the 9 ids; got 3."),
+        ({"ids": [5] * 8, "num_cached": 8}, "num_cached must be a multiple of 4 below the 8 ids; got 8."),
+        ({"ids": [5] * 9, "num_cached": 8, "pages": [1]}, "8 cached ids do not fit in 1 pages."),
+        ({"ids": [5], "pages": [256]}, "Block 256 does not exist; there are 256."),
+        ({"ids": [5], "pages": [3, 4, 3]}, "Block 3 is given twice to one sequence."),
+        ({"ids": [5] * 1024}, "Nothing is left to generate"),
+        ({"ids": [5], "limits": pb.Limits()}, "Nothing is left to generate"),
+        ({"ids": [5], "sampling": pb.Sampling(temperature=float("nan"))}, "temperature must be finite; got nan."),
+        ({"ids": [5], "sampling": pb.Sampling(top_p=-1)}, "top_p must not be negative; got -1."),
+        ({"ids": [5], "sampling": pb.Sampling(allowed_ids=[99])}, "Id 99 of a parameter is outside"),
+        ({"ids": [5], "sampling": pb.Sampling(bad_words=[pb.IdRun()])}, "A bad word has no ids."),
+        ({"ids": [5] * 5, "num_cached": 4, "num_prompt_logprobs": 0}, "Prompt log-probabilities need num_cached = 0."),
+    ],
+)
+def test_a_bad_admission_fails_alone(fields: dict[str, object], error: str) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    good = router.admit([5] * 6, max_tokens=5)
+    bad = {"seq_id": 9, "num_prompt": len(fields["ids"]), "pages": [200, 201, 202], "limits": pb.Limits(max_tokens=4)}  # type: ignore[arg-type]
+    router.worker.apply(pb.Command(admit=pb.Admit(**(bad | fields))))  # type: ignore[arg-type]
+    report = router.worker.step()
+    assert report is not None
+    failed = next(sequence for sequence in report.sequences if sequence.seq_id == 9)
+    assert failed.finish == pb.FINISH_ERROR
+    assert failed.error.startswith(error)
+    tokens = [token for sequence in report.sequences if sequence.seq_id == good for token in sequence.tokens]
+    assert tokens == text(model, 6, 1)
+
+
+def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = ScriptedModel(poison=7)
+    router = router_of(model)
+    good, bad, other = router.admit([5] * 6), router.admit([7] * 3), router.admit([5] * 60)
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error == "The step failed: RuntimeError: id 7 is poison"
+    assert router.ran[good].tokens == text(model, 6, 16)
+    assert router.ran[other].tokens == text(model, 60, 16)
+    assert "one by one" in caplog.text
+
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("nan_at", range(6, 14))
+def test_nan_harms_its_own_sequence_where_plain_decoding_would_meet_it(nan_at: int, k: int) -> None:
+    model = ScriptedModel(nan_at=nan_at)
+    router = router_of(model, k=k)
+    good, bad = router.admit([5] * 60), router.admit([5] * 6)
+    router.run()
+    assert router.ran[good].tokens == text(model, 60, 16)
+    assert (router.ran[bad].finish, router.ran[bad].tokens) == (pb.FINISH_ERROR, text(model, 6, nan_at - 6))
+    assert router.ran[bad].error.startswith(f"No id can be chosen at position {nan_at}:")
+
+
+def test_nan_behind_the_end_of_a_text_or_a_wrong_draft_is_never_met() -> None:
+    wrong = router_of(ScriptedModel(nan_at=12, wrong=[11]))
+    seq_id = wrong.admit([5] * 10, max_tokens=2)
+    wrong.run()
+    assert wrong.ran[seq_id].finish == pb.FINISH_LENGTH
+    for at in range(6, 12):
+        ends = ScriptedModel(nan_at=at + 1, text=lambda position, at=at: 60 if position == at else 10 + position)  # type: ignore[misc]
+        router = router_of(ends)
+        seq_id = router.admit([5] * 6, eos_ids=[60])
+        router.run()
+        assert (router.ran[seq_id].tokens, router.ran[seq_id].finish) == (text(ends, 6, at - 5), pb.FINISH_EOS)
