@@ -13,9 +13,12 @@ from space_kernels.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_b
 from space_kernels.ordering import first_columns
 from space_kernels.processors import Row, process
 
-_MODEST_NOISE = 6.0
-_MODEST_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_MODEST_NOISE)))
-"""Fewer bits than these mean noise below _MODEST_NOISE (399 of 400 cells)."""
+_LOUD_NOISE = 6.0
+_LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
+"""Fewer bits than these mean noise below _LOUD_NOISE (399 of 400 cells)."""
+_CELLS_AT_ONCE = 1 << 18
+"""Bits drawn at once: what stays in a processor's own cache."""
+_NO_ID = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,57 @@ def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
     z [N, V] float32 (÷ temperature, impossible ids -inf), keys [N] int64, positions [N] int64 -> [N] int64
 
-    Noise is bounded: z_v + GUMBEL_MAX must reach max(z) + GUMBEL_MIN for v to win. Ids that cannot are left out, first
-    by this bound, then, far below the maximum, by their bits alone; the winner is the same.
+    Noise is bounded: z_v + GUMBEL_MAX must reach max(z) + GUMBEL_MIN for v to win. Where few ids can, as behind a
+    top-k, the others are left out before anything is drawn. The winner is the same.
     """
-    N = z.shape[0]
-    best = z.amax(dim=1, keepdim=True)
-    row, id_ = (z >= best - (GUMBEL_MAX - GUMBEL_MIN + 0.01)).nonzero(as_tuple=True)  # row-major: ids ascend in a row
-    bits = random_bits(row_streams(keys, positions)[row], id_)
-    below = best[:, 0][row] - z[row, id_]
-    live = ((bits >= _MODEST_BITS) | (below <= _MODEST_NOISE - GUMBEL_MIN + 0.01)).nonzero(as_tuple=True)[0]
-    row, id_ = row[live], id_[live]
-    score = z[row, id_].to(torch.float64) + gumbel_of_bits(bits[live])
-    highest = torch.full((N,), -math.inf, dtype=torch.float64, device=z.device)
-    highest.scatter_reduce_(0, row, score, "amax")
+    N, V = z.shape
+    streams = row_streams(keys, positions)
+    ids = torch.arange(V, device=z.device)[None]
+    possible = z >= z.amax(dim=1, keepdim=True) - (GUMBEL_MAX - GUMBEL_MIN + 0.01)
+    counts = possible.sum(dim=1)
+    most = int(counts.max())
+    if most < V // 4:
+        row, id_ = possible.nonzero(as_tuple=True)  # row-major: ids ascend in a row
+        column = torch.arange(len(row), device=z.device) - (counts.cumsum(dim=0) - counts)[row]
+        few = z.new_full((N, most), -math.inf)
+        few[row, column] = z[row, id_]
+        ids = ids.new_zeros(N, most)
+        ids[row, column] = id_
+        z = few
+    num_rows = max(1, _CELLS_AT_ONCE // max(1, z.shape[1]))
+    of_rows = ids.expand(N, -1).split(num_rows) if len(ids) == N else [ids] * -(-N // num_rows)
+    parts = zip(z.split(num_rows), of_rows, streams.split(num_rows), strict=True)
+    return torch.cat([_loudest(part, its_ids, its_streams) for part, its_ids, its_streams in parts])
+
+
+def _loudest(z: Tensor, ids: Tensor, streams: Tensor) -> Tensor:
+    """The winning id of each row. z [n, M], ids [n, M] or [1, M], streams [n] -> [n]
+
+    Every cell has its bits drawn, and few of them become noise: one in 400 is loud, and the best of these leaves hardly
+    a quiet one that could still win.
+    """
+    n, M = z.shape
+    bits = random_bits(streams[:, None], ids)  # [n, M]
+    ids = ids.expand(n, M)
+    loud = bits >= _LOUD_BITS
+    highest = z.amax(dim=1).to(torch.float64) + GUMBEL_MIN  # the winner has at least this
+    highest, row, id_, score = _join(highest, loud, z, ids, bits)
+    quiet = (z >= (highest - _LOUD_NOISE - 0.01).to(torch.float32)[:, None]) & ~loud
+    highest, *others = _join(highest, quiet, z, ids, bits)
+    row, id_, score = (torch.cat(pair) for pair in zip((row, id_, score), others, strict=True))
     wins = score == highest[row]
-    winner = torch.full((N,), z.shape[1], dtype=torch.int64, device=z.device)
+    winner = torch.full((n,), _NO_ID, dtype=torch.int64, device=z.device)
     winner.scatter_reduce_(0, row[wins], id_[wins], "amin")
-    return winner.clamp_(max=z.shape[1] - 1)  # only a row without any candidate reaches the clamp
+    return torch.where(winner == _NO_ID, 0, winner)  # only a row of NaN has no winner
+
+
+def _join(
+    highest: Tensor, cells: Tensor, z: Tensor, ids: Tensor, bits: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Score the `cells` [n, M]: the highest score of each row with them, and their rows, ids and scores."""
+    row, column = cells.nonzero(as_tuple=True)
+    score = z[row, column].to(torch.float64) + gumbel_of_bits(bits[row, column])
+    return highest.scatter_reduce(0, row, score, "amax"), row, ids[row, column], score
 
 
 @dataclass(frozen=True, slots=True)

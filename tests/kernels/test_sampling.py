@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from space_kernels import sampling
 from space_kernels.law import Law
 from space_kernels.noise import gumbel
 from space_kernels.processors import Row
@@ -13,13 +14,26 @@ from space_kernels.sampling import choose_rows, log_probabilities, sample
 NO_IDS = torch.tensor([], dtype=torch.int64)
 
 
-@pytest.mark.parametrize("spread", [0.1, 3.0, 12.0])
-def test_pruning_never_changes_the_winner(spread: float) -> None:
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 12.0, 3e7])
+@pytest.mark.parametrize("possible", [1, 40, 700])
+def test_pruning_never_changes_the_winner(spread: float, possible: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_CELLS_AT_ONCE", 5000)  # rows in several parts
     z = torch.randn(40, 700, generator=torch.Generator().manual_seed(5)) * spread
     z[::3, ::2] = -math.inf
+    z[:, 700 - possible :].neg_()
+    z[:, : 700 - possible] = -math.inf
     keys, positions = torch.arange(40) * 7 - 3, torch.arange(40) % 9
     dense = (z.to(torch.float64) + gumbel(keys, positions, torch.arange(700)[None])).argmax(dim=1)
-    assert torch.equal(sample(z, keys, positions), dense)
+    reachable = z.amax(dim=1) > -math.inf
+    assert torch.equal(sample(z, keys, positions)[reachable], dense[reachable])
+
+
+def test_rows_of_nan_and_of_nothing_possible_harm_no_other_row() -> None:
+    z = torch.zeros(4, 30)
+    keys = torch.arange(4)
+    alone = sample(z, keys, keys)
+    z[1], z[2, 7] = -math.inf, math.nan
+    assert sample(z, keys, keys)[[0, 3]].tolist() == alone[[0, 3]].tolist()
 
 
 def test_the_law_of_choice_is_the_softmax() -> None:
