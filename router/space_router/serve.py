@@ -86,25 +86,26 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
             signalled,
         )
         where = ", ".join(config.worker_address)
-        say(f"connecting to workers at {where}" if where else f"starting {_workers(config.workers)} for {config.model}")
-        await engine_scope.enter_async_context(engine)
-        address = _url(listening)
-        say(f"listening on {address} (/health says 503 until the model is ready)")
-        watching = asyncio.create_task(_watch(service, address, say))
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            await asyncio.wait((watching, serving), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done() and not stopping and (error := watching.exception()) is not None:
-                if not isinstance(error, EngineError):
-                    raise error
-                say(f"error: {error}")
-                server.should_exit = True
+        with server.capture_signals():  # from the first worker on: whoever is told to stop ends what it started
+            say(f"connecting to workers at {where}" if where else f"starting {_workers(config)}")
+            await engine_scope.enter_async_context(engine)
+            address = _url(listening)
+            say(f"listening on {address} (/health says 503 until the model is ready)")
+            watching = asyncio.create_task(_watch(service, address, say))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            try:
+                await asyncio.wait((watching, serving), return_when=asyncio.FIRST_COMPLETED)
+                if watching.done() and not stopping and (error := watching.exception()) is not None:
+                    if not isinstance(error, EngineError):
+                        raise error
+                    say(f"error: {error}")
+                    server.should_exit = True
+                    await serving
+                    return 1
                 await serving
-                return 1
-            await serving
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, *stopping, return_exceptions=True)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, *stopping, return_exceptions=True)
     return 0
 
 
@@ -125,8 +126,8 @@ def _description(facts: ModelFacts) -> str:
     return f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
 
 
-def _workers(count: int) -> str:
-    return "a worker" if count == 1 else f"{count} workers"
+def _workers(config: ServeConfig) -> str:
+    return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f" for {config.model}"
 
 
 def _listen(host: str, port: int) -> socket.socket:

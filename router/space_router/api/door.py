@@ -23,6 +23,11 @@ _SMALLEST = 1e-30
 """Positive parameters stay positive in float32, where 0 would mean `unset`."""
 
 
+def choice_id(request_id: str, index: int) -> str:
+    """The engine's name for one of several choices; no client can have given it to another request."""
+    return f"{request_id}/{index}"
+
+
 @dataclass(frozen=True)
 class Parameters:
     """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
@@ -152,7 +157,7 @@ class Door:
         for index in range(count * len(prompts)):
             prompt, choice = prompts[index // count], index % count
             request = ValidRequest(
-                request_id=request_id if count * len(prompts) == 1 else f"{request_id}-{index}",
+                request_id=request_id if count * len(prompts) == 1 else choice_id(request_id, index),
                 prompt_ids=prompt.ids,
                 sampling=replace(sampling, choice=choice),
                 max_tokens=self._limit(wanted, len(prompt.ids)),

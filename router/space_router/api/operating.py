@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from space_router.api.answers import answer
 from space_router.api.body import shown
+from space_router.api.door import choice_id
 from space_router.api.service import Service
 from space_router.errors import NotFound, Unavailable
 
@@ -58,7 +59,7 @@ def routes(service: Service) -> APIRouter:
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request_id: str) -> Response:
         """End a request by the id it was given (`request_id`, header `x-request-id`), with all its choices."""
-        choices = (f"{request_id}-{index}" for index in range(service.config.max_choices))
+        choices = (choice_id(request_id, index) for index in range(service.config.max_choices))
         ended = [service.engine.cancel(name) for name in (request_id, *choices)]
         if not any(ended):
             raise NotFound(f"There is no running request {shown(request_id)}.", code="request_not_found")

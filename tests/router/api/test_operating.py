@@ -165,6 +165,18 @@ async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Star
         assert (await router.client.delete("/v1/requests/mine")).status_code == 404
 
 
+async def test_cancelling_one_request_leaves_those_with_similar_names(start: Start) -> None:
+    async with start("yes", step_seconds=0.005) as router:
+        names = ("mine", "mine-0", "mine-1")
+        asking = [
+            asyncio.create_task(router.post("/v1/completions", prompt="x", max_tokens=200, request_id=name))
+            for name in names
+        ]
+        await until(lambda: router.service.engine.load().num_running == 3)
+        assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [499, 200, 200]
+
+
 async def test_events_of_one_step_are_sent_as_one_chunk(start: Start) -> None:
     async with start("abcdefgh", accepts=never) as router:
         client = Client("/v1/completions", {"prompt": ["x", "y", "z"], "max_tokens": 40, "stream": True})

@@ -109,3 +109,12 @@ def start_server(tmp_path: Path) -> StartServer:
             yield Server(url, router, scripted)
 
     return start
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[Process]:
+    """A router that has said its first line and will never find its worker."""
+    front = ["router", "--model", str(write_checkpoint(tmp_path)), "--port", "0"]
+    with process("space_router", *front, "--worker-address", f"unix:{tmp_path}/nobody.sock") as router:
+        router.wait_for("connecting to workers")
+        yield router

@@ -130,3 +130,8 @@ def test_the_hugging_face_client_generates_and_streams(start_server: StartServer
         stream = client.text_generation("Say", max_new_tokens=12, stream=True, details=True, stop=["and"])
         events = list(stream)
         assert events[-1].generated_text == "".join(event.token.text for event in events)
+
+
+def test_a_server_that_is_still_starting_stops_when_it_is_told_to(starting: Any) -> None:
+    assert starting.stop() == 0
+    assert any("stopping" in line for line in starting.lines)
