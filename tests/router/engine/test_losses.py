@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from space_router.engine import seat
 from space_router.engine.engine import Engine
-from space_router.engine.errors import NotReady, WorkerFailed, WorkerStartFailed
+from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request import Sampling, ValidRequest
 from space_router.testing import Script, ScriptedWorker
 
@@ -226,3 +226,16 @@ def test_nothing_is_taken_before_the_first_worker_is_up(request_of: Make) -> Non
                 engine.submit(request_of())
 
     asyncio.run(whole())
+
+
+def test_hundreds_that_no_longer_fit_end_one_by_one(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        house.worker.script.num_blocks = 2
+        house.worker.kill()
+        await house.until(lambda: not house.engine.ready)
+        streams = [house.engine.submit(request_of(6, 40)) for _ in range(600)]
+        for stream in streams:
+            with pytest.raises(RequestFailed, match="less cache"):
+                await anext(aiter(stream))
+
+    in_house(body, max_queue=1000)
