@@ -57,6 +57,7 @@ class Link:
         self._last_word = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
         self._silent = False
+        self._closed = False
 
     async def __aenter__(self) -> Link:
         try:
@@ -113,6 +114,8 @@ class Link:
     async def _outgoing(self) -> AsyncIterator[worker_pb2.RouterMessage]:
         while True:
             await self._news.wait()
+            if self._closed:
+                return
             self._news.clear()
             commands, self._unsent = self._unsent, []
             yield worker_pb2.RouterMessage(commands=commands)
@@ -120,6 +123,8 @@ class Link:
     async def _close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
+        self._closed = True
+        self._news.set()  # ends `_outgoing`: left waiting, it would be collected in the middle of its step
         self._call.cancel()
         await self._channel.close()
 

@@ -106,3 +106,18 @@ def test_one_link_after_another_finds_an_empty_worker() -> None:
         worker.check()
 
     with_worker(body)
+
+
+def test_nothing_is_left_waiting_behind_a_link() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        before = asyncio.all_tasks()
+        async with Link(worker.address, timeout=5.0) as link:
+            link.send([START])
+            worker.kill()
+            with pytest.raises(LinkLost, match="died"):
+                await link.report()
+        async with asyncio.timeout(5):
+            while any("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    with_worker(body)
