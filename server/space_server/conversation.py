@@ -48,12 +48,20 @@ class Conversation:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Step no more, and forget every sequence."""
+        """Step no more, and forget every sequence. A cancellation takes effect when that is done."""
         with self._news:
             self._stopping = True
             self._news.notify()
-        await asyncio.to_thread(self._thread.join)
+        joining = asyncio.ensure_future(asyncio.to_thread(self._thread.join))
+        cancelled = False
+        while not joining.done():
+            try:
+                await asyncio.wait([joining])
+            except asyncio.CancelledError:
+                cancelled = True  # the stream has gone, but the step it began has not: nobody may have the worker yet
         self._worker.reset()
+        if cancelled:
+            raise asyncio.CancelledError
 
     def receive(self, commands: Iterable[pb.Command]) -> None:
         """These take effect before the next step."""

@@ -71,9 +71,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             finally:
                 self._conversation = None
                 reader.cancel()
-                await conversation.stop()
-                if self._draining:
-                    self.finished.set()
+                try:
+                    await conversation.stop()
+                finally:
+                    if self._draining or self._worker.draining:  # what ran is forgotten, and nothing new is taken
+                        self.finished.set()
 
     async def _speak(self, conversation: Conversation, context: _Context) -> None:
         """Number the reports and send them; a refusal is the last word."""

@@ -1,6 +1,7 @@
 """The conversation over a real socket: hello, tokens, releases, heartbeats, refusals, and who comes next."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from space_model.forward_batch import ForwardBatch
+from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.controller import FixedLayout
@@ -15,6 +18,7 @@ from space_server.conversation import MAX_UNSENT, Conversation
 from space_server.service import WorkerService, start_server
 from space_server.testing import ScriptedModel
 from space_server.worker import Worker
+from torch import Tensor
 
 Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
@@ -76,6 +80,19 @@ class Peer:
         while (message := await self.hear()) is not None:
             last = message
         return last
+
+
+class SlowModel(ScriptedModel):
+    """Its forward pass takes as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        self.begun.set()
+        self.go_on.wait(10)
+        return super().forward(batch, kv)
 
 
 @asynccontextmanager
@@ -233,6 +250,20 @@ def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_sig
     run(scenario)
 
 
+def test_a_router_that_hangs_up_while_draining_leaves_nothing_to_finish(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (service, connect):
+            peer = connect()
+            await peer.say(start(), admit(1, max_tokens=900), pb.Command(drain=pb.Drain()))
+            await peer.hear()
+            await peer.hear_until(lambda report: any(s.paused for s in report.sequences))
+            assert not service.finished.is_set()
+            peer.call.cancel()
+            await asyncio.wait_for(service.finished.wait(), 10)
+
+    run(scenario)
+
+
 def test_draining_without_a_router_is_over_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (service, connect):
@@ -261,6 +292,28 @@ def test_a_router_that_does_not_read_is_not_run_ahead_of() -> None:
             conversation.sent(message)
         assert await conversation.message(10) != pb.WorkerMessage(report=pb.StepReport())
         await conversation.stop()
+        assert len(worker.batch) == 0
+
+    run(scenario)
+
+
+def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_worker() -> None:
+    async def scenario() -> None:
+        model = SlowModel()
+        worker = Worker(model, num_blocks=256, block_size=4)
+        conversation = Conversation(worker)
+        conversation.receive([start(), admit(1, max_tokens=900)])
+        conversation.start()
+        await asyncio.to_thread(model.begun.wait, 10)
+        stopping = asyncio.create_task(conversation.stop())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            stopping.cancel()
+        assert not stopping.done()
+        model.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
         assert len(worker.batch) == 0
 
     run(scenario)
