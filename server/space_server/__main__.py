@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from space_model.load import load_model
 from space_model.model_error import ModelError
 
 from space_server.config import WorkerConfig, parse
 from space_server.controller import FixedLayout
-from space_server.memory import NotEnoughMemory, choose_num_blocks, free_bytes
+from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 from space_server.service import WorkerService, start_server
 from space_server.worker import Worker
 
@@ -34,6 +35,9 @@ _log = logging.getLogger("space_server")
 def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is told to stop; the exit status."""
     config = parse(arguments)
+    signal.signal(
+        signal.SIGTERM, _leave
+    )  # until the loop takes it over: nothing runs yet, so nothing is to be finished
     logging.basicConfig(
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -66,9 +70,11 @@ def build_worker(config: WorkerConfig) -> Worker:
         num_threads=config.num_threads,
     )
     facts = model.facts
-    num_blocks = config.num_blocks or choose_num_blocks(
-        facts, block_size=config.block_size, amount=config.kv_memory, available=free_bytes(facts.device)
-    )
+    size, available = config.block_size, free_bytes(facts.device)  # the weights are in memory already
+    if config.num_blocks is None:
+        num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
+    else:
+        num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     worker = Worker(
         model,
@@ -126,6 +132,11 @@ def _outlive(parent_pid: int, period: float = 0.5) -> None:
         time.sleep(period)
     _log.error("the parent process %d is gone", parent_pid)
     os._exit(ORPHANED)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End while the model is being loaded."""
+    raise SystemExit(0)
 
 
 def _fail(status: int, error: Exception) -> int:

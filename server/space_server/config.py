@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from space_kernels.attention_plan import KEY_BLOCK
+
 from space_server.memory import NotEnoughMemory, parse_amount
 
 Speculation = Literal["auto", "off"] | int
@@ -53,7 +55,10 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     )
     parser.add_argument("--num-blocks", type=_at_least(1), help="blocks of keys and values; wins over --kv-memory")
     parser.add_argument(
-        "--block-size", type=_at_least(1), default=16, help="slots per block (default: %(default)s; small wastes less)"
+        "--block-size",
+        type=_block_size,
+        default=16,
+        help=f"slots per block, a power of two up to {KEY_BLOCK} (default: %(default)s; small wastes less)",
     )
     parser.add_argument("--max-model-len", type=_at_least(2), help="ids of one sequence (default: the checkpoint's)")
     parser.add_argument("--max-sequences", type=_at_least(1), default=64, help="at once (default: %(default)s)")
@@ -87,6 +92,12 @@ def _at_least(bound: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def _block_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1 or KEY_BLOCK % int(text):
+        raise argparse.ArgumentTypeError(f"must be a power of two up to {KEY_BLOCK}; got {text!r}")
+    return int(text)
 
 
 def _speculation(text: str) -> Speculation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -37,14 +38,50 @@ def parse_amount(text: str) -> int | float:
     return int(amount * _UNITS[unit])
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken on the device now."""
+def free_bytes(
+    device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Memory that can be taken on the device now; on a CPU within what the container may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise NotEnoughMemory("/proc/meminfo does not say how much memory is available; give --num-blocks.")
+    return min([_machine_bytes(meminfo), *_container_bytes(cgroup)])
+
+
+def _machine_bytes(meminfo: Path) -> int:
+    """What Linux says is available; elsewhere all the memory there is."""
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_bytes(cgroup: Path) -> list[int]:
+    """What is left below each memory limit of a control group, version 2 or 1; file pages that can go count as free."""
+    found = []
+    for limit, usage, idle in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            bound, used = (cgroup / limit).read_text().strip(), int((cgroup / usage).read_text())
+            statistics = ((cgroup / limit).parent / "memory.stat").read_text().splitlines()
+        except OSError:
+            continue  # no such group here
+        if bound.isdecimal():  # else `max`: no limit
+            reclaimable = sum(int(line.split()[1]) for line in statistics if line.split()[0] == idle)
+            found.append(max(0, int(bound) - used + reclaimable))
+    return found
+
+
+def check_num_blocks(facts: ModelFacts, *, num_blocks: int, block_size: int, available: int) -> int:
+    """`num_blocks`, as asked for by number. Raises NotEnoughMemory if they do not fit."""
+    needed = num_blocks * block_size * facts.kv_bytes_per_token
+    if needed > available:
+        raise NotEnoughMemory(
+            f"--num-blocks {num_blocks} needs {needed} bytes; {available} are available on {facts.device}."
+        )
+    return num_blocks
 
 
 def choose_num_blocks(facts: ModelFacts, *, block_size: int, amount: int | float | None, available: int) -> int:

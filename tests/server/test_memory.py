@@ -1,10 +1,12 @@
 """Amounts of memory are read exactly, and blocks are as many as fit."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 import torch
-from space_server.memory import NotEnoughMemory, choose_num_blocks, free_bytes, parse_amount
+from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, parse_amount
 from space_server.testing import ScriptedModel
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
@@ -50,5 +52,37 @@ def test_less_than_one_window_and_more_than_there_is_are_refused() -> None:
         choose_num_blocks(FACTS, block_size=16, amount=2_000_000_000, available=1_000_000)
 
 
-def test_free_memory_is_known() -> None:
-    assert free_bytes(torch.device("cpu")) > 0
+def test_blocks_asked_for_by_number_must_fit() -> None:
+    assert check_num_blocks(FACTS, num_blocks=10, block_size=16, available=160_000) == 10
+    with pytest.raises(NotEnoughMemory, match="--num-blocks 11 needs 176000 bytes; 160000 are available on cpu"):
+        check_num_blocks(FACTS, num_blocks=11, block_size=16, available=160_000)
+
+
+def test_free_memory_is_known_on_linux_and_elsewhere(tmp_path: Path) -> None:
+    cpu, nowhere = torch.device("cpu"), tmp_path / "nowhere"
+    assert free_bytes(cpu) > 0
+    assert free_bytes(cpu, meminfo=nowhere, cgroup=nowhere) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 7 kB\n")
+    assert free_bytes(cpu, meminfo=meminfo, cgroup=nowhere) == 7 * 1024
+
+
+@pytest.mark.parametrize(
+    ("names", "idle"),
+    [
+        (("memory.max", "memory.current", "memory.stat"), "inactive_file"),
+        (
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, names: tuple[str, str, str], idle: str) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 100 kB\n")
+    (tmp_path / "memory").mkdir()
+    for name, words in zip(names, ("5000\n", "3000\n", f"anon 9\n{idle} 1000\n"), strict=True):
+        (tmp_path / name).write_text(words)
+    assert free_bytes(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path) == 3000
+    (tmp_path / names[0]).write_text("max\n")
+    assert free_bytes(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path) == 100 * 1024

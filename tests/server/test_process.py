@@ -61,6 +61,7 @@ def test_failures_are_one_line_and_a_status_of_their_own(
     cases = [
         (3, "nothing", ["--model", str(tmp_path / "nothing"), "--listen", f"unix:{tmp_path / 'a'}"]),
         (4, "are available", ["--model", good, "--listen", f"unix:{tmp_path / 'b'}", "--kv-memory", "900000GiB"]),
+        (4, "--num-blocks 999999999 needs", ["--model", good, "--listen", "h:1", "--num-blocks", "999999999"]),
         (5, "Cannot listen", ["--model", good, "--listen", f"unix:{tmp_path}/no/such/folder"]),
     ]
     for status, words, arguments in cases:
@@ -68,6 +69,19 @@ def test_failures_are_one_line_and_a_status_of_their_own(
         errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         assert words in errors[0]
+
+
+def test_sigterm_while_the_model_is_loaded_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "space_server.__main__.load_model", lambda path, **settings: signal.raise_signal(signal.SIGTERM)
+    )
+    try:
+        with pytest.raises(SystemExit) as left:
+            main(["--listen", "h:1"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 0
 
 
 @pytest.mark.e2e
