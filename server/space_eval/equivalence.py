@@ -25,6 +25,7 @@ LONG_PROMPT = KEY_BLOCK - 6
 JOINS_AT = (0, 1, 3, 6)  # step at which each seat's sequence comes
 MAX_TOKENS_OF_SEAT = (MAX_TOKENS, 12, 20, MAX_TOKENS)
 LEAVES_AFTER = {3: 4}  # seat 3 is released by its client after so many ids
+MOST_STEPS = 500
 TURNING_POINT = 5  # ids after which seat 0 is preempted, or the worker restarted
 
 RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
@@ -111,6 +112,11 @@ def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
         _require(accepted == drafted, cell, f"of {drafted} oracle drafts only {accepted} were accepted")
     for drafted, accepted in seen["wrong"]:
         _require(accepted == 0, cell, f"of {drafted} drafts whose first is wrong {accepted} were accepted")
+    for seat, record in enumerate(runs["half"]):
+        own = layout_for(cell.layout, seat).num_drafts
+        for drafted, accepted in record.verdicts[:-1]:
+            if own > 1 and drafted == own:
+                _require(0 < accepted < own, cell, f"of {own} half-right drafts {accepted} were accepted")
     union = [verdict for verdicts in seen.values() for verdict in verdicts]
     _require(any(a == 0 for _, a in union), cell, "no draft was ever rejected at once (a = 0)")
     _require((k, k) in union, cell, f"a whole chain of {k} was never accepted (a = k)")
@@ -137,7 +143,6 @@ class Run:
         self._waiting = list(self._seats)
         self._left: set[int] = set()
         self._kept: list[int] = []  # pages of the prompt that seat 0 finds computed
-        self._num_steps = 0
         self._open()
 
     def finished(self) -> list[Record]:
@@ -145,10 +150,13 @@ class Run:
         if self._cell.prefix == "hit":
             self._compute_prefix()
         turned = self._cell.life == "undisturbed"
+        turns = 0
         while self._waiting or self._desk.records:
-            while self._waiting and JOINS_AT[self._waiting[0]] <= self._desk.num_steps:
+            _require(turns < MOST_STEPS, self._cell, f"the texts were not finished in {turns} steps")
+            while self._waiting and JOINS_AT[self._waiting[0]] <= turns:
                 self._admit(self._waiting.pop(0))
             self._desk.step()
+            turns += 1
             self._let_leave()
             main = self._records[0]
             if not turned and len(main.tokens) >= TURNING_POINT and main.finish == pb.FINISH_NONE:

@@ -78,7 +78,7 @@ def test_all_conditions_together(model: str, layout: str, dtype: str, subject_of
 def test_the_whole_product(
     model: str, layout: str, dtype: str, life: str, subject_of: Subjects, request: pytest.FixtureRequest
 ) -> None:
-    if not request.config.getoption("--whole-matrix"):
+    if not request.config.getoption("--whole-matrix", default=False):
         pytest.skip("every cell of the product takes hours: pytest tests/exactness -m slow --whole-matrix")
     subject = subject_of(model, dtype)
     fixed = {"layout": (layout,), "dtype": (dtype,), "life": (life,)}
