@@ -31,7 +31,7 @@ class Checkpoint:
         config_file = folder / "config.json"
         if not config_file.is_file():
             raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = _object(config_file)
         if "auto_map" in config:
             raise UnsupportedModel(
                 f"The checkpoint {path} brings its own code (auto_map in config.json); remote code is never run. "
@@ -42,8 +42,7 @@ class Checkpoint:
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; empty where it is absent."""
         file = self.folder / name
-        loaded: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return loaded
+        return _object(file) if file.is_file() else {}
 
     def model_hash(self) -> str:
         """Over config.json and the headers of the weights (names, dtypes, shapes, offsets): cheap, and seen by eye."""
@@ -59,13 +58,24 @@ class Checkpoint:
         file = self.folder / "tokenizer.json"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
-    def eos_ids(self) -> tuple[int, ...]:
-        """What ends a text, as the generation config says, else the config."""
+    def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """What ends a text, as the generation config says, else the config; an id the head does not have ends none."""
         for source in (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {}):
             ids = source.get("eos_token_id")
             if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+                return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
         return ()
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in this file."""
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointNotFound(f"{file} is not JSON: {error}. Was it copied whole?") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointNotFound(f"{file} holds no JSON object.")
+    return loaded
 
 
 def _folder(path: str) -> Path:
@@ -87,7 +97,9 @@ def _folder(path: str) -> Path:
 def _weights(folder: Path) -> tuple[Path, ...]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(_object(index).get("weight_map", {}).values()))
+        if not names:
+            raise CheckpointNotFound(f"{index} names no files.")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointNotFound(f"{index} names {missing[0]}, which is not there ({len(missing)} files missing).")

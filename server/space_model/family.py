@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -19,7 +20,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     kind = checkpoint.config.get("model_type")
     try:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"transformers cannot read the config of {checkpoint.name}: {error}") from error
     if "quantization_config" in checkpoint.config:
         raise UnsupportedModel(

@@ -65,10 +65,11 @@ def load_model(
         )
 
     model = _read_weights(checkpoint, config, number, place)
+    vocab_size = len(model.get_output_embeddings().weight)
     num_heads, kv_heads, head_dim = family.sizes(config)
     facts = ModelFacts(
         name=checkpoint.name,
-        vocab_size=len(model.get_output_embeddings().weight),
+        vocab_size=vocab_size,
         hidden_size=int(config.hidden_size),
         num_layers=int(config.num_hidden_layers),
         num_heads=num_heads,
@@ -78,7 +79,7 @@ def load_model(
         dtype=number,
         dtype_reason=reason,
         device=place,
-        eos_ids=checkpoint.eos_ids(),
+        eos_ids=checkpoint.eos_ids(vocab_size),
         mask_ids=section.mask_ids,
         num_masks=len(section.mask_ids),
         model_hash=checkpoint.model_hash(),

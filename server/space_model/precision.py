@@ -36,7 +36,7 @@ def choose_dtype(dtype: str, device: torch.device, stored: torch.dtype | None) -
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
     if stored is torch.bfloat16:
         return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX)"
-    return torch.float32, f"the checkpoint is {stored}"
+    return torch.float32, "the checkpoint does not say" if stored is None else f"the checkpoint is {stored}"
 
 
 def _has_bf16_products() -> bool:

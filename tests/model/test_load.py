@@ -128,6 +128,7 @@ def test_a_draft_head_that_does_not_fit_is_refused(
         ({"model_type": "qwen3_next"}, "linear_attention layers"),
         ({"model_type": "t5"}, "no causal language models"),
         ({"model_type": "nonesuch"}, "cannot read the config"),
+        ({"hidden_size": "wide"}, "cannot read the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"hidden_act": "relu2"}, "The activation"),
         ({"space": {"adapter": "gated.safetensors"}}, "gated adapters are not served"),
@@ -176,6 +177,24 @@ def test_absent_checkpoints_are_named(tmp_path: Path) -> None:
         load_model(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(("text", "message"), [('{"a": ', "is not JSON"), ("[1]", "holds no JSON object")])
+def test_json_that_is_cut_or_no_object_is_named(
+    name: str, text: str, message: str, copy_of: Callable[..., Path]
+) -> None:
+    path = copy_of()
+    (path / name).write_text(text)
+    with pytest.raises(CheckpointNotFound, match=f"{name} {message}"):
+        Checkpoint.open(path).eos_ids(vocab_size=128)
+
+
+def test_an_index_that_names_no_files_is_refused(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    (path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointNotFound, match="names no files"):
+        Checkpoint.open(path)
+
+
 def test_sharded_weights_are_read_as_one(copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     whole = load_model(path, dtype="float32")
@@ -202,6 +221,8 @@ def test_eos_ids_come_from_the_generation_config_first(copy_of: Callable[..., Pa
     assert load_model(path).facts.eos_ids == (3, 5)
     (path / "generation_config.json").unlink()
     assert load_model(path).facts.eos_ids == (7,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [128, 6, -1]}')
+    assert load_model(path).facts.eos_ids == (6,)
 
 
 def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of: Callable[[str], Path]) -> None:
