@@ -69,10 +69,9 @@ def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
         ids = ids.new_zeros(N, most)
         ids[row, column] = id_
         z = few
-    num_rows = max(1, _CELLS_AT_ONCE // max(1, z.shape[1]))
-    of_rows = ids.expand(N, -1).split(num_rows) if len(ids) == N else [ids] * -(-N // num_rows)
-    parts = zip(z.split(num_rows), of_rows, streams.split(num_rows), strict=True)
-    return torch.cat([_loudest(part, its_ids, its_streams) for part, its_ids, its_streams in parts])
+    num_rows = max(1, _CELLS_AT_ONCE // z.shape[1])
+    parts = [slice(first, first + num_rows) for first in range(0, N, num_rows)]
+    return torch.cat([_loudest(z[part], ids if len(ids) == 1 else ids[part], streams[part]) for part in parts])
 
 
 def _loudest(z: Tensor, ids: Tensor, streams: Tensor) -> Tensor:
