@@ -15,7 +15,7 @@ from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.llama_network import LlamaNetwork
-from space_model.model_error import CheckpointNotFound, InvalidSetting, UnsupportedModel
+from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.network import Network
 from space_model.output_head import OutputHead
@@ -66,6 +66,10 @@ def load_model(
 
     model = _read_weights(checkpoint, config, number, place)
     vocab_size = len(model.get_output_embeddings().weight)
+    eos_ids = checkpoint.eos_ids(vocab_size)
+    both = sorted(set(eos_ids).intersection(section.mask_ids))
+    if both:
+        raise InvalidSpaceSection(f"Id {both[0]} ends a text and cannot be a mask too: masks are never generated.")
     num_heads, kv_heads, head_dim = family.sizes(config)
     facts = ModelFacts(
         name=checkpoint.name,
@@ -79,7 +83,7 @@ def load_model(
         dtype=number,
         dtype_reason=reason,
         device=place,
-        eos_ids=checkpoint.eos_ids(vocab_size),
+        eos_ids=eos_ids,
         mask_ids=section.mask_ids,
         num_masks=len(section.mask_ids),
         model_hash=checkpoint.model_hash(),

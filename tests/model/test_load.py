@@ -85,6 +85,7 @@ def test_arguments_win_over_the_space_section(checkpoint_of: Callable[[str], Pat
         ({"mask_ids": [128]}, "Mask id 128 is outside the vocabulary of 128"),
         ({"mask_ids": [1, 2], "num_masks": 3}, "3 masks need 1 or 3 mask ids; got 2"),
         ({"num_masks": -1}, "num_masks must be 0 or more; got -1"),
+        ({"mask_ids": [0], "num_masks": 3}, "Id 0 ends a text and cannot be a mask too"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(
@@ -216,13 +217,13 @@ def test_sharded_weights_are_read_as_one(copy_of: Callable[..., Path]) -> None:
 
 
 def test_eos_ids_come_from_the_generation_config_first(copy_of: Callable[..., Path]) -> None:
-    path = copy_of(eos_token_id=7)
-    (path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    assert load_model(path).facts.eos_ids == (3, 5)
+    path = copy_of(eos_token_id=9)
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 10]}')
+    assert load_model(path).facts.eos_ids == (3, 10)
     (path / "generation_config.json").unlink()
-    assert load_model(path).facts.eos_ids == (7,)
-    (path / "generation_config.json").write_text('{"eos_token_id": [128, 6, -1]}')
-    assert load_model(path).facts.eos_ids == (6,)
+    assert load_model(path).facts.eos_ids == (9,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [128, 11, -1]}')
+    assert load_model(path).facts.eos_ids == (11,)
 
 
 def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of: Callable[[str], Path]) -> None:
