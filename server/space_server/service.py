@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
@@ -98,7 +99,10 @@ async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Convers
             conversation.receive(message.commands)
     except grpc.aio.BaseError as error:
         _log.info("router lost: %s", error)
-    conversation.close()
+    except DecodeError as error:
+        conversation.refuse(f"The router sent a message that cannot be read: {error}")
+    finally:
+        conversation.close()
 
 
 async def start_server(service: WorkerService, address: str) -> tuple[grpc.aio.Server, str]:

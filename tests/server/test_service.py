@@ -186,6 +186,25 @@ def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_a_message_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = Worker(ScriptedModel(), num_blocks=256, block_size=4)
+        server, address = await start_server(WorkerService(worker), f"unix:{tmp_path / 'w'}")
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(
+                "/spaceserve.v1.Worker/Serve", response_deserializer=pb.WorkerMessage.FromString
+            )()
+            peer = Peer(call)
+            await peer.hear()
+            await call.write(b"\xff")
+            last = await peer.last_word()
+        assert last is not None
+        assert last.refusal.reason.startswith("The router sent a message that cannot be read")
+        await server.stop(grace=0)
+
+    run(scenario)
+
+
 def test_the_next_router_finds_an_empty_worker(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (_, connect):
