@@ -91,7 +91,8 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(llama_weights(network, dtype), folder / "model.safetensors", metadata={"format": "pt"})
     if head is not None:
-        tensors = {"w1": head.w1.detach().to(dtype).contiguous(), "w2": head.w2.detach().to(dtype).contiguous()}
+        weights = {"draft_head.w1.weight": head.w1, "draft_head.w2.weight": head.w2}
+        tensors = {name: weight.detach().to(dtype).contiguous() for name, weight in weights.items()}
         save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
     for path in folder.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors writes files that only their owner can read

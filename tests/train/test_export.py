@@ -48,7 +48,8 @@ def test_the_space_section_names_the_masks_and_the_head_and_the_files_hold_them_
     }
     weights, head_weights = (load_file(tmp_path / "model" / name) for name in ("model.safetensors", head_file(config)))
     assert {tensor.dtype for tensor in (*weights.values(), *head_weights.values())} == {torch.bfloat16}
-    assert {name: tuple(tensor.shape) for name, tensor in head_weights.items()} == {"w1": (24, 64), "w2": (32, 24)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in head_weights.items()}
+    assert shapes == {"draft_head.w1.weight": (24, 64), "draft_head.w2.weight": (32, 24)}
     assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
