@@ -21,7 +21,7 @@ NUM_SEATS = 4
 
 def ties_of(subject: Subject, oracle: GreedyOracle, k: int, max_tokens: int) -> list[Tie]:
     """The ties of four unequal prompts in one batch, decoded with up to k drafts per step."""
-    desk = Desk(make_worker(subject.model, FixedLayout.full(k), None))
+    desk = Desk(make_worker(subject.model, FixedLayout.full(k), None, num_blocks=300))
     records = []
     for seat in range(NUM_SEATS):
         request = replace(subject.request(seat, 0.0, "none"), limits=pb.Limits(max_tokens=max_tokens))
