@@ -79,7 +79,7 @@ def test_the_whole_product(
     model: str, layout: str, dtype: str, life: str, subject_of: Subjects, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("--whole-matrix", default=False):
-        pytest.skip("every cell of the product takes hours: pytest tests/exactness -m slow --whole-matrix")
+        pytest.skip("every cell of the product takes days: pytest tests/exactness -m slow --whole-matrix")
     subject = subject_of(model, dtype)
     fixed = {"layout": (layout,), "dtype": (dtype,), "life": (life,)}
     axes = {**AXES, **fixed}
