@@ -12,7 +12,7 @@ from space_model.testing import tiny_checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-matrix", action="store_true", help="with -m slow: every cell of the product (155,520 per model: days)")
+    parser.addoption("--whole-matrix", action="store_true", help="every cell (155,520 per model: days)")
 
 
 @pytest.fixture(autouse=True, scope="session")
