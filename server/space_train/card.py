@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ class CardFacts:
     shape: NetworkShape
     num_masks: int
     characters_per_token: float
+    num_own_texts: int
+    remark: str  # what else a reader should know of this run
     stages: Sequence[StageRecord]
     final: Measures  # of the weights as shipped: loss, bits_per_byte, mask_j, head_j
     corpus: Sequence[Mapping[str, Any]]  # `corpus.json`
@@ -51,11 +54,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def paragraph(text: str) -> str:
+    """One paragraph, filled."""
+    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
+
+
 def card(facts: CardFacts) -> str:
     """The text of `README.md`."""
     shape, final = facts.shape, facts.final
     trained = [entry for entry in facts.corpus if not entry["held_out"] and entry["num_files"]]
     held_out = [entry for entry in facts.corpus if entry["held_out"]]
+    own_text = f"{facts.num_own_texts} texts written by the model itself; " if facts.num_own_texts else ""
+    architecture = paragraph(
+        f"""Llama architecture, {shape.num_parameters / 1e6:.2f} M parameters ({shape.num_layers} layers, hidden size
+        {shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied
+        embeddings), bf16, window {shape.window}; byte-level BPE of {shape.vocab_size} ids,
+        {facts.characters_per_token:.2f} characters per token on held-out code; {facts.num_masks} mask tokens, one id
+        each. Code is completed as it is; a chat turn in words becomes a comment above the code to be written."""
+    )
+    recipe = paragraph(
+        f"""Commit `{facts.commit}`, seed {facts.seed}, {facts.threads} CPU threads. Next-token training by Muon and
+        AdamW on windows of 256 to {shape.window} ids; {own_text}SAR-SFT with many anchors per sequence, soft labels
+        from the model's own next-token distribution, the next-token loss kept, masks and draft head together. Budgets
+        are minutes on the clock of a machine that other work may share: another run sees more or fewer tokens.
+        {facts.remark}"""
+    )
     num_functions = sum(entry["num_functions"] for entry in trained)
     depths = range(1, facts.num_masks + 1)
     acceptance = table(
@@ -99,21 +122,13 @@ A very small Python-code model with SPACE masks and a draft head, trained from n
 that the server can be tried, tested and measured anywhere, offline. **It is not a useful programmer**: it knows the
 look of Python, not what a program means, and it repeats itself when decoded greedily.
 
-Llama architecture, {shape.num_parameters / 1e6:.2f} M parameters ({shape.num_layers} layers, hidden size
-{shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied
-embeddings), bf16, window {shape.window}; byte-level BPE of {shape.vocab_size} ids,
-{facts.characters_per_token:.2f} characters per token on held-out code; {facts.num_masks} mask tokens, one id each. Code
-is completed as it is; a chat turn in words becomes a comment above the code to be written.
+{architecture}
 
 ## Recipe
 
     {facts.command}
 
-Commit `{facts.commit}`, seed {facts.seed}, {facts.threads} CPU threads. Stages: corpus, tokenizer, next-token training
-(Muon and AdamW, windows of 256 to {shape.window}), text written by the model itself, SAR-SFT with many anchors per
-sequence (soft labels from the model's own next-token distribution; the next-token loss is kept; masks and draft head
-together), and, where the table says so, the draft head alone. Budgets are minutes on the clock of a machine that other
-work may share: another run sees more or fewer tokens.
+{recipe}
 
 {stages}
 

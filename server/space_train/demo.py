@@ -59,6 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage (default: export)")
     run.add_argument("--install", type=Path, help="copy the finished checkpoint and its card into this folder")
+    run.add_argument("--remark", default="", help="a sentence for the card: what was special about this run")
     run.add_argument("--seed", type=int, default=0, help="initial weights and order of the data (default: 0)")
     run.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
     run.add_argument("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
@@ -199,6 +200,8 @@ class Recipe:
             shape=self.network.shape,
             num_masks=options.masks,
             characters_per_token=characters_per_token(self.tokenizer, self.held_out_path),
+            num_own_texts=options.own_batches * OwnTextPlan().batch_size,
+            remark=options.remark,
             stages=self.stages,
             final=self.losses_and_acceptance(),
             corpus=read_corpus(options.out / "corpus" / "corpus.json"),
