@@ -16,8 +16,8 @@ def test_the_top_level_holds_the_rooms_and_nothing_else(files: list[Path]) -> No
 
 
 def test_a_top_level_folder_holds_no_python_of_its_own(files: list[Path]) -> None:
-    loose = [path for path in files if len(path.parts) == 2 and path.suffix == ".py"]
-    assert loose == []
+    loose = {path for path in files if len(path.parts) == 2 and path.suffix == ".py"}
+    assert loose <= {Path("tests/conftest.py")}  # pytest's own file: nobody imports it by name
 
 
 def test_every_package_is_typed(files: list[Path]) -> None:
