@@ -228,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if last >= STAGES.index("head") and options.head_minutes:
         recipe.space(head_alone=True)
     if last >= STAGES.index("export"):
-        command = shlex.join(["python", "-m", "space_train.demo", *(sys.argv[1:] if argv is None else argv)])
+        words = [word for word in (sys.argv[1:] if argv is None else argv) if word not in ("--remark", options.remark)]
+        command = shlex.join(["python", "-m", "space_train.demo", *words])
         folder = recipe.export(command)
         print(f"exported to {folder}", flush=True)
         if options.install:
