@@ -255,7 +255,8 @@ class ServeConfig:
     num_threads: int | None = setting(
         None,
         _WORKERS,
-        "threads of a CPU worker; default: torch's own choice, as many as there are cores",
+        "threads of a CPU worker; default: 1 for weights below 64 MiB, where threads would wait for each other longer "
+        "than they compute, else as many as there are cores. The text is the same with each",
         parse.whole(1, 1024),
         "THREADS",
         own_workers=True,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
 
@@ -28,6 +29,13 @@ from space_server.service import WorkerService, start_server
 from space_server.worker import Worker
 
 BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
+
+SMALL_WEIGHTS = 64 * 1024**2
+"""Bytes of weights below which threads of a product wait for each other longer than they compute.
+
+Measured on 2 cores with the embedded model (11 MB): one thread gives 1.7 times the tokens of two at batch 1, 1.5 times
+at batch 8 and 1.1 times at batch 32. The text does not depend on it.
+"""
 
 _log = logging.getLogger("space_server")
 
@@ -67,7 +75,7 @@ def build_worker(config: WorkerConfig) -> Worker:
         num_masks=config.space_num_masks,
         attention=config.attention,
         max_model_len=config.max_model_len,
-        num_threads=config.num_threads,
+        num_threads=config.num_threads or choose_threads(config.model),
     )
     facts = model.facts
     size, available = config.block_size, free_bytes(facts.device)  # the weights are in memory already
@@ -101,6 +109,12 @@ def build_worker(config: WorkerConfig) -> Worker:
         time.perf_counter() - started,
     )
     return worker
+
+
+def choose_threads(model: str) -> int | None:
+    """One thread for small weights; None, torch's own choice, for others."""
+    size = sum(file.stat().st_size for file in Checkpoint.open(model).weights)
+    return 1 if size < SMALL_WEIGHTS else None
 
 
 async def _serve(worker: Worker, listen: str) -> None:

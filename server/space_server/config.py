@@ -31,7 +31,7 @@ class WorkerConfig:
     space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
     space_num_masks: int | None
     attention: str
-    num_threads: int | None  # of one product on the CPU; None: as torch has it
+    num_threads: int | None  # of one product on the CPU; None: by the size of the weights
     parent_pid: int | None  # end when this process is gone
     log_level: str
 
@@ -66,7 +66,9 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser.add_argument("--space-mask-ids", type=_ids, help="comma-separated: one shared id, or one per mask")
     parser.add_argument("--space-num-masks", type=_at_least(1), help="masks per group")
     parser.add_argument("--attention", default="auto", help="attention implementation (default: %(default)s)")
-    parser.add_argument("--num-threads", type=_at_least(1), help="threads of one product on the CPU")
+    parser.add_argument(
+        "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
+    )
     parser.add_argument("--parent-pid", type=_at_least(1), help="end when this process is gone")
     parser.add_argument(
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
-from space_server.__main__ import main
+from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
 
 FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]
 ENVIRONMENT = os.environ | {"TQDM_DISABLE": "1"}
@@ -97,3 +97,13 @@ def test_a_worker_whose_parent_dies_ends(tiny_path: Path, tmp_path: Path) -> Non
         parent.kill()
         parent.wait()
         assert process.wait(20) == 6
+
+
+def test_small_weights_get_one_thread_and_large_ones_torchs_own(tiny_path: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.mkdir()
+    (large / "config.json").write_text("{}")
+    with (large / "model.safetensors").open("wb") as weights:
+        weights.truncate(SMALL_WEIGHTS)
+    assert choose_threads(str(tiny_path)) == 1
+    assert choose_threads(str(large)) is None
