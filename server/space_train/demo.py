@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from space_train.card import CardFacts, StageRecord, card, current_commit, read_corpus
 from space_train.corpus import build_corpus, read_texts
 from space_train.draft_head import DraftHead
-from space_train.export import export
+from space_train.export import export, load_llama
 from space_train.held_out import bytes_of_ids, characters_per_token, held_out_windows
 from space_train.network import Network, NetworkShape
 from space_train.own_text import OwnTextPlan, write_own_text
@@ -59,6 +59,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage (default: export)")
     run.add_argument("--install", type=Path, help="copy the finished checkpoint and its card into this folder")
+    run.add_argument(
+        "--start-from", type=Path, help="checkpoint of the same shape to train on from (default: random weights)"
+    )
     run.add_argument("--remark", default="", help="a sentence for the card: what was special about this run")
     run.add_argument("--seed", type=int, default=0, help="initial weights and order of the data (default: 0)")
     run.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
@@ -152,6 +155,9 @@ class Recipe:
         options = self.options
         plan = PretrainPlan(seed=options.seed, tokens_per_step=options.tokens_per_step, compile=self.compile)
         budget, checkpoint = Budget(minutes=options.minutes), options.out / "next_token.pt"
+        self.network.initialise(torch.Generator().manual_seed(options.seed))
+        if options.start_from is not None:
+            load_llama(self.network, options.start_from)
         self.record("next token", pretrain(self.network, self.streams, self.losses, plan, budget, checkpoint))
 
     def own_text(self) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from space_train.draft_head import DraftHead
@@ -38,6 +38,32 @@ def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
         weights |= {f"model.layers.{index}.{name}.weight": weight for name, weight in named.items()}
     weights["model.norm.weight"] = network.final_norm.weight
     return {name: weight.detach().to(dtype).contiguous().clone() for name, weight in weights.items()}
+
+
+def load_llama(network: Network, folder: Path) -> None:
+    """The inverse of `llama_weights`: take over the weights of an exported checkpoint of the same shape."""
+    found = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    expected = llama_weights(network, torch.float32)
+    wrong = [name for name in sorted(expected) if name not in found or found[name].shape != expected[name].shape]
+    if wrong or len(found) != len(expected):
+        raise ValueError(
+            f"The weights in {folder} are not of this shape (the first that differs: {(wrong or ['a tensor more'])[0]}). "
+            "Give --vocabulary, --hidden, --layers, --heads and --intermediate as they were when it was trained."
+        )
+    with torch.no_grad():
+        network.embedding.weight.copy_(found["model.embed_tokens.weight"])
+        network.final_norm.weight.copy_(found["model.norm.weight"])
+        for index, layer in enumerate(network.decoder_layers):
+
+            def of(*names: str, index: int = index) -> Tensor:
+                return torch.cat([found[f"model.layers.{index}.{name}.weight"] for name in names])
+
+            layer.attention_norm.weight.copy_(of("input_layernorm"))
+            layer.query_key_value.weight.copy_(of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+            layer.output.weight.copy_(of("self_attn.o_proj"))
+            layer.mlp_norm.weight.copy_(of("post_attention_layernorm"))
+            layer.gate_up.weight.copy_(of("mlp.gate_proj", "mlp.up_proj"))
+            layer.down.weight.copy_(of("mlp.down_proj"))
 
 
 def llama_config(network: Network, dtype: torch.dtype, num_masks: int, head: DraftHead | None) -> dict[str, object]:

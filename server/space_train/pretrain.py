@@ -90,8 +90,7 @@ def pretrain(
     pace: Pace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> Counters:
-    """Train `network` in place (initialised from the seed, or resumed from `checkpoint`)."""
-    network.initialise(torch.Generator().manual_seed(plan.seed))
+    """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`)."""
     optimiser = Optimiser([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
     loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile and can_compile() else next_token_loss
 
