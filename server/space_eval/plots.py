@@ -1,0 +1,147 @@
+"""Figures of a measurement: lines and bars in a PNG, with matplotlib, which is loaded only when one is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#1f5fa8", "#d1602b", "#3d8f5f", "#8a5aa3", "#7a7a7a", "#b8912b", "#3aa0a8", "#a33a52")
+"""Told apart in print and by the colour-blind; the first two are the pair of most figures."""
+
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+class PlotError(RuntimeError):
+    """A figure that cannot be drawn; the message names the cure."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A height, and where known the range that it is the middle of. nan: there is no bar, and a dash says so."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def line_plot(
+    path: Path,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    ranges: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    log_x: bool = False,
+    note: str = "",
+) -> Path:
+    """Draw each series of (x, y) points as a line of its name, `x` and `y` being the axes' labels.
+
+    `ranges`: (low, high) at each point of a series, drawn as a band. Points whose y is no number leave a gap.
+    `note`: small print.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for number, (name, points) in enumerate(series.items()):
+        colour, mark = COLOURS[number % len(COLOURS)], MARKS[number % len(MARKS)]
+        across = [point[0] for point in points]
+        shown = mark if len(points) <= 40 else None
+        axes.plot(across, [p[1] for p in points], label=name, color=colour, marker=shown, markersize=4, linewidth=1.6)
+        band = (ranges or {}).get(name)
+        if band:
+            low, high = [pair[0] for pair in band], [pair[1] for pair in band]
+            axes.fill_between(across, low, high, color=colour, alpha=0.15, linewidth=0)
+    if log_x:
+        axes.set_xscale("log")
+    axes.set_xlabel(x)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return _finish(plt, figure, axes, path, title=title, y=y, note=note)
+
+
+def bar_plot(
+    path: Path,
+    series: Mapping[str, Mapping[str, float | Bar]],
+    *,
+    title: str,
+    y: str,
+    x: str = "",
+    level: float | None = None,
+    digits: int = 2,
+    note: str = "",
+) -> Path:
+    """Draw groups of bars: `series` maps a name in the legend to its bar in each group; the groups stand in the order
+    in which they first occur.
+
+    A Bar with `low` and `high` has its range drawn. `level`: a dashed line across, such as 1 for plain decoding.
+    """
+    plt = _pyplot()
+    groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
+    figure, axes = plt.subplots(
+        figsize=(max(4.8, 1.6 + 0.55 * len(groups) * (len(series) + 0.6)), 4.2), layout="constrained"
+    )
+    width = 0.8 / max(1, len(series))
+    for number, (name, bars) in enumerate(series.items()):
+        drawn = [_bar(bars.get(group, math.nan)) for group in groups]
+        places = [place + width * (number - (len(series) - 1) / 2) for place in range(len(groups))]
+        heights = [0.0 if math.isnan(bar.value) else bar.value for bar in drawn]
+        colour = COLOURS[number % len(COLOURS)]
+        axes.bar(places, heights, width * 0.92, label=name, color=colour, yerr=_errors(drawn), **_WHISKERS)
+        for place, bar in zip(places, drawn, strict=True):
+            top = 0.0 if math.isnan(bar.value) else max(bar.value, bar.high or bar.value)
+            text = "–" if math.isnan(bar.value) else f"{bar.value:.{digits}f}"
+            axes.annotate(text, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
+    if level is not None:
+        axes.axhline(level, color="#555555", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xticks(range(len(groups)), groups)
+    if x:
+        axes.set_xlabel(x)
+    axes.margins(y=0.12)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return _finish(plt, figure, axes, path, title=title, y=y, note=note)
+
+
+_WHISKERS: dict[str, Any] = {"error_kw": {"elinewidth": 1, "ecolor": "#333333"}, "capsize": 2.5}
+
+
+def _bar(value: float | Bar) -> Bar:
+    return value if isinstance(value, Bar) else Bar(value)
+
+
+def _errors(bars: Sequence[Bar]) -> list[list[float]] | None:
+    """How far each range reaches below and above its bar; None where no bar has one."""
+    if all(bar.low is None and bar.high is None for bar in bars):
+        return None
+    below = [0.0 if bar.low is None or math.isnan(bar.value) else max(0.0, bar.value - bar.low) for bar in bars]
+    above = [0.0 if bar.high is None or math.isnan(bar.value) else max(0.0, bar.high - bar.value) for bar in bars]
+    return [below, above]
+
+
+def _finish(plt: Any, figure: Any, axes: Any, path: Path, *, title: str, y: str, note: str) -> Path:
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if note:
+        figure.supxlabel(note, fontsize=7.5, color="#555555")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": "spaceserve"})
+    plt.close(figure)
+    return path
+
+
+def _pyplot() -> Any:
+    """matplotlib without a screen."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise PlotError("A figure needs matplotlib, which is not installed: pip install 'spaceserve[train]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

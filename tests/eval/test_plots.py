@@ -1,0 +1,52 @@
+"""Figures are files that show what they were given."""
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from space_eval.plots import Bar, PlotError, bar_plot, line_plot
+
+
+def size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_lines_are_drawn_into_a_folder_that_did_not_exist(tmp_path: Path) -> None:
+    series = {"plain": [(1.0, 2.0), (2.0, 3.0)], "SPACE": [(1.0, 4.0), (2.0, float("nan"))]}
+    band = {"plain": [(1.5, 2.5), (2.5, 3.5)]}
+    drawn = line_plot(
+        tmp_path / "new" / "a.png", series, title="t", x="steps", y="loss", ranges=band, note="small print"
+    )
+    assert drawn == tmp_path / "new" / "a.png"
+    assert size(drawn) > (400, 300)
+
+
+def test_another_height_is_another_picture_and_a_range_too(tmp_path: Path) -> None:
+    pictures = []
+    for number, bar in enumerate((2.0, 2.5, Bar(2.5, 2.0, 3.0))):
+        drawn = bar_plot(
+            tmp_path / f"{number}.png", {"ours": {"XSum": bar, "CIP": 1.0}}, title="t", y="tokens per step"
+        )
+        pictures.append(drawn.read_bytes())
+    assert len(set(pictures)) == 3
+
+
+def test_a_group_that_one_series_lacks_is_drawn_without_a_bar(tmp_path: Path) -> None:
+    series = {"ours": {"XSum": Bar(2.0), "CIP": Bar(float("nan"), 1.0, 2.0)}, "published": {"HumanEval-X": 3.0}}
+    assert size(bar_plot(tmp_path / "b.png", series, title="t", y="y", level=1.0)) > (400, 300)
+
+
+def test_more_groups_make_a_wider_figure(tmp_path: Path) -> None:
+    narrow = bar_plot(tmp_path / "n.png", {"a": {"1": 1.0}}, title="t", y="y")
+    wide = bar_plot(tmp_path / "w.png", {"a": {str(n): 1.0 for n in range(20)}}, title="t", y="y")
+    assert size(wide)[0] > size(narrow)[0]
+
+
+def test_a_missing_matplotlib_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlotError, match=r"pip install 'spaceserve\[train\]'"):
+        line_plot(tmp_path / "a.png", {"a": [(1.0, 1.0)]}, title="t", x="x", y="y")
