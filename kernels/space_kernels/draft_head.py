@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ from space_kernels.noise import gumbel
 
 NUM_CANDIDATES = 256
 """Ids per mask that are rescored: a mask's own 256 best keep 97 % of the agreement (SPACE §4)."""
+
+
+class DraftHeadForm(StrEnum):
+    """What a draft head computes from a mask's row h and the embedding e of the token before its target."""
+
+    MLP = "mlp"  # h + W2·silu(W1·[h ; s·e]),   W1 [head hidden, 2·hidden]
+    LOW_RANK = "low-rank"  # h + W2·(W1·(s·e)),   W1 [head hidden, hidden]: a bias of the previous token alone
+
+    def num_inputs(self, hidden_size: int) -> int:
+        """Columns of W1."""
+        return 2 * hidden_size if self is DraftHeadForm.MLP else hidden_size
 
 
 def choose_candidates(logits: Tensor, ids: Tensor, laws: Sequence[Law], keys: Tensor, positions: Tensor) -> Tensor:
@@ -58,6 +70,7 @@ def propose(
     w1: Tensor,
     w2: Tensor,
     embedding_scale: float,
+    form: DraftHeadForm = DraftHeadForm.MLP,
     embed: Callable[[Tensor], Tensor],
     logits_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
@@ -68,14 +81,17 @@ def propose(
     positions [S] int64: absolute index of the first draft; keys [S] int64; S laws.
     `embed`: [S] ids -> [S, hidden]; `logits_of`: [S, hidden], [S, M] ids -> [S, M] float32.
 
-        h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)]),   previous: the bonus, then the draft before
+        mlp:       h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)])     previous: the bonus, then the draft before
+        low-rank:  h'_j = h_j + W2·(W1·(s·e(previous)))
     """
     previous = bonus
     drafts = []
     for j in range(hidden.shape[1]):
         h = hidden[:, j]
-        pair = torch.cat([h, embedding_scale * embed(previous)], dim=1)  # [S, 2·hidden]
-        rescored = h + F.linear(F.silu(F.linear(pair, w1)), w2)
+        token = embedding_scale * embed(previous)  # [S, hidden]
+        is_mlp = form is DraftHeadForm.MLP
+        inner = F.silu(F.linear(torch.cat([h, token], dim=1), w1)) if is_mlp else F.linear(token, w1)
+        rescored = h + F.linear(inner, w2)  # inner [S, head hidden]
         logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
         previous = choose_candidates(logits, ids[:, j], laws, keys, positions + j)
         drafts.append(previous)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError, safe_open
+from space_kernels.draft_head import DraftHeadForm
 
 from space_model.checkpoint import Checkpoint
 from space_model.draft_head_weights import DraftHeadWeights
@@ -15,11 +16,12 @@ from space_model.model_error import InvalidSpaceSection
 
 @dataclass(frozen=True)
 class DraftHeadSection:
-    """Where the draft head is, and its two figures."""
+    """Where the draft head is, its form, and its two figures."""
 
     file: str
     hidden: int
     embedding_scale: float
+    form: DraftHeadForm
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,13 @@ def _draft_head(section: object) -> DraftHeadSection | None:
         return None
     if not isinstance(section, dict):
         raise InvalidSpaceSection('"draft_head" in the space section of config.json must be an object.')
+    name = section.get("form", DraftHeadForm.MLP)
+    if name not in list(DraftHeadForm):
+        raise InvalidSpaceSection(f"There is no draft head of form {name!r}; there are {', '.join(DraftHeadForm)}.")
     try:
-        return DraftHeadSection(str(section["file"]), int(section["hidden"]), float(section["embedding_scale"]))
+        return DraftHeadSection(
+            str(section["file"]), int(section["hidden"]), float(section["embedding_scale"]), DraftHeadForm(name)
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidSpaceSection(
             f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
@@ -87,12 +94,12 @@ def _draft_head(section: object) -> DraftHeadSection | None:
 def load_draft_head(
     checkpoint: Checkpoint, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> DraftHeadWeights:
-    """Read w1 [head hidden, 2·hidden] and w2 [hidden, head hidden], and check their shapes."""
+    """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
     file = checkpoint.folder / section.file
     if file.parent != checkpoint.folder or not file.is_file():
         raise InvalidSpaceSection(f"The draft head {section.file} is not in {checkpoint.folder}.")
     wanted = {
-        "draft_head.w1.weight": (section.hidden, 2 * hidden_size),
+        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
         "draft_head.w2.weight": (hidden_size, section.hidden),
     }
     found = {}
@@ -109,4 +116,4 @@ def load_draft_head(
     except SafetensorError as error:
         raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
     w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
-    return DraftHeadWeights(w1, w2, section.embedding_scale)
+    return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)

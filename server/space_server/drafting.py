@@ -100,6 +100,7 @@ def _rescored(
         w1=head.w1,
         w2=head.w2,
         embedding_scale=head.embedding_scale,
+        form=head.form,
         embed=model.embed,
         logits_of=model.logits_of,
     ).tolist()  # [S, K]

@@ -2,8 +2,9 @@
 
 import math
 
+import pytest
 import torch
-from space_kernels.draft_head import choose_candidates, propose
+from space_kernels.draft_head import DraftHeadForm, choose_candidates, propose
 from space_kernels.law import Law
 from space_kernels.processors import Row
 from space_kernels.sampling import choose_rows
@@ -24,9 +25,10 @@ LAWS = [
 ]
 
 
-def test_many_sequences_at_once_equal_one_by_one() -> None:
+@pytest.mark.parametrize("form", DraftHeadForm)
+def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
     S = len(LAWS)
-    E, w1, w2 = tensors(1, VOCAB, HIDDEN), tensors(2, 6, 2 * HIDDEN), tensors(3, HIDDEN, 6)
+    E, w1, w2 = tensors(1, VOCAB, HIDDEN), tensors(2, 6, form.num_inputs(HIDDEN)), tensors(3, HIDDEN, 6)
     hidden = tensors(4, S, K, HIDDEN)
     ids = torch.stack(
         [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(n))[:M].sort().values for n in range(S * K)]
@@ -38,7 +40,7 @@ def test_many_sequences_at_once_equal_one_by_one() -> None:
     def run(at: slice) -> torch.Tensor:
         return propose(
             hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at], LAWS[at],
-            w1=w1, w2=w2, embedding_scale=2.0,
+            w1=w1, w2=w2, embedding_scale=2.0, form=form,
             embed=lambda chosen: E[chosen],
             logits_of=lambda h, of: (E[of] * h[:, None]).sum(-1),
         )  # fmt: skip
@@ -50,7 +52,10 @@ def test_many_sequences_at_once_equal_one_by_one() -> None:
     previous = 0
     for j in range(K):
         h = hidden[0, j]
-        h = h + w2 @ F.silu(w1 @ torch.cat([h, 2.0 * E[previous]]))
+        if form is DraftHeadForm.MLP:
+            h = h + w2 @ F.silu(w1 @ torch.cat([h, 2.0 * E[previous]]))
+        else:
+            h = h + w2 @ (w1 @ (2.0 * E[previous]))
         logits = E[ids[0, j]] @ h + offsets[0, j]
         previous = int(ids[0, j][logits.argmax()])
         assert together[0, j] == previous

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from space_kernels.draft_head import DraftHeadForm
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
@@ -110,6 +111,14 @@ def test_masks_without_ids_are_refused(copy_of: Callable[..., Path]) -> None:
         ),
         ({"file": "draft_head.safetensors", "hidden": 32}, "needs file, hidden and embedding_scale"),
         ({"file": "../draft_head.safetensors", "hidden": 32, "embedding_scale": 2}, "is not in"),
+        (
+            {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2, "form": "low-rank"},
+            r"has shape \(32, 128\); .* \(32, 64\)",
+        ),
+        (
+            {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2, "form": "wide"},
+            "no draft head of form 'wide'; there are mlp, low-rank",
+        ),
     ],
 )
 def test_a_draft_head_that_does_not_fit_is_refused(
@@ -117,6 +126,25 @@ def test_a_draft_head_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(InvalidSpaceSection, match=message):
         load_model(copy_of(space={"num_masks": 1, "mask_token_ids": [4], "draft_head": head}))
+
+
+def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Callable[..., Path]) -> None:
+    section = {"num_masks": 1, "mask_token_ids": [4]}
+    head = {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2}
+    path = copy_of(space=section | {"draft_head": head})
+    loaded = load_model(path).draft_head
+    assert loaded is not None
+    assert loaded.form is DraftHeadForm.MLP
+    weights = load_file(path / "draft_head.safetensors")
+    weights["draft_head.w1.weight"] = weights["draft_head.w1.weight"][:, 64:].contiguous()
+    save_file(weights, path / "low_rank.safetensors")
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["space"]["draft_head"] = head | {"file": "low_rank.safetensors", "form": "low-rank"}
+    file.write_text(json.dumps(config))
+    loaded = load_model(path).draft_head
+    assert loaded is not None
+    assert (loaded.form, tuple(loaded.w1.shape)) == (DraftHeadForm.LOW_RANK, (32, 64))
 
 
 @pytest.mark.parametrize(
