@@ -11,6 +11,9 @@ from space_eval.prompts import PromptError
 
 COMMANDS = {
     "acceptance": "space_eval.acceptance_command",
+    "quality": "space_eval.quality",
+    "paper": "space_eval.paper",
+    "verdicts": "space_eval.verdicts",
 }
 
 
