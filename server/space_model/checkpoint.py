@@ -17,12 +17,16 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files."""
+    """A folder with config.json and safetensors files; or a folder whose `space` section names such a folder as base.
+
+    From a base come config, weights and tokenizer; the folder itself brings only what its `space` section names.
+    """
 
     name: str  # as asked for
-    folder: Path
+    folder: Path  # of config, weights and tokenizer
     config: dict[str, Any]  # config.json
     weights: tuple[Path, ...]  # the model's safetensors files
+    home: Path  # of what the `space` section names: the folder itself, also where there is a base
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -32,12 +36,33 @@ class Checkpoint:
         if not config_file.is_file():
             raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
         config = _object(config_file)
+        section = config.get("space")
+        if isinstance(section, dict) and section.get("base") is not None:
+            return cls._on_base(str(path), folder, section)
         if "auto_map" in config:
             raise UnsupportedModel(
                 f"The checkpoint {path} brings its own code (auto_map in config.json); remote code is never run. "
                 "Use a checkpoint of an architecture that transformers has."
             )
-        return cls(str(path), folder, config, _weights(folder))
+        return cls(str(path), folder, config, _weights(folder), folder)
+
+    @classmethod
+    def _on_base(cls, name: str, home: Path, section: dict[str, Any]) -> Checkpoint:
+        """The checkpoint that `base` names (a path, seen from `home` too, a hub id, or demo), with this section."""
+        where = section["base"]
+        if not isinstance(where, str) or not where:
+            raise CheckpointNotFound(
+                f'"base" in the space section of {home} must be a path or a hub id; got {where!r}.'
+            )
+        try:
+            base = cls.open(home / where if (home / where).is_dir() else where)
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(
+                f"{home} has no weights of its own, and its base cannot be had: {error}"
+            ) from error
+        if base.home != base.folder:
+            raise CheckpointNotFound(f"{home} is based on {where}, which has a base itself; name that one.")
+        return cls(name, base.folder, base.config | {"space": section}, base.weights, home)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; empty where it is absent."""
@@ -65,6 +90,16 @@ class Checkpoint:
             if ids is not None:
                 return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
         return ()
+
+
+def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of a gated adapter, and its config; a folder as peft writes it needs no config.json."""
+    folder = _folder(str(path))
+    if (folder / "config.json").is_file():
+        return folder, _object(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        return folder, {"space": {"adapter": "."}}
+    raise CheckpointNotFound(f"{folder} has neither config.json nor adapter_config.json; give an adapter's folder.")
 
 
 def _object(file: Path) -> dict[str, Any]:

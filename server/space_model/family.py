@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint import Checkpoint
@@ -81,3 +82,11 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, kv_heads, int(head_dim)
+
+
+def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder's layers, and their path in `base`."""
+    for path, module in base.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == base.config.num_hidden_layers:
+            return path, module
+    raise UnsupportedModel(f"{type(base).__name__} has no list of {base.config.num_hidden_layers} decoder layers.")

@@ -7,16 +7,20 @@ own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from space_kernels.activation import silu
 from space_kernels.attention import space_attention
-from space_kernels.linear import PackedLinear, can_pack
+from space_kernels.gated_delta import GatedDelta
+from space_kernels.linear import ROW_TILE, PackedLinear, can_pack
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from space_model.forward_batch import ForwardBatch
+from space_model.forward_batch import ForwardBatch, GatedRows
+from space_model.gated_lora import GatedLora
 from space_model.paged_kv import PagedKV
 
 _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -39,6 +43,16 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class LayerDeltas:
+    """What one adapter adds in one layer; None: nothing."""
+
+    query_key_value: GatedDelta | None
+    output: GatedDelta | None
+    gate_up: GatedDelta | None
+    down: GatedDelta | None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer."""
 
@@ -52,19 +66,33 @@ class Layer:
     gate: PackedLinear
     up: PackedLinear
     down: PackedLinear
+    deltas: tuple[LayerDeltas, ...]  # by adapter
+    gates_mlp: bool  # some adapter adds to gate or up: gated rows go through the MLP step by step
 
 
 class LlamaNetwork:
     """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm."""
 
-    def __init__(self, base: PreTrainedModel, num_heads: int, kv_heads: int, head_dim: int) -> None:
-        """Takes `base` apart: each of its linears is packed and freed in turn."""
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        adapters: Sequence[GatedLora] = (),
+        prefix: str = "model",
+    ) -> None:
+        """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models."""
         self._heads = (num_heads, kv_heads, head_dim)
         self._embedding: Tensor = base.get_input_embeddings().weight.detach()
         self._rotary = base.rotary_emb
         self._norm = Norm.of(base.norm)
         everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
-        self._layers = [_take_apart(layer, everywhere) for layer in base.layers]
+        self._layers = [
+            _take_apart(layer, everywhere, adapters, f"{prefix}.layers.{number}")
+            for number, layer in enumerate(base.layers)
+        ]
+        self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
         self._scale = head_dim**-0.5
 
     @staticmethod
@@ -81,10 +109,18 @@ class LlamaNetwork:
         num_heads, kv_heads, head_dim = self._heads
         turned, num_rows = num_heads + kv_heads, len(batch.ids)
         x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
+        gated = batch.gated
+        for run in gated:
+            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
         cos, sin = self._rotary(x, batch.positions[None])
         cos, sin = cos.view(num_rows, 1, head_dim), sin.view(num_rows, 1, head_dim)
         for number, layer in enumerate(self._layers):
-            fused = layer.query_key_value(layer.attention_norm(x)).view(num_rows, turned + kv_heads, head_dim)
+            y = layer.attention_norm(x)
+            fused = layer.query_key_value(y)
+            for run in gated:
+                if (delta := layer.deltas[run.adapter].query_key_value) is not None:
+                    delta.add_to(fused, y, run.slice)
+            fused = fused.view(num_rows, turned + kv_heads, head_dim)
             query_key, value = fused[:, :turned], fused[:, turned:]
             if layer.query_norm is not None and layer.key_norm is not None:
                 normed = layer.query_norm(query_key[:, :num_heads]), layer.key_norm(query_key[:, num_heads:])
@@ -100,10 +136,41 @@ class LlamaNetwork:
                 scale=self._scale,
                 window=layer.window,
             )
-            x = layer.output.plus(attended.view(num_rows, num_heads * head_dim), x)
+            joined = attended.view(num_rows, num_heads * head_dim)
+            x = layer.output.plus(joined, x)
+            for run in gated:
+                if (delta := layer.deltas[run.adapter].output) is not None:
+                    delta.add_to(x, joined, run.slice)
             y = layer.mlp_norm(x)
-            x = layer.down.plus(layer.up.times(y, layer.gate.silu(y)), x)
+            if gated and layer.gates_mlp:
+                inner = _gated_inner(layer, y, gated)
+            else:
+                inner = layer.up.times(y, layer.gate.silu(y))
+            x = layer.down.plus(inner, x)
+            for run in gated:
+                if (delta := layer.deltas[run.adapter].down) is not None:
+                    delta.add_to(x, inner, run.slice)
         return self._norm(x)
+
+
+# whole products                                        gate and up apart, so that deltas come before the activation
+# [0 ........................... first gated row)       [first gated row ........................ R)
+#  their ends are padded to whole tiles by each other's rows
+def _gated_inner(layer: Layer, y: Tensor, gated: Sequence[GatedRows]) -> Tensor:
+    """silu(gate)·up [R, inner]: rows before the first gated one exactly as in a step without any."""
+    first = gated[0].slice.start
+    begin = first - first % ROW_TILE
+    ahead, behind = y[: first + -first % ROW_TILE], y[begin:]
+    inner = layer.up.times(ahead, layer.gate.silu(ahead))
+    gate, up = layer.gate(behind), layer.up(behind)
+    width = gate.shape[1]
+    for run in gated:
+        if (delta := layer.deltas[run.adapter].gate_up) is not None:
+            both = delta(y[run.slice])  # [rows, 2·inner]
+            here = slice(run.slice.start - begin, run.slice.stop - begin)
+            gate[here] += both[:, :width]
+            up[here] += both[:, width:]
+    return torch.cat([inner[:first], silu(gate).mul_(up)[first - begin :]])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -113,7 +180,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(turned.mul_(sin))
 
 
-def _take_apart(layer: nn.Module, window: int | None) -> Layer:
+def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLora], path: str) -> Layer:
     """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     projections = [attention.get_submodule(f"{name}_proj") for name in ("q", "k", "v")]
@@ -124,6 +191,9 @@ def _take_apart(layer: nn.Module, window: int | None) -> Layer:
     for name in ("q", "k", "v"):
         delattr(attention, f"{name}_proj")
     window = getattr(attention, "sliding_window", window)
+    sizes = [projection.get_parameter("weight").shape[0] for projection in projections]
+    hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
+    deltas = tuple(_deltas(adapter, path, sizes, hidden, inner) for adapter in adapters)
     return Layer(
         attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
         query_key_value=query_key_value,
@@ -135,6 +205,23 @@ def _take_apart(layer: nn.Module, window: int | None) -> Layer:
         gate=_packed(mlp, "gate_proj"),
         up=_packed(mlp, "up_proj"),
         down=_packed(mlp, "down_proj"),
+        deltas=deltas,
+        gates_mlp=any(of_one.gate_up is not None for of_one in deltas),
+    )
+
+
+def _deltas(adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int) -> LayerDeltas:
+    """One adapter's deltas in the layer at `path`. `sizes`: outputs of query, key and value."""
+
+    def delta(names: Sequence[str], outs: Sequence[int]) -> GatedDelta | None:
+        pairs = [adapter.pairs.get(f"{path}.{name}_proj") for name in names]
+        return None if not any(pairs) else GatedDelta(pairs, outs, adapter.scale)
+
+    return LayerDeltas(
+        query_key_value=delta(["self_attn.q", "self_attn.k", "self_attn.v"], sizes),
+        output=delta(["self_attn.o"], [hidden]),
+        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner]),
+        down=delta(["mlp.down"], [hidden]),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -12,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from space_model import family
+from space_model.adapter import OWN, Adapter
 from space_model.checkpoint import Checkpoint
 from space_model.draft_head_weights import DraftHeadWeights
+from space_model.gated_linear import attach
 from space_model.llama_network import LlamaNetwork
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import ModelFacts
@@ -37,12 +40,14 @@ def load_model(
     attention: str = "auto",
     max_model_len: int | None = None,
     num_threads: int | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a hub id, or `demo`).
 
     `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
     `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
-    CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by it.
+    CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by it;
+    `adapters`: name -> folder of a gated adapter that drafts for requests which name it, beside the checkpoint's own.
     Raises a ModelError that names the cause.
     """
     if attention not in {"auto", "torch"}:
@@ -58,11 +63,16 @@ def load_model(
     section = SpaceSection.parse(
         checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
     )
+    fitting: _Fitting = {"hidden_size": int(config.hidden_size), "dtype": number, "device": place}
+    drafting: list[Adapter] = []
     draft_head = None
-    if section.draft_head is not None:
-        draft_head = load_draft_head(
-            checkpoint, section.draft_head, hidden_size=int(config.hidden_size), dtype=number, device=place
-        )
+    if section.adapter is not None:
+        drafting.append(Adapter.read(OWN, checkpoint.home, section, **fitting))
+        draft_head = drafting[0].draft_head
+    elif section.draft_head is not None:
+        draft_head = load_draft_head(checkpoint.home, section.draft_head, **fitting)
+    for name, folder in (adapters or {}).items():
+        drafting.append(_named(name, folder, int(config.vocab_size), fitting))
 
     model = _read_weights(checkpoint, config, number, place)
     vocab_size = len(model.get_output_embeddings().weight)
@@ -85,32 +95,60 @@ def load_model(
         device=place,
         eos_ids=eos_ids,
         mask_ids=section.mask_ids,
-        num_masks=len(section.mask_ids),
+        num_masks=len(section.mask_ids) if section.adapter is None else drafting[0].gated.num_masks,
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
         kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * number.itemsize,
         attention="torch",
         num_threads=torch.get_num_threads(),
+        adapters=tuple(adapter.facts for adapter in drafting),
     )
-    return _assemble(model, config, facts, draft_head)
+    return _assemble(model, config, facts, draft_head, drafting)
+
+
+class _Fitting(TypedDict):
+    """What an adapter or a draft head must fit."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _named(name: str, folder: str | Path, vocab_size: int, fitting: _Fitting) -> Adapter:
+    """An adapter beside the checkpoint's own; errors say which."""
+    if not name:
+        raise InvalidSetting("An adapter needs a name that requests can ask for.")
+    try:
+        return Adapter.open(name, folder, vocab_size=vocab_size, **fitting)
+    except (CheckpointNotFound, InvalidSpaceSection) as error:
+        raise type(error)(f"Adapter {name}: {error}") from error
 
 
 def _assemble(
-    model: PreTrainedModel, config: PreTrainedConfig, facts: ModelFacts, draft_head: DraftHeadWeights | None
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    draft_head: DraftHeadWeights | None,
+    adapters: Sequence[Adapter],
 ) -> SpaceModel:
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
     expected = expected_logits(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
     head = OutputHead(output.weight, output.bias, scale=family.head_scale(config), softcap=family.head_softcap(config))
+    gated = [adapter.gated for adapter in adapters]
+    if gated:
+        layers, _ = family.decoder_layers(base)
+        for adapter in gated:
+            adapter.check(model, f"{model.base_model_prefix}.{layers}")
     network: Network
     if facts.device.type == "cpu" and LlamaNetwork.fits(config, facts.dtype):
-        network = LlamaNetwork(base, facts.num_heads, facts.kv_heads, facts.head_dim)
+        network = LlamaNetwork(base, facts.num_heads, facts.kv_heads, facts.head_dim, gated, model.base_model_prefix)
     else:
         if facts.device.type == "cpu":
             make_row_invariant(base, facts.num_threads)
-        network = TransformersNetwork(base)
-    space_model = SpaceModel(facts, network, head, draft_head)
+        network = TransformersNetwork(base, attach(base, gated, model.base_model_prefix) if gated else None)
+    space_model = SpaceModel(facts, network, head, draft_head, adapters)
     check_logits(space_model, expected)
     return space_model
 

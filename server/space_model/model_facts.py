@@ -8,6 +8,15 @@ import torch
 
 
 @dataclass(frozen=True)
+class AdapterFacts:
+    """A gated adapter that is loaded."""
+
+    name: str  # as requests ask for it; "" is the checkpoint's own
+    num_masks: int
+    has_draft_head: bool
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """The checkpoint and how it is held."""
 
@@ -23,7 +32,7 @@ class ModelFacts:
     dtype_reason: str  # why this dtype was chosen, for the log
     device: torch.device
     eos_ids: tuple[int, ...]
-    mask_ids: tuple[int, ...]  # id of mask 1, 2, …, num_masks; a shared id is repeated
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …, num_masks; a shared id is repeated; empty: masks without ids
     num_masks: int  # 0: a plain checkpoint
     model_hash: str
     tokenizer_hash: str  # "" where the checkpoint has no tokenizer.json
@@ -31,3 +40,18 @@ class ModelFacts:
     kv_bytes_per_token: int  # keys and values of one slot in all layers
     attention: str  # the attention implementation in use
     num_threads: int  # threads of one product on the CPU
+    adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
+
+    @property
+    def most_masks(self) -> int:
+        """Masks per group that a sequence can have at most, whatever its adapter."""
+        return max(self.num_masks, *(adapter.num_masks for adapter in self.adapters), 0)
+
+    def adapter_number(self, name: str) -> int | None:
+        """Where the adapter is; None: the checkpoint's own masks, by their ids. Raises KeyError for an unknown name."""
+        for number, adapter in enumerate(self.adapters):
+            if adapter.name == name:
+                return number
+        if name:
+            raise KeyError(name)
+        return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from space_model.adapter import Adapter
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.forward_batch import ForwardBatch
 from space_model.model_facts import ModelFacts
@@ -14,17 +17,27 @@ from space_model.paged_kv import PagedKV
 
 
 class SpaceModel:
-    """A decoder with its output head and, where the checkpoint has one, its draft head.
+    """A decoder with its output head, its draft head where the checkpoint has one, and the adapters that draft for it.
 
     On the CPU every method gives a row the same bits whatever the other rows, their number, and the threads.
     """
 
     def __init__(
-        self, facts: ModelFacts, network: Network, head: OutputHead, draft_head: DraftHeadWeights | None
+        self,
+        facts: ModelFacts,
+        network: Network,
+        head: OutputHead,
+        draft_head: DraftHeadWeights | None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.facts = facts
-        self.draft_head = draft_head
+        self.draft_head = draft_head  # of the checkpoint's own masks
+        self.adapters = tuple(adapters)
         self._network, self._head = network, head
+
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        """The head that was trained with the masks of this adapter; None: with the checkpoint's own."""
+        return self.draft_head if adapter is None else self.adapters[adapter].draft_head
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages for num_blocks·block_size slots."""

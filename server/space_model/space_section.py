@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from space_kernels.draft_head import DraftHeadForm
 
-from space_model.checkpoint import Checkpoint
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.model_error import InvalidSpaceSection
 
@@ -26,9 +26,11 @@ class DraftHeadSection:
 
 @dataclass(frozen=True)
 class SpaceSection:
-    """The masks of a checkpoint."""
+    """The masks of a checkpoint: ids of its vocabulary, or embeddings that a gated adapter brings along."""
 
-    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated; empty with an adapter: none is banned
+    adapter: str | None  # file or folder beside config.json
+    num_masks: int | None  # masks per group; None: as many as the adapter has
     draft_head: DraftHeadSection | None
 
     @classmethod
@@ -45,7 +47,7 @@ class SpaceSection:
         if not isinstance(section, dict):
             raise InvalidSpaceSection('"space" in config.json must be an object.')
         if section.get("adapter") is not None:
-            raise InvalidSpaceSection('"adapter" in the space section of config.json: gated adapters are not served.')
+            return cls._gated(section, mask_ids=mask_ids, num_masks=num_masks)
         declared = section.get("mask_token_ids") or []
         ids = list(declared if mask_ids is None else mask_ids)
         if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
@@ -70,7 +72,25 @@ class SpaceSection:
                     f"Mask id {id} is outside the vocabulary of {vocab_size}. "
                     "`spaceserve convert` adds mask rows to a checkpoint."
                 )
-        return cls(tuple(ids), _draft_head(section.get("draft_head")) if ids else None)
+        return cls(tuple(ids), None, count, _draft_head(section.get("draft_head")) if ids else None)
+
+    @classmethod
+    def _gated(
+        cls, section: dict[str, object], *, mask_ids: Sequence[int] | None, num_masks: int | None
+    ) -> SpaceSection:
+        """Masks without ids: `mask_token_ids` of the section says nothing, and its `num_masks` may be absent."""
+        adapter, count = section["adapter"], section.get("num_masks") if num_masks is None else num_masks
+        if not isinstance(adapter, str) or not adapter:
+            raise InvalidSpaceSection(
+                f'"adapter" in the space section of config.json must name a file; got {adapter!r}.'
+            )
+        if mask_ids is not None:
+            raise InvalidSpaceSection("The masks of a gated adapter have no ids: leave the mask ids out.")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count!r}.")
+        if count == 0:
+            return cls((), None, 0, None)
+        return cls((), adapter, count, _draft_head(section.get("draft_head")))
 
 
 def _draft_head(section: object) -> DraftHeadSection | None:
@@ -92,12 +112,12 @@ def _draft_head(section: object) -> DraftHeadSection | None:
 
 
 def load_draft_head(
-    checkpoint: Checkpoint, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+    folder: Path, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> DraftHeadWeights:
     """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
-    file = checkpoint.folder / section.file
-    if file.parent != checkpoint.folder or not file.is_file():
-        raise InvalidSpaceSection(f"The draft head {section.file} is not in {checkpoint.folder}.")
+    file = folder / section.file
+    if file.parent != folder or not file.is_file():
+        raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
     wanted = {
         "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
         "draft_head.w2.weight": (hidden_size, section.hidden),

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from space_model.family import decoder_layers
+from space_model.gated_lora import GATED_LORA_FILE, GatedLora
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
 FIRST_MASK = 4
@@ -62,6 +66,7 @@ def tiny_checkpoint(
     num_masks: int = 5,
     shared_mask: bool = False,
     draft_head: bool = True,
+    adapter_rank: int | None = None,
     dtype: str = "float32",
     window: int = 512,
     hidden_size: int = 64,
@@ -75,13 +80,16 @@ def tiny_checkpoint(
     """Write a random checkpoint of `family` to the folder `path` (made if absent) and return it.
 
     It has a byte-level tokenizer (printable ASCII and newline where the vocabulary has no room for all bytes), a chat
-    template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config.
+    template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config. With
+    an `adapter_rank` the masks have no ids: they are a random gated adapter's, on every linear of the decoder layers.
+    The weights do not depend on masks, adapter or draft head.
     """
     path.mkdir(parents=True, exist_ok=True)
-    specials = _num_specials(num_masks, shared_mask)
+    mask_tokens = 0 if adapter_rank is not None else min(num_masks, 1) if shared_mask else num_masks
+    specials = FIRST_MASK + mask_tokens
     if vocab_size < specials + len(_ASCII):
         raise ValueError(
-            f"vocab_size must be at least {specials + len(_ASCII)} with {num_masks} masks; got {vocab_size}."
+            f"vocab_size must be at least {specials + len(_ASCII)} with {mask_tokens} mask ids; got {vocab_size}."
         )
     fields = {
         "vocab_size": vocab_size,
@@ -108,46 +116,89 @@ def tiny_checkpoint(
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(path)
     if num_masks:
-        _write_space(path, num_masks, shared_mask, hidden_size, dtype, generator if draft_head else None)
-    _write_tokenizer(path, vocab_size, num_masks, shared_mask)
+        section: dict[str, Any] = {
+            "num_masks": num_masks,
+            "mask_token_ids": list(range(FIRST_MASK, FIRST_MASK + mask_tokens)),
+            "adapter": None,
+            "draft_head": _write_draft_head(path, hidden_size, dtype, generator) if draft_head else None,
+        }
+        if adapter_rank is not None:
+            random_gated_lora(model, num_masks=num_masks, rank=adapter_rank, seed=seed).save(path / GATED_LORA_FILE)
+            section["adapter"] = GATED_LORA_FILE
+        config_file = path / "config.json"
+        written = json.loads(config_file.read_text(encoding="utf-8"))
+        config_file.write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
+    _write_tokenizer(path, vocab_size, mask_tokens)
     return path
 
 
 _ASCII = [10, *range(32, 127)]
 
 
-def _num_specials(num_masks: int, shared_mask: bool) -> int:
-    return FIRST_MASK + (min(num_masks, 1) if shared_mask else num_masks)
+def tiny_adapter(
+    path: Path,
+    base: Path,
+    *,
+    num_masks: int = 5,
+    rank: int = 4,
+    draft_head: bool = True,
+    seed: int = 1,
+    linears: tuple[str, ...] | None = None,
+) -> Path:
+    """Write a random gated adapter for the checkpoint `base` to the folder `path`, which names it as its base.
+
+    `linears`: last names of those it adapts, such as ("q_proj", "up_proj"); None: every one of the decoder layers.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    gated = random_gated_lora(model, num_masks=num_masks, rank=rank, seed=seed, linears=linears)
+    gated.save(path / GATED_LORA_FILE)
+    generator = torch.Generator().manual_seed(seed)
+    head = _write_draft_head(path, config.hidden_size, "float32", generator) if draft_head else None
+    section = {"base": str(base), "num_masks": num_masks, "mask_token_ids": [], "adapter": GATED_LORA_FILE}
+    (path / "config.json").write_text(json.dumps({"space": section | {"draft_head": head}}, indent=1), encoding="utf-8")
+    return path
 
 
-def _write_space(
-    path: Path, num_masks: int, shared_mask: bool, hidden: int, dtype: str, generator: torch.Generator | None
-) -> None:
-    """The `space` section of config.json, and a random draft head if there is a generator to draw it."""
-    section: dict[str, Any] = {
-        "num_masks": num_masks,
-        "mask_token_ids": [FIRST_MASK] if shared_mask else list(range(FIRST_MASK, FIRST_MASK + num_masks)),
-        "adapter": None,
-        "draft_head": None,
+def random_gated_lora(
+    model: PreTrainedModel, *, num_masks: int, rank: int, seed: int, linears: tuple[str, ...] | None = None
+) -> GatedLora:
+    """Pairs whose deltas are about as large as what they are added to, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    layers, _ = decoder_layers(model.base_model)
+
+    def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
+        noise = torch.randn(rows, columns, generator=generator)
+        return noise.mul_(gain * columns**-0.5)
+
+    pairs = {
+        name: (normal(rank, module.in_features, 1.0), normal(module.out_features, rank, 0.5))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(f"{model.base_model_prefix}.{layers}.")
+        and (linears is None or name.rpartition(".")[2] in linears)
     }
-    if generator is not None:
-        width = 32
-        weights = {
-            "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
-            "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
-        }
-        weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-        save_file(weights, path / "draft_head.safetensors", metadata={"format": "pt"})
-        section["draft_head"] = {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
-    config_file = path / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config_file.write_text(json.dumps(config | {"space": section}, indent=1), encoding="utf-8")
+    return GatedLora(normal(num_masks, model.config.hidden_size, 2.0), pairs, scale=2.0)
 
 
-def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, shared_mask: bool) -> None:
+def _write_draft_head(path: Path, hidden: int, dtype: str, generator: torch.Generator) -> dict[str, Any]:
+    """A random draft head, and its part of the `space` section."""
+    width = 32
+    weights = {
+        "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
+        "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
+    }
+    weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    save_file(weights, path / "draft_head.safetensors", metadata={"format": "pt"})
+    return {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
+
+
+def _write_tokenizer(path: Path, vocab_size: int, num_masks: int) -> None:
     """Byte-level, without merges: one token per byte."""
-    masks = 1 if shared_mask and num_masks else num_masks
-    specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *(f"<|mask_{j + 1}|>" for j in range(masks))]
+    masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
+    specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
     letter_of = _byte_letters()
     room = vocab_size - len(specials)
     letters = [letter_of[byte] for byte in (range(256) if room >= 256 else _ASCII)]

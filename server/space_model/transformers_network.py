@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from space_model.forward_batch import ForwardBatch
+from space_model.gated_linear import Gate
 from space_model.model_error import UnsupportedModel
 from space_model.paged_attention_interface import Step
 from space_model.paged_kv import PagedKV
@@ -20,12 +21,16 @@ _STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
 class TransformersNetwork:
     """The base model of a transformers decoder (ids to the final norm)."""
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, gate: Gate | None = None) -> None:
+        """`gate`: of the adapters that are attached to `base`, where there are any."""
         self.base = base
         self._embedding: Tensor = base.get_input_embeddings().weight
+        self._gate = gate
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
+        if self._gate is not None:
+            self._gate.open_for(batch)
         step = Step(batch, kv)
         out = self.base(
             input_ids=batch.ids[None],

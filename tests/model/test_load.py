@@ -160,7 +160,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
         ({"hidden_size": "wide"}, "cannot read the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
         ({"hidden_act": "relu2"}, "The activation"),
-        ({"space": {"adapter": "gated.safetensors"}}, "gated adapters are not served"),
+        ({"space": {"adapter": "gated.safetensors"}}, "There is no adapter file"),
         ({"num_hidden_layers": 3}, "lack model.layers.2"),
     ],
 )

@@ -1,0 +1,71 @@
+"""A gated adapter as it is served: what it adds to mask rows, the draft head trained with it, and its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from space_model.checkpoint import adapter_section
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.gated_lora import GatedLora
+from space_model.model_error import InvalidSpaceSection
+from space_model.model_facts import AdapterFacts
+from space_model.space_section import SpaceSection, load_draft_head
+
+OWN = ""
+"""The name of the adapter that the checkpoint itself declares: what requests get that name none."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Drafts for one base model; its text is the base's, whatever the adapter."""
+
+    name: str  # as requests ask for it
+    gated: GatedLora
+    draft_head: DraftHeadWeights | None
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """In numbers."""
+        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None)
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        folder: Path,
+        section: SpaceSection,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Adapter:
+        """What `section` declares, from `folder`. Raises InvalidSpaceSection."""
+        if section.adapter is None:
+            raise InvalidSpaceSection(f'{folder} declares no "adapter" in the space section of its config.json.')
+        file = (folder / section.adapter).resolve()
+        if folder.resolve() not in (file, file.parent):
+            raise InvalidSpaceSection(f"The adapter {section.adapter} is not in {folder}.")
+        gated = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden_size, dtype=dtype, device=device)
+        head = None
+        if section.draft_head is not None:
+            head = load_draft_head(folder, section.draft_head, hidden_size=hidden_size, dtype=dtype, device=device)
+        return cls(name, gated, head)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        path: str | Path,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Adapter:
+        """The adapter in a folder: a gated checkpoint's, with or without base weights, or one as peft writes it."""
+        folder, config = adapter_section(path)
+        section = SpaceSection.parse(config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
+        return cls.read(name, folder, section, hidden_size=hidden_size, dtype=dtype, device=device)

@@ -1,0 +1,319 @@
+"""Adapters act on their own mask rows: chain rows keep the base's bits, mask rows are those of the merged weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from space_kernels.gated_delta import GatedDelta
+from space_kernels.linear import can_pack
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.gated_lora import GatedLora
+from space_model.llama_network import LlamaNetwork
+from space_model.load import load_model
+from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection
+from space_model.model_facts import AdapterFacts
+from space_model.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from space_model.testing import FAMILIES, FIRST_MASK, tiny_adapter, tiny_checkpoint
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+COMPACT = ["llama", "mistral", "qwen2", "qwen3"]
+OTHERS = ["llama", "qwen3", "gemma2", "phi3", "starcoder2", "mixtral"]
+BLOCK = 16
+
+
+def ids_of(seed: int, length: int) -> list[int]:
+    return torch.randint(16, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="session")
+def adapters_of(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint_of: Callable[[str], Path]
+) -> Callable[[str], Mapping[str, Path]]:
+    """Two adapters for a family: `wide` on every linear, three masks; `narrow` on few, five masks and no draft head."""
+    made: dict[str, Mapping[str, Path]] = {}
+
+    def make(family: str) -> Mapping[str, Path]:
+        if family not in made:
+            base, folder = checkpoint_of(family), tmp_path_factory.mktemp(f"adapters-{family}")
+            few = ("q_proj", "up_proj", "qkv_proj", "c_fc")
+            made[family] = {
+                "wide": tiny_adapter(folder / "wide", base, num_masks=3, rank=3, seed=1),
+                "narrow": tiny_adapter(folder / "narrow", base, seed=2, linears=few, draft_head=False),
+            }
+        return made[family]
+
+    return make
+
+
+LAYOUT = DraftLayout(2, (3, 1, 2))
+SEEN = 21  # ids of the first sequence computed before the step
+
+
+def step(
+    model: SpaceModel, first: int | None, others: tuple[int | None, ...] = (None, None)
+) -> tuple[ForwardBatch, Tensor]:
+    """A step of three sequences by these adapters: one with drafts and masks, one with masks, one that prefills too."""
+    kv = model.allocate_kv(16, BLOCK)
+    num_masks = [adapter.num_masks for adapter in model.facts.adapters]
+
+    def run(*segments: Segment) -> tuple[ForwardBatch, Tensor]:
+        batch = ForwardBatch.build(segments, block_size=BLOCK, mask_ids=model.facts.mask_ids, adapter_masks=num_masks)
+        return batch, model.forward(batch, kv)
+
+    ids = ids_of(0, 24)
+    run(Segment(ids[:SEEN], 0, [0, 1]), Segment(ids_of(1, 9)[:8], 0, [2]))
+    beside = DraftLayout.full(0, 3)
+    return run(
+        Segment(ids[SEEN:], SEEN, [0, 1], LAYOUT, first),
+        Segment(ids_of(1, 9)[8:], 8, [2], beside, others[0]),
+        Segment(ids_of(2, 6), 0, [3], beside, others[1]),
+    )
+
+
+def chains(batch: ForwardBatch, hidden: Tensor) -> Tensor:
+    return hidden[: batch.num_chain_rows]
+
+
+def masks(batch: ForwardBatch, hidden: Tensor, segment: int) -> Tensor:
+    return hidden[[row for group in batch.mask_rows[segment] for row in group]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("network", "family"), [*(("compact", name) for name in COMPACT), *(("transformers", name) for name in OTHERS)]
+)
+def test_chain_rows_have_the_base_s_bits_and_mask_rows_their_own_in_any_company(
+    family: str,
+    network: str,
+    dtype: str,
+    checkpoint_of: Callable[[str], Path],
+    adapters_of: Callable[[str], Mapping[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if network == "transformers":
+        monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
+    bare = load_model(checkpoint_of(family), dtype=dtype)
+    model = load_model(checkpoint_of(family), dtype=dtype, adapters=adapters_of(family))
+    assert isinstance(model._network, LlamaNetwork) == (network == "compact")
+
+    plain_batch, plain = step(bare, None)
+    own = masks(plain_batch, plain, 0)
+    alone = {adapter: masks(*step(model, adapter), 0) for adapter in (None, 0, 1)}
+    for first, others in [
+        (None, (None, None)),
+        (0, (1, None)),
+        (1, (0, 0)),
+        (0, (None, 1)),
+        (None, (0, 1)),
+        (1, (1, 1)),
+    ]:
+        batch, hidden = step(model, first, others)
+        assert torch.equal(chains(batch, hidden), chains(plain_batch, plain)), (first, others)
+        assert torch.equal(model.logits(chains(batch, hidden)), bare.logits(chains(plain_batch, plain)))
+        assert torch.equal(masks(batch, hidden, 0), alone[first]), (first, others)
+    assert torch.equal(alone[None], own)
+    assert not torch.allclose(alone[0], own, atol=0.1)
+    assert not torch.allclose(alone[0], alone[1], atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_threads_change_no_bit_of_a_gated_row(
+    family: str,
+    num_threads: int,
+    checkpoint_of: Callable[[str], Path],
+    adapters_of: Callable[[str], Mapping[str, Path]],
+) -> None:
+    model = load_model(checkpoint_of(family), dtype="float32", num_threads=num_threads, adapters=adapters_of(family))
+    wanted = masks(*step(model, 0, (None, None)), 0)
+    for others in [(0, 0), (0, 1), (1, 1)]:
+        assert torch.equal(masks(*step(model, 0, others), 0), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 3, 32])
+def test_a_delta_gives_a_row_the_same_bits_whatever_the_others(rank: int, dtype: torch.dtype, num_threads: int) -> None:
+    assert can_pack(dtype)
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    delta = GatedDelta(
+        [(normal(rank, 64), normal(24, rank)), None, (normal(rank, 64), normal(40, rank))], [24, 8, 40], 2
+    )
+    x = normal(70, 64)
+    whole = delta(x)
+    for start in (0, 5):
+        for count in (*range(1, 10), 31, 33, 64):
+            assert torch.equal(delta(x[start : start + count]), whole[start : start + count]), (start, count)
+
+
+def test_deltas_side_by_side_are_those_of_each_linear() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a1, b1, a2, b2, x = (torch.randn(*s, generator=generator) for s in ((2, 8), (6, 2), (3, 8), (4, 3), (5, 8)))
+    y = torch.zeros(5, 15)
+    GatedDelta([(a1, b1), None, (a2, b2)], [6, 5, 4], scale=0.5).add_to(y, x, slice(1, 4))
+    torch.testing.assert_close(y[1:4, :6], 0.5 * x[1:4] @ a1.T @ b1.T)
+    torch.testing.assert_close(y[1:4, 11:], 0.5 * x[1:4] @ a2.T @ b2.T)
+    assert not y[:, 6:11].any()
+    assert not y[[0, 4]].any()
+
+
+def merged(path: Path, adapter: GatedLora) -> nn.Module:
+    """The transformers model with the adapter in its weights, everywhere; its masks alone enter the first layer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, (a, b) in adapter.pairs.items():
+        model.get_submodule(name).weight.data += adapter.scale * b @ a
+
+    def enter(layer: nn.Module, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (adapter.mask_embeddings[None, : rows[0].shape[1]], *rows[1:])
+
+    model.base_model.layers[0].register_forward_pre_hook(enter)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_mask_rows_are_those_of_merged_weights_behind_the_base_s_keys_and_values(family: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "base", family)
+    folder = tiny_adapter(tmp_path / "adapter", path, num_masks=3)
+    model = load_model(path, dtype="float32", adapters={"one": folder})
+    batch, hidden = step(model, 0, (None, 0))
+    adapter = GatedLora.load(folder / "gated_lora.safetensors", num_masks=None, hidden_size=64, dtype=torch.float32)
+    base, dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), merged(path, adapter)
+    ids = ids_of(0, 24)
+    for g, rows in enumerate(batch.mask_rows[0]):
+        prefix = torch.tensor([ids[: SEEN + 1 + g]])
+        past = base(prefix, use_cache=True).past_key_values
+        wanted = dense(torch.zeros(1, len(rows), dtype=torch.int64), past_key_values=past).logits[0]
+        torch.testing.assert_close(model.logits(hidden[list(rows)]), wanted, atol=5e-4, rtol=0)
+
+
+def test_a_checkpoint_that_names_an_adapter_is_served_as_it_is_and_bans_no_id(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "gated", adapter_rank=4, num_masks=4)
+    model = load_model(path, dtype="float32")
+    facts = model.facts
+    assert (facts.mask_ids, facts.num_masks, facts.most_masks, facts.has_draft_head) == ((), 4, 4, True)
+    assert facts.adapters == (AdapterFacts("", 4, True),)
+    assert facts.adapter_number("") == 0
+    assert model.draft_head_of(0) is model.draft_head
+    plain = load_model(tiny_checkpoint(tmp_path / "plain", num_masks=0), dtype="float32")
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.logits(x), plain.logits(x))
+    batch, hidden = step(model, 0, (0, 0))
+    plain_batch, wanted = step_without_masks(plain)
+    assert torch.equal(chains(batch, hidden), chains(plain_batch, wanted))
+
+
+def step_without_masks(model: SpaceModel) -> tuple[ForwardBatch, Tensor]:
+    kv: PagedKV = model.allocate_kv(16, BLOCK)
+    ids = ids_of(0, 24)
+    batch = ForwardBatch.build(
+        [Segment(ids[:SEEN], 0, [0, 1]), Segment(ids_of(1, 9)[:8], 0, [2])], block_size=BLOCK, mask_ids=()
+    )
+    model.forward(batch, kv)
+    segments = [Segment(ids[SEEN:], SEEN, [0, 1]), Segment(ids_of(1, 9)[8:], 8, [2]), Segment(ids_of(2, 6), 0, [3])]
+    batch = ForwardBatch.build(segments, block_size=BLOCK, mask_ids=())
+    return batch, model.forward(batch, kv)
+
+
+def test_masks_with_ids_stay_banned_beside_named_adapters(
+    checkpoint_of: Callable[[str], Path], adapters_of: Callable[[str], Mapping[str, Path]]
+) -> None:
+    facts = load_model(checkpoint_of("llama"), adapters=adapters_of("llama")).facts
+    assert (facts.mask_ids[0], facts.num_masks, facts.most_masks) == (FIRST_MASK, 5, 5)
+    assert [adapter.name for adapter in facts.adapters] == ["wide", "narrow"]
+    assert (facts.adapter_number(""), facts.adapter_number("narrow")) == (None, 1)
+    with pytest.raises(KeyError):
+        facts.adapter_number("absent")
+
+
+def test_a_folder_without_weights_takes_everything_from_its_base(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", eos_token_id=9)
+    whole = load_model(base, dtype="float32")
+    for where in (str(base), "../base"):
+        folder = tiny_adapter(tmp_path / "adapter", base)
+        change(folder, base=where)
+        model = load_model(folder, dtype="float32")
+        assert (model.facts.name, model.facts.eos_ids) == (str(folder), whole.facts.eos_ids)
+        assert (model.facts.model_hash, model.facts.tokenizer_hash) == (
+            whole.facts.model_hash,
+            whole.facts.tokenizer_hash,
+        )
+        assert (model.facts.mask_ids, model.facts.num_masks, model.facts.has_draft_head) == ((), 5, True)
+
+
+def change(folder: Path, **fields: object) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["space"] = {key: value for key, value in (config["space"] | fields).items() if value is not None}
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"base": "/absent"}, "has no weights of its own, and its base cannot be had: There is no folder /absent"),
+        ({"base": 7}, "must be a path or a hub id; got 7"),
+        ({"base": "."}, "nested"),
+        ({"adapter": "../base/gated_lora.safetensors"}, "is not in"),
+        ({"adapter": "absent.safetensors"}, "There is no adapter file"),
+        ({"adapter": 3}, "must name a file; got 3"),
+        ({"num_masks": 6}, "embeddings for 5 masks; 6 are asked for"),
+        ({"num_masks": True}, "num_masks must be 0 or more"),
+    ],
+)
+def test_adapter_folders_that_do_not_fit_are_refused_by_name(
+    fields: dict[str, object], message: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+    if message == "nested":
+        outer = tiny_adapter(tmp_path / "outer", checkpoint_of("llama"))
+        change(outer, base=str(folder))
+        folder, fields, message = outer, {}, "which has a base itself; name that one"
+    change(folder, **fields)
+    with pytest.raises((CheckpointNotFound, InvalidSpaceSection), match=message):
+        load_model(folder)
+
+
+def test_errors_of_a_named_adapter_say_which(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    other = tiny_checkpoint(tmp_path / "other", hidden_size=32)
+    with pytest.raises(InvalidSpaceSection, match=r"Adapter one: .* must be \[masks, 64\]"):
+        load_model(checkpoint_of("llama"), adapters={"one": tiny_adapter(tmp_path / "adapter", other)})
+    with pytest.raises(InvalidSpaceSection, match=r"Adapter one: .* declares no .adapter."):
+        load_model(checkpoint_of("llama"), adapters={"one": checkpoint_of("llama")})
+    with pytest.raises(InvalidSetting, match="needs a name"):
+        load_model(checkpoint_of("llama"), adapters={"": tmp_path})
+    deep = tiny_checkpoint(tmp_path / "deep", num_layers=3)
+    with pytest.raises(InvalidSpaceSection, match=r"adapts model\.layers\.2"):
+        load_model(checkpoint_of("llama"), adapters={"one": tiny_adapter(tmp_path / "deeper", deep)})
+
+
+def test_mask_ids_and_an_adapter_exclude_each_other(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, adapter_rank=2)
+    with pytest.raises(InvalidSpaceSection, match="have no ids"):
+        load_model(path, mask_ids=[4])
+    assert load_model(path, num_masks=2).facts.num_masks == 2
+    assert load_model(path, num_masks=0).facts.adapters == ()
+
+
+def test_peft_folders_are_served(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    ours = tiny_adapter(tmp_path / "ours", checkpoint_of("llama"), draft_head=False)
+    gated = GatedLora.load(ours / "gated_lora.safetensors", num_masks=None, hidden_size=64, dtype=torch.float32)
+    gated.save_peft(tmp_path / "peft", base="base")
+    shutil.copytree(ours, tmp_path / "beside")
+    gated.save_peft(tmp_path / "beside" / "lora", base="base")
+    change(tmp_path / "beside", adapter="lora")
+    folders = {"ours": ours, "peft": tmp_path / "peft", "beside": tmp_path / "beside"}
+    model = load_model(checkpoint_of("llama"), dtype="float32", adapters=folders)
+    wanted = masks(*step(model, 0), 0)
+    assert torch.equal(masks(*step(model, 1), 0), wanted)
+    assert torch.equal(masks(*step(model, 2), 0), wanted)
