@@ -16,7 +16,7 @@ ROOMS = {
     "space_router": ("router", {"space_proto"}),
     "space_model": ("server", {"space_kernels"}),
     "space_server": ("server", {"space_model", "space_kernels", "space_proto"}),
-    "space_train": ("server", {"space_model", "space_kernels"}),
+    "space_train": ("server", {"space_model", "space_kernels", "space_proto"}),  # it talks to a worker of its own
     "space_eval": (
         "server",
         {"space_router", "space_server", "space_train", "space_model", "space_kernels", "space_proto"},

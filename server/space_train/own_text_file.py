@@ -1,0 +1,146 @@
+"""Texts that a model wrote itself, on disk: one JSON object a line, only ever appended to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+
+class OwnTextError(Exception):
+    """Own texts cannot be written as asked; the message names the bound, the value and the cure."""
+
+
+class OtherTexts(OwnTextError):
+    """The file holds texts of another model, or written under another law."""
+
+
+Question = tuple[tuple[int, ...], float, int]
+"""Prompt, temperature and seed: under one recipe it has one answer."""
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A prompt and how the model went on."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    temperature: float
+    seed: int
+
+    @property
+    def question(self) -> Question:
+        """What was asked."""
+        return self.prompt, self.temperature, self.seed
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What, apart from its question, a text depends on; the same for all texts of a file."""
+
+    model: str  # fingerprint of the checkpoint
+    max_tokens: int
+    eos_stops: bool
+    banned_ids: tuple[int, ...] = ()
+
+
+class OwnTextFile:
+    """The file, open for appending; nobody else may write to it meanwhile.
+
+    with OwnTextFile(path, recipe) as file:
+        file.texts   # what is there already
+        file.append(text)
+    """
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path, self.texts = path, list[OwnText]()
+        self._recipe = _plain(recipe)
+        self._stream: IO[bytes] | None = None
+
+    def __enter__(self) -> OwnTextFile:
+        """Raises OtherTexts, or OwnTextError where another process is writing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        stream = self._stream = self.path.open("ab")
+        try:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OwnTextError(
+                    f"Another process is writing to {self.path}. Wait for it, or name another file."
+                ) from None
+            stream.truncate(whole_lines(self.path))  # a killed run may have left half a line
+            self.texts = list(_texts(self.path, self._recipe))
+        except BaseException:
+            stream.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            with self._stream as stream:
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def append(self, text: OwnText) -> None:
+        """Write one line."""
+        if self._stream is None:
+            raise RuntimeError("OwnTextFile.append is called outside its `with` block")
+        self._stream.write(json.dumps(asdict(text) | self._recipe, separators=(",", ":")).encode() + b"\n")
+        self._stream.flush()
+        self.texts.append(text)
+
+
+def read_own_texts(path: Path) -> list[OwnText]:
+    """The texts of a file, ordered by seed: whatever order they were finished in."""
+    found = {text.question: text for text in _texts(path, {})}
+    return sorted(found.values(), key=lambda text: (text.seed, text.temperature, text.prompt))
+
+
+def whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that ends."""
+    with path.open("rb") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            stream.seek(start)
+            newline = stream.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def _texts(path: Path, recipe: dict[str, Any]) -> Iterator[OwnText]:
+    """The texts of the whole lines, each written under `recipe`."""
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                return  # half a line of a run that was killed
+            try:
+                fields = json.loads(line)
+                text = OwnText(
+                    tuple(fields["prompt"]), tuple(fields["output"]), float(fields["temperature"]), int(fields["seed"])
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise OwnTextError(
+                    f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
+                ) from error
+            for name, value in recipe.items():
+                if fields.get(name) != value:
+                    raise OtherTexts(
+                        f"{path} was written with {name} {fields.get(name)}, and {value} is asked for. "
+                        "Name another file, or delete this one."
+                    )
+            yield text
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """As JSON gives it back."""
+    return asdict(recipe) | {"banned_ids": list(recipe.banned_ids)}
