@@ -13,7 +13,9 @@ COMMANDS = {
     "acceptance": "space_eval.acceptance_command",
     "quality": "space_eval.quality",
     "paper": "space_eval.paper",
+    "speed": "space_eval.speed",
     "verdicts": "space_eval.verdicts",
+    "equivalence": "space_eval.equivalence_command",
 }
 
 

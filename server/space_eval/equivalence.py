@@ -243,22 +243,22 @@ class Run:
         ours, plain = self._records[seat], self._plain[seat]
         wanted = plain.tokens[: len(ours.tokens)] if seat in self._left else plain.tokens
         where = f"[{self._subject.name}-{self._cell}, {self._drafts} drafts, seat {seat}]"
-        if (at := _first_difference(ours.tokens, wanted)) is not None:
-            raise Mismatch(f"{where} {_describe(at, ours, plain)}")
+        if (at := first_difference(ours.tokens, wanted)) is not None:
+            raise Mismatch(f"{where} {describe_difference(at, ours, plain)}")
         if seat not in self._left and ours.finish != plain.finish:
             raise Mismatch(f"{where} ended with {ours.finish}, plain decoding with {plain.finish}.")
         logprobs = plain.logprobs[: len(ours.logprobs)] if seat in self._left else plain.logprobs
-        if (at := _first_difference(ours.logprobs, logprobs)) is not None:
-            raise Mismatch(f"{where} same ids, other log-probabilities. {_describe(at, ours, plain)}")
+        if (at := first_difference(ours.logprobs, logprobs)) is not None:
+            raise Mismatch(f"{where} same ids, other log-probabilities. {describe_difference(at, ours, plain)}")
 
 
-def _first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
+def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
     pairs = enumerate(zip(ours, wanted, strict=False))
     shorter = min(len(ours), len(wanted)) if len(ours) != len(wanted) else None
     return next((i for i, (a, b) in pairs if a != b), shorter)
 
 
-def _describe(at: int, ours: Record, plain: Record) -> str:
+def describe_difference(at: int, ours: Record, plain: Record) -> str:
     """Where two records part, what each chose there, and between what."""
     start = len(plain.request.prompt)
     chosen = (ours.tokens[at] if at < len(ours.tokens) else None, plain.tokens[at] if at < len(plain.tokens) else None)

@@ -98,6 +98,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
 
 
+def temperature(text: str) -> float:
+    """For argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 2.0:
+        raise argparse.ArgumentTypeError(f"must lie in 0..2; got {text}")
+    return value
+
+
 def positive_temperature(text: str) -> float:
     """For argparse."""
     value = float(text)

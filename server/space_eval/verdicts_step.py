@@ -94,7 +94,7 @@ class RuledStepper(Stepper):
 
     def _draft_laws(self, num_drafts: int, temperature: float) -> Floats:
         """[drafts, V]: the head's law over each mask's candidates where there is a head, else the mask's own."""
-        if self._recorded.draft_head is None:
+        if not self._recorded.rescored:
             return self._probabilities(self._recorded.last_logits[:num_drafts], temperature)
         logits = torch.full((num_drafts, self._recorded.facts.vocab_size), -torch.inf)
         for row, (ids, rescored) in zip(logits, self._recorded.rescored, strict=False):
