@@ -11,7 +11,8 @@ from space_train.chat_text import TEMPLATES, ChatText
 from space_train.data_error import BadRecord, DataError, NothingToLearn, UnusableTemplate, UnusableTokenizer
 from space_train.data_forms import Conversation, PlainText, Role, Turn
 from space_train.data_source import Record
-from space_train.examples import Encoder, Example, LoadedExamples, is_held_out, load_examples, pad_id, read_examples
+from space_train.example_encoder import Encoder
+from space_train.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -274,14 +275,25 @@ def test_a_long_text_becomes_several_examples_that_learn_every_id_but_the_first_
 def test_records_are_held_out_by_what_they_say_alone(tmp_path: Path, tokenizer: Any) -> None:
     records = [{"text": f"text number {number}"} for number in range(60)]
     forward = read(tmp_path, records, tokenizer, held_out_share=0.3)
-    backward = read(tmp_path, records[::-1], merging_tokenizer(), held_out_share=0.3)
-    assert forward.report.num_held_out == backward.report.num_held_out
-    assert 6 < len(forward.held_out) < 30
-    texts = {split(tokenizer, example)[0][0] for example in forward.held_out}
-    assert len(forward.examples) + len(forward.held_out) == 60
-    assert texts.isdisjoint(split(tokenizer, example)[0][0] for example in forward.examples)
-    wider = {record["text"] for record in records if is_held_out(record["text"], 0.5)}
-    assert {text.removesuffix("<|endoftext|>") for text in texts} <= wider
+    other = merging_tokenizer()
+    backward = read(tmp_path, records[::-1], other, held_out_share=0.3)
+    texts = {tokenizer.decode(example.ids[:-1]) for example in forward.held_out}
+    assert texts == {other.decode(example.ids[:-1]) for example in backward.held_out}
+    assert 6 < len(texts) == forward.report.num_held_out < 30
+    trained = {tokenizer.decode(example.ids[:-1]) for example in forward.examples}
+    assert texts | trained == {record["text"] for record in records}
+    wider = read(tmp_path, records, tokenizer, held_out_share=0.5)
+    assert texts < {tokenizer.decode(example.ids[:-1]) for example in wider.held_out}
+
+
+def test_of_few_records_one_is_held_out_and_of_a_single_text_its_end(tmp_path: Path, tokenizer: Any) -> None:
+    few = read(tmp_path, [{"text": text} for text in ("a", "b", "c")], tokenizer, held_out_share=1e-9)
+    assert (len(few.examples), len(few.held_out)) == (2, 1)
+    one = read(tmp_path, [{"text": "abcdefghijklmno"}], tokenizer, max_length=4, held_out_share=0.2)
+    assert (len(one.examples), len(one.held_out)) == (4, 1)
+    assert tokenizer.decode(one.held_out[0].ids) == "mno<|endoftext|>"
+    alone = read(tmp_path, [{"text": "a"}], tokenizer, held_out_share=0.2)
+    assert (len(alone.examples), len(alone.held_out)) == (1, 0)
 
 
 def test_limit_reads_the_first_records_alone(tmp_path: Path, tokenizer: Any) -> None:
@@ -299,10 +311,9 @@ def test_several_sources_are_read_one_after_the_other(tmp_path: Path, tokenizer:
     [
         ([], {}, NothingToLearn, r"data\.jsonl is empty: it holds no record"),
         ([{"text": " "}] * 3, {}, NothingToLearn, r"of 3 records 3 have no answer or text, 0 hold a mask token"),
-        ([{"prompt": "Hi?", "completion": "Ho."}], {"max_length": 9}, NothingToLearn, r"1 have .* long \(max_length 9\)"),
+        ([{"prompt": "Hi?", "completion": "Ho."}], {"max_length": 9}, NothingToLearn, r"long \(max_length 9\)"),
         ([{"text": "<|mask_1|>"}], {"mask_ids": [FIRST_MASK]}, NothingToLearn, r"1 hold a mask token"),
-        ([{"text": "a"}], {"held_out_share": 1e-9}, NothingToLearn, r"1 examples are left .* and 0 are held out"),
-        ([{"text": "a"}], {"held_out_share": 0.9999999}, NothingToLearn, r"0 examples .* and 1 are held out"),
+        ([{"text": "a"}, {"text": "b"}], {"held_out_share": 0.9999999}, NothingToLearn, r"all 2 .* are held out"),
         ([{"text": "a"}], {"held_out_share": 1}, DataError, r"held_out_share must be from 0 to below 1; got 1"),
         ([{"text": "a"}], {"limit": 0}, DataError, r"limit must be at least 1; got 0"),
         ([{"text": "a"}], {"max_length": 1}, DataError, r"max_length must be at least 2; got 1"),

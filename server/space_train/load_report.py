@@ -1,0 +1,44 @@
+"""What became of the records that were read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LoadReport:
+    """What was read, what was left out, and why."""
+
+    num_records: int = 0
+    num_empty: int = 0  # nothing to learn in them
+    num_with_masks: int = 0  # left out: they hold a mask token, which no text may
+    num_cut: int = 0  # conversations longer than max_length, cut at their end
+    num_cut_away: int = 0  # left out: their prompt alone fills max_length
+    num_examples: int = 0
+    num_held_out: int = 0
+    num_tokens: int = 0  # of the examples to train on
+    num_learned: int = 0
+    template: str = ""  # Jinja source, so that a checkpoint can be served with it
+    template_name: str = ""
+    forms: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        forms = ", ".join(f"{count:,} {name}" for name, count in self.forms.items())
+        left_out = [
+            f"{count:,} {reason}"
+            for count, reason in (
+                (self.num_empty, "empty ones left out"),
+                (self.num_with_masks, "with a mask token left out"),
+                (self.num_cut, "cut at the end"),
+                (self.num_cut_away, "left out whose prompt alone is too long"),
+                (self.num_held_out, "held out"),
+            )
+            if count
+        ]
+        return (
+            f"{self.num_records:,} records ({forms or 'none'}): {self.num_examples:,} examples of "
+            f"{self.num_tokens:,} tokens, {self.num_learned:,} learned"
+            + "".join(f"; {part}" for part in left_out)
+            + (f"; chat template: {self.template_name}" if set(self.forms) - {"plain text"} else "")
+        )
