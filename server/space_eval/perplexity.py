@@ -1,0 +1,145 @@
+"""Perplexity and bits per byte of a checkpoint on given texts, through the worker's own network and pages.
+
+Long texts are read in windows that overlap, so that every token but the first few has at least `length - stride`
+tokens before it, and each token counts once:
+
+    window 0   [0 ................ L)             counts 1 .. L
+    window 1           [s ................ s+L)   counts L .. s+L
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.space_model import SpaceModel
+
+from space_eval.records import RecordError, load_records
+
+TEXT_FIELDS = (("text",), ("content",), ("document",), ("article",), ("code",))
+_ROWS = 256  # per forward pass and head product: 256 rows of a vocabulary of 128k are 131 MB of logits
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """What a text costs a model."""
+
+    nats: float  # -log p of the counted tokens
+    num_tokens: int  # counted
+    num_bytes: int  # of UTF-8, which the counted tokens stand for
+
+    @property
+    def perplexity(self) -> float:
+        """Per token: to be compared only between models of one tokenizer."""
+        return math.exp(self.nats / self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between any two models."""
+        return self.nats / math.log(2) / self.num_bytes
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of ids read from position 0 on, and which of them count."""
+
+    start: int
+    first_counted: int  # absolute
+    end: int
+
+
+def windows(num_ids: int, length: int, stride: int) -> Iterator[Window]:
+    """Windows of at most `length` ids, `stride` apart; every id but the first counts in exactly one."""
+    if not 1 <= stride < length:
+        raise ValueError(f"stride must lie in 1..{length - 1}, below the window; got {stride}.")
+    start, counted = 0, 1
+    while counted < num_ids:
+        end = min(start + length, num_ids)
+        yield Window(start, counted, end)
+        counted, start = end, start + stride
+
+
+class PerplexityMeter:
+    """Scores texts with one model and its tokenizer (of transformers)."""
+
+    def __init__(self, model: SpaceModel, tokenizer: Any, *, length: int = 1024, stride: int | None = None) -> None:
+        """`length`: most ids of a window, at most the model's own; `stride`: half a window unless given."""
+        self.length = min(length, model.facts.window)
+        self.stride = self.length // 2 if stride is None else stride
+        next(windows(2, self.length, self.stride))  # a stride that cannot be is refused now
+        self._model, self._tokenizer = model, tokenizer
+        num_blocks = -(-self.length // _BLOCK)
+        self._kv = model.allocate_kv(num_blocks, _BLOCK)
+        self._pages = range(num_blocks)
+
+    def score(self, text: str) -> TextScore:
+        """The whole text, behind the tokenizer's own beginning of text if it has one; else the first token is given.
+
+        A text without a token to count has a score of nothing: 0 nats, 0 tokens, 0 bytes.
+        """
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids: list[int] = list(encoding["input_ids"])
+        num_bytes = len(text.encode())
+        begin = self._tokenizer.bos_token_id
+        if begin is not None:
+            ids = [begin, *ids]
+        elif ids:
+            num_bytes -= len(text[: encoding["offset_mapping"][0][1]].encode())
+        if len(ids) < 2:
+            return TextScore(0.0, 0, 0)
+        nats = sum(self._nats(ids, window) for window in windows(len(ids), self.length, self.stride))
+        return TextScore(nats, len(ids) - 1, num_bytes)
+
+    def _nats(self, ids: Sequence[int], window: Window) -> float:
+        total = 0.0
+        for first in range(window.start, window.end, _ROWS):
+            last = min(first + _ROWS, window.end)
+            hidden = self._hidden(ids[first:last], first - window.start)
+            # row r holds position first+r and predicts the id behind it
+            rows = range(max(window.first_counted - 1 - first, 0), min(last, window.end - 1) - first)
+            if len(rows) == 0:
+                continue
+            targets = torch.tensor(ids[first + rows.start + 1 : first + rows.stop + 1], device=hidden.device)
+            logits = self._model.logits(hidden[rows.start : rows.stop])  # [rows, V] float32
+            chosen = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])
+            total -= float(chosen.double().sum())
+        return total
+
+    def _hidden(self, ids: Sequence[int], start: int) -> torch.Tensor:
+        facts = self._model.facts
+        batch = ForwardBatch.build(
+            [Segment(ids=ids, start=start, pages=self._pages)],
+            block_size=_BLOCK,
+            mask_ids=(),
+            device=facts.device,
+        )
+        return self._model.forward(batch, self._kv)
+
+
+def load_texts(source: str) -> dict[str, str]:
+    """Name -> text: the records of a JSONL file or hub data set, a whole file of another kind, or the files of a
+    folder (its `.txt`, `.md` and `.py`). RecordError where there is none."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file.suffix in {".txt", ".md", ".py"} and file.is_file()]
+        if not files:
+            raise RecordError(f"{source} has no .txt, .md or .py file. Give a folder that has, or a JSONL file.")
+        return {str(file.relative_to(path)): _read(file) for file in files}
+    if path.is_file() and path.suffix not in {".jsonl", ".json"}:
+        return {path.name: _read(path)}
+    records = load_records(source, needs=TEXT_FIELDS)
+    fields = [next(name for (name,) in TEXT_FIELDS if isinstance(record.get(name), str)) for record in records]
+    return {str(number): record[field] for number, (record, field) in enumerate(zip(records, fields, strict=True))}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{file} cannot be read as text: {error}.") from error

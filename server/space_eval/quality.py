@@ -1,0 +1,273 @@
+"""HumanEval pass@k by running the tests, ROUGE-L of summaries, bits per byte: of a model, and against its base."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from space_model.model_error import ModelError
+from tqdm import tqdm
+
+from space_eval import humaneval
+from space_eval.answers import Answer, Answers, AnswersDiffer, open_folder
+from space_eval.generation import GenerationFailed
+from space_eval.quality_report import behind, rows_of, to_markdown, write_report
+from space_eval.quality_side import QualityError, Side, Writing, fingerprint
+from space_eval.quality_tasks import HumanEval, Perplexity, Summarise
+from space_eval.records import RecordError
+from space_eval.sandbox import Outcome
+
+Task = HumanEval | Summarise | Perplexity
+TASKS = ("humaneval", "summarise", "perplexity")
+
+DESCRIPTION = """\
+Generates through the worker's own step, with SPACE (the base: plain decoding), and scores what was written:
+
+  humaneval=DATA    records with prompt and test (HumanEval, HumanEval-X): pass@1, and pass@10 with 10 samples or more.
+                    Every program runs in a sandbox: bounded time and memory, no network, no files but its own.
+  summarise=DATA    records with document+summary, article+highlights, text+summary or dialogue+summary: ROUGE-L
+  perplexity=DATA   a text file, a folder of them, or records with text, content or code: bits per byte, perplexity
+
+DATA is a path (JSONL) or a hub id (owner/name, or owner/name:configuration; its test split).
+With --base the same records are given to both, and differences have 95 % intervals. A task on which both score 0 is
+'no signal': it says nothing about either.
+
+examples:
+  spaceserve eval quality --tasks humaneval=humaneval.jsonl --limit 20 --out quality
+  spaceserve eval quality --model out/model --base BASE --tasks humaneval=humaneval.jsonl,perplexity=held_out.jsonl \\
+      --samples 10 --temperature 0.8 --out quality      killed? The same command goes on where it was.
+  spaceserve eval quality --self-check --data humaneval.jsonl
+      no model: canonical solutions must all pass, broken ones (early exits too) must all fail
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `spaceserve eval quality`."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
+    what.add_argument("--base", help="the model to compare with, decoded plainly (default: none)")
+    what.add_argument("--tasks", type=_tasks, metavar="NAME=DATA[,…]", help="humaneval, summarise, perplexity")
+    what.add_argument("--limit", type=_positive, help="only the first records of each task (default: all)")
+    what.add_argument("--out", type=Path, help="folder for answers and report; a killed run goes on from it")
+    texts = parser.add_argument_group("how texts are written")
+    texts.add_argument("--samples", type=_positive, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
+    texts.add_argument(
+        "--temperature", type=_temperature, help="0 is greedy (default: 0, or 0.8 with more than one sample)"
+    )
+    texts.add_argument("--top-p", type=_share, default=1.0, help="(default: 1, off)")
+    texts.add_argument("--max-tokens", type=_positive, default=512, help="new tokens per text (default: 512)")
+    texts.add_argument("--chat", action="store_true", help="ask through the chat template, and read code blocks")
+    texts.add_argument("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
+    texts.add_argument("--batch", type=_positive, default=8, help="texts at once; never changes a text (default: 8)")
+    reading = parser.add_argument_group("how texts are read (perplexity)")
+    reading.add_argument(
+        "--window", type=_positive, default=1024, help="most tokens at once, within the model's own (default: 1024)"
+    )
+    reading.add_argument("--stride", type=_positive, help="tokens between windows (default: half a window)")
+    sandbox = parser.add_argument_group("sandbox")
+    sandbox.add_argument(
+        "--seconds", type=_seconds, default=10.0, help="per program: tests take milliseconds (default: 10)"
+    )
+    sandbox.add_argument("--memory", type=_positive, default=1024, help="MiB per program (default: 1024)")
+    sandbox.add_argument("--self-check", action="store_true", help="prove the harness on --data, without a model")
+    sandbox.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
+    machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table; 0, or 1 where the self-check fails or a sequence does, 2 for unusable settings or data."""
+    try:
+        return _self_check(options) if options.self_check else _measure(options)
+    except (QualityError, RecordError, AnswersDiffer, ModelError) as error:
+        print(f"spaceserve eval quality: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        kept = "" if options.out is None else f" Finished answers are kept in {options.out}."
+        print(f"spaceserve eval quality: {error}.{kept}", file=sys.stderr)
+        return 2
+    except GenerationFailed as error:
+        print(f"spaceserve eval quality: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; with --out the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.tasks is None:
+        raise QualityError("There is nothing to measure: give --tasks, such as humaneval=PATH,perplexity=PATH.")
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.samples == 1 else 0.8
+    if temperature == 0.0 and options.samples > 1:
+        raise QualityError(
+            f"--temperature 0 gives the same text {options.samples} times. Give --temperature 0.8, or --samples 1."
+        )
+    tasks = [_load(name, source, options) for name, source in options.tasks.items()]
+    paths = {"model": options.model} | ({"base": options.base} if options.base else {})
+    settings: dict[str, object] = {
+        **{label: fingerprint(path) for label, path in paths.items()},
+        **{f"data of {name}": _digest(source) for name, source in options.tasks.items()},
+        "temperature": temperature,
+        **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
+        **{name: getattr(options, name) for name in ("dtype", "window", "stride")},
+    }
+    if options.out is not None:
+        open_folder(options.out, settings)
+
+    found: dict[str, dict[str, list[Answer]]] = {task.name: {} for task in tasks}
+    facts: dict[str, object] = {}
+    for label, path in paths.items():
+        side = Side(label, path, dtype=options.dtype, device=_device(options.device), num_threads=options.num_threads)
+        speculate = label == "model" and side.model.facts.most_masks > 0
+        writing = Writing(
+            samples=options.samples,
+            temperature=temperature,
+            top_p=options.top_p,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+            chat=options.chat,
+            speculate=speculate,
+            batch=options.batch,
+        )
+        for task in tasks:
+            file = None if options.out is None else options.out / f"{label}.{task.name}.jsonl"
+            with ExitStack() as stack:
+                answers = stack.enter_context(Answers(file))
+                if isinstance(task, Perplexity):
+                    side.read(task, answers, length=options.window, stride=options.stride)
+                    keys = set(task.texts)
+                else:
+                    side.write(task, answers, writing)
+                    keys = set(task.keys)
+                found[task.name][label] = [
+                    a for a in answers.sorted() if a["record"] in keys and a["sample"] < options.samples
+                ]
+        known = side.model.facts
+        how = f"SPACE, k={known.most_masks}" if speculate else "plain decoding"
+        facts[label] = f"{known.name} ({known.model_hash[:12]}), {str(known.dtype).removeprefix('torch.')}, {how}"
+        del side
+    facts["texts"] = (
+        f"{options.samples} per record, temperature {temperature:g}, top-p {options.top_p:g}, at most "
+        f"{options.max_tokens} new tokens, {'chat template' if options.chat else 'prompt alone'}, seed {options.seed}"
+    )
+    facts["data"] = ", ".join(f"{name} {Path(source).name}" for name, source in options.tasks.items())
+    facts["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+    rows = []
+    details: dict[str, Mapping[str, Mapping[str, object]]] = {}
+    for task in tasks:
+        sides = found[task.name]
+        scores = {label: task.scores(answers) for label, answers in sides.items()}
+        rows += rows_of(task.name, scores["model"], scores.get("base"))
+        details[task.name] = {label: behind(answers) for label, answers in sides.items()}
+    print(to_markdown(facts, rows, details))
+    if options.out is not None:
+        why = write_report(options.out, facts, rows, details)
+        if why is not None:
+            print(f"no quality.png: {why}", file=sys.stderr)
+    return 0
+
+
+def _load(name: str, source: str, options: argparse.Namespace) -> Task:
+    if name == "humaneval":
+        memory = options.memory << 20
+        return HumanEval.load(source, options.limit, chat=options.chat, seconds=options.seconds, memory=memory)
+    if name == "summarise":
+        return Summarise.load(source, options.limit, chat=options.chat)
+    return Perplexity.load(source, options.limit)
+
+
+def _self_check(options: argparse.Namespace) -> int:
+    if options.data is None:
+        raise QualityError("--self-check needs --data: a JSONL file of HumanEval records with canonical_solution.")
+    problems = humaneval.load_problems(options.data, options.limit)
+    total = len(problems) * (1 + len(humaneval.BROKEN))
+    guards: set[str] = set()
+    with tqdm(total=total, unit="program", file=sys.stderr, disable=None) as progress:
+
+        def checked(kind: str, problem: humaneval.Problem, outcome: Outcome) -> None:
+            guards.update(outcome.guards)
+            progress.set_description(kind)
+            progress.update()
+
+        proofs = humaneval.prove(problems, seconds=options.seconds, memory=options.memory << 20, checked=checked)
+    print("| completion | passed | wanted | ended |\n|---|---|---|---|")
+    for proof in proofs:
+        wanted = proof.num_problems if proof.kind == "canonical" else 0
+        ends = ", ".join(f"{end} {number}" for end, number in sorted(proof.ends.items()))
+        print(f"| {proof.kind} | {len(proof.passed)}/{proof.num_problems} | {wanted} | {ends} |")
+    print(f"\nsandbox: {', '.join(sorted(guards))}")
+    wrong = [proof for proof in proofs if not proof.holds]
+    for proof in wrong:
+        print(f"spaceserve eval quality: {proof.kind} passed {len(proof.passed)}: not as it must be", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _device(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _digest(source: str) -> str:
+    """What the data is: the hash of a file, the names and sizes of a folder's, or a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    if path.is_dir():
+        names = [
+            f"{file.relative_to(path)} {file.stat().st_size}" for file in sorted(path.rglob("*")) if file.is_file()
+        ]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return source
+
+
+# ------------------------------------------------------------------------------------------------------------- flags
+
+
+def _tasks(text: str) -> dict[str, str]:
+    tasks: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, source = part.partition("=")
+        if name not in TASKS or not equals or not source:
+            raise argparse.ArgumentTypeError(f"wants NAME=DATA with NAME one of {', '.join(TASKS)}; got {part!r}")
+        if name in tasks:
+            raise argparse.ArgumentTypeError(f"has {name} twice; give it one source")
+        tasks[name] = source
+    return tasks
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def _number(text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}; got {text!r}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    return _number(text, 0.0, 2.0)
+
+
+def _share(text: str) -> float:
+    return _number(text, 0.01, 1.0)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.1, 3600.0)
