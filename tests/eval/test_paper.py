@@ -49,7 +49,7 @@ def data(tmp_path: Path) -> str:
 
 def measure(checkpoint: Path, data: str, out: Path, *flags: str) -> int:
     arguments = ["paper", "--model", str(checkpoint), "--tasks", "xsum,human_eval,mt_bench", "--data", data]
-    return main([*arguments, "--max-tokens", "12", "--rounds", "2", "--k", "3", "--out", str(out), *flags])
+    return main([*arguments, "--max-tokens", "8", "--rounds", "2", "--k", "2", "--out", str(out), *flags])
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_journal_of_another_setting_is_refused_by_name(
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_base_answers_the_same_questions_with_its_own_history(checkpoint: Path, data: str, tmp_path: Path) -> None:
-    base = tiny_checkpoint(tmp_path / "base", window=256, num_masks=0, seed=1)
+    base = tiny_checkpoint(tmp_path / "base", window=256, num_masks=0, seed=1, num_layers=1)
     assert measure(checkpoint, data, tmp_path / "out", "--base", str(base), "--no-execution") == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     turns = next(line for line in lines[1:] if line["name"] == "7")["turns"]
