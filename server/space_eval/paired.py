@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95
+_NUMBERS_AT_ONCE = 200_000  # drawn records held at a time: a few MB
 Parts = Mapping[str, tuple[float, float]]
 """Per record a numerator and a denominator: a score is their sums' ratio (a mean where every denominator is 1)."""
 
@@ -112,8 +113,11 @@ def _resampled(score: Score, keys: Sequence[str], seed: int) -> npt.NDArray[np.f
     numbers = _array(score, keys)
     generator = np.random.default_rng(seed)
     sums = np.empty((NUM_RESAMPLES, 2))
-    for n in range(NUM_RESAMPLES):
-        sums[n] = numbers[generator.integers(len(keys), size=len(keys))].sum(axis=0)
+    at_once = max(1, _NUMBERS_AT_ONCE // max(1, len(keys)))
+    for first in range(0, NUM_RESAMPLES, at_once):
+        count = min(at_once, NUM_RESAMPLES - first)
+        drawn = generator.integers(len(keys), size=(count, len(keys)))
+        sums[first : first + count] = numbers[drawn].sum(axis=1)  # [count, records, 2] -> [count, 2]
     return _figures(score, sums)
 
 
