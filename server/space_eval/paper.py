@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
+from space_train.published_options import TRAINING_OPTIONS, options_table
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -20,14 +21,7 @@ from space_eval.bench_facts import commit, machine
 from space_eval.humaneval import Problem, load_problems
 from space_eval.paper_journal import Journal, fingerprint
 from space_eval.paper_prompts import FAMILIES, family_of
-from space_eval.paper_published import (
-    EVALUATION_OPTIONS,
-    PUBLISHED,
-    TRAINING_OPTIONS,
-    PublishedModel,
-    options_table,
-    published_for,
-)
+from space_eval.paper_published import EVALUATION_OPTIONS, PUBLISHED, PublishedModel, published_for
 from space_eval.paper_quality import Quality, exact_match_quality, pass_quality, rouge_quality
 from space_eval.paper_run import Measured, Protocol, Speaker, StoppedEarly, measured_so_far, run_task
 from space_eval.paper_table import PaperRow, summarise, to_markdown, write_paper
@@ -56,7 +50,7 @@ examples:
 the published evaluation script's options (tests/eval_infer.py), and ours:
 {options_table(EVALUATION_OPTIONS)}
 
-the published training script's own options, and ours:
+the published training script's options (run_sft_multi_node.sh), and those of `spaceserve train`:
 {options_table(TRAINING_OPTIONS)}
 
 data, where --data does not say: {", ".join(f"{task.name} {task.hub_id or 'none'}" for task in TASKS.values())}
@@ -101,9 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pass@K: K > 1 samples K answers at temperature 0.8 [1: greedy]",
     )
     parser.add_argument("--no-execution", action="store_true", help="leave out pass@K: run no generated code")
-    parser.add_argument(
-        "--mask-ids", metavar="N[,N...]", help="of a checkpoint that does not say: one shared, or one each"
-    )
+    parser.add_argument("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
     parser.add_argument("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")
@@ -205,17 +197,11 @@ def _run_task(
 
 def _prepare(options: argparse.Namespace) -> tuple[Protocol, dict[str, object]]:
     """The models, warm, and what the figures must be read with."""
-    mask_ids = None
-    if options.mask_ids is not None:
-        try:
-            mask_ids = [int(part) for part in options.mask_ids.split(",")]
-        except ValueError:
-            raise FlagError(f"--mask-ids is {options.mask_ids!r}; it must read N or N,N,... .") from None
     model = load_model(
         options.model,
         dtype=options.dtype,
         device=options.device,
-        mask_ids=mask_ids,
+        mask_ids=options.mask_ids,
         num_masks=options.num_masks,
         num_threads=options.num_threads,
     )
@@ -237,9 +223,9 @@ def _prepare(options: argparse.Namespace) -> tuple[Protocol, dict[str, object]]:
     protocol = Protocol(speaker, options.k, options.rounds, options.temperature, options.seed, base, num_samples)
     facts: dict[str, object] = {
         "model": options.model,
-        "weights": fingerprint(Checkpoint.open(options.model).folder),
+        "weights": fingerprint(Checkpoint.open(options.model)),
         "base": options.base or "the model itself",
-        "base weights": None if base is None else fingerprint(Checkpoint.open(options.base).folder),
+        "base weights": None if base is None else fingerprint(Checkpoint.open(options.base)),
         "family": family.name,
         "k": options.k,
         "batch": 1,

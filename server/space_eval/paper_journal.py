@@ -9,16 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from space_model.checkpoint import Checkpoint
+
 from space_eval.prompts import PromptError
+from space_eval.speed_decoding import space_files
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def fingerprint(folder: Path) -> str:
-    """Of a checkpoint's config and weights: 64 places of each file are read, so a large one takes no time either."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Of config, weights, adapter and draft head: 64 places of each file are read, so a large one takes no time."""
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for file in [*checkpoint.weights, *space_files(checkpoint)]:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:

@@ -1,9 +1,11 @@
-"""What the paper published: its Table 1, and the options of its scripts beside ours."""
+"""What the paper published: its Table 1, and the options of its evaluation script beside ours."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from space_train.published_options import PublishedOption
 
 # tokens per step / speed-up; greedy, batch 1, k=5 (arXiv 2402.11809, Table 1)
 _TABLE_1 = """\
@@ -70,40 +72,16 @@ def published_for(family: str, model_name: str) -> PublishedModel:
     return rows[0] if rows else PUBLISHED[FOR_SCALE]
 
 
-@dataclass(frozen=True)
-class PublishedOption:
-    """An option of a published script, and how to say the same here."""
-
-    published: str
-    ours: str
-    remark: str
-
-
 EVALUATION_OPTIONS = (
     PublishedOption("--llm_dir DIR", "--model DIR", "reports went into DIR; ours go into --out"),
     PublishedOption("--dataset NAME", "--tasks NAME[,NAME...]", "xsum, human_eval, cip; mt-bench is mt_bench"),
     PublishedOption("--model_type NAME", "--family NAME", "llama is llama-2 (Vicuna too), llama-2-chat, qwen, chatglm"),
     PublishedOption("--mask_id N", "--mask-ids N", "only for checkpoints whose config.json does not say it"),
     PublishedOption("--mask_num N", "--num-masks N, --k N", "how many masks the model has; how many are used"),
-    PublishedOption("--mask_diff true", "--mask-ids N,N+1,...", "one id per mask; one id alone is shared by all"),
+    PublishedOption("--mask_diff true", "--mask-ids N N+1 ...", "one id per mask; one id alone is shared by all"),
     PublishedOption("--do_sample true", "--temperature 1", "theirs is not exact when sampling; ours always is"),
     PublishedOption("--use_cache BOOL", "(always on)", "theirs computes the prompt again each step without it"),
     PublishedOption("--save_data true", "(always)", "OUT/answers.jsonl: ids, text, steps and seconds of every prompt"),
     PublishedOption("--assist_generation", "spaceserve eval speed --against assisted:DRAFT", "transformers' own loop"),
 )
 """Of tests/eval_infer.py in the paper's repository."""
-
-TRAINING_OPTIONS = (
-    PublishedOption("--mask_num N", "spaceserve train --num-masks N", ""),
-    PublishedOption("--mask_id N", "spaceserve train --mask-ids N", ""),
-    PublishedOption("--mask_prob 0.5", "spaceserve train --preset paper", "share of samples that are cut"),
-    PublishedOption("--mask_loss_weight W", "spaceserve train --mask-loss-weight W", ""),
-)
-"""Those of run_sft_multi_node.sh that are SPACE's own."""
-
-
-def options_table(options: tuple[PublishedOption, ...] = EVALUATION_OPTIONS) -> str:
-    """Three columns for --help."""
-    first = max(len(option.published) for option in options)
-    second = max(len(option.ours) for option in options)
-    return "\n".join(f"  {o.published:{first}}  {o.ours:{second}}  {o.remark}".rstrip() for o in options)

@@ -18,7 +18,7 @@ from space_eval.plots import Bar, bar_plot
 from space_eval.speed_decoding import Answer
 
 HEAD = (
-    "| task | questions | tokens/step | not looping | published | speed-up | decode only | published | looping "
+    "| task | questions | tokens/step | not looping | published | speed-up | not looping | published | looping "
     "| quality | base | same text |"
 )
 
@@ -132,6 +132,8 @@ def to_markdown(rows: Sequence[PaperRow], facts: Mapping[str, object], published
         if row.categories:
             parts = ", ".join(f"{name} {value:.2f}" for name, value in row.categories.items())
             lines += ["", f"{row.title}, tokens per step by category: {parts}."]
+        if row.num_truncated:
+            lines += ["", f"{row.title}: {row.num_truncated} prompts were too long for the window; their end was kept."]
     lines += [
         "",
         f"published: {published.name}, arXiv 2402.11809, Table 1: another model on another machine, k=5, batch 1.  ",
@@ -161,7 +163,7 @@ def _line(row: PaperRow) -> str:
         _shown(row.tokens_per_step_not_looping),
         "–" if theirs is None else f"{theirs.tokens_per_step:.2f}",
         row.speedup.shown(2),
-        row.decode_speedup.shown(2),
+        "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}",
         "–" if theirs is None else f"{theirs.speedup:.2f}",
         f"{row.looping:.0%}",
         quality,

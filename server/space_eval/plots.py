@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,7 @@ def line_plot(
     if log_x:
         axes.set_xscale("log")
     axes.set_xlabel(x)
-    if len(series) > 1:
-        axes.legend(frameon=False, fontsize=9)
-    return _finish(plt, figure, axes, path, title=title, y=y, note=note)
+    return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
 
 
 def bar_plot(
@@ -80,19 +79,30 @@ def bar_plot(
     """
     plt = _pyplot()
     groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
-    figure, axes = plt.subplots(
-        figsize=(max(4.8, 1.6 + 0.55 * len(groups) * (len(series) + 0.6)), 4.2), layout="constrained"
-    )
-    width = 0.8 / max(1, len(series))
+    wide = max(4.8, 1.6 + 0.55 * len(groups) * (len(series) + 0.6))
+    figure, axes = plt.subplots(figsize=(wide, 4.2), layout="constrained")
+    names = {group: [name for name, bars in series.items() if group in bars] for group in groups}
+    width = 0.8 / max((len(present) for present in names.values()), default=1)
     for number, (name, bars) in enumerate(series.items()):
-        drawn = [_bar(bars.get(group, math.nan)) for group in groups]
-        places = [place + width * (number - (len(series) - 1) / 2) for place in range(len(groups))]
-        heights = [0.0 if math.isnan(bar.value) else bar.value for bar in drawn]
-        colour = COLOURS[number % len(COLOURS)]
-        axes.bar(places, heights, width * 0.92, label=name, color=colour, yerr=_errors(drawn), **_WHISKERS)
-        for place, bar in zip(places, drawn, strict=True):
-            top = 0.0 if math.isnan(bar.value) else max(bar.value, bar.high or bar.value)
-            text = "–" if math.isnan(bar.value) else f"{bar.value:.{digits}f}"
+        colour, label = COLOURS[number % len(COLOURS)], name
+        for group, value in bars.items():
+            bar = value if isinstance(value, Bar) else Bar(value)
+            present = names[group]
+            place = groups.index(group) + width * (present.index(name) - (len(present) - 1) / 2)
+            is_bar = not math.isnan(bar.value)
+            errors = _errors(bar) if is_bar else None
+            axes.bar(
+                [place],
+                [bar.value if is_bar else 0.0],
+                width * 0.92,
+                label=label,
+                color=colour,
+                yerr=errors,
+                **_WHISKERS,
+            )
+            label = "_"  # one line of the legend for the whole series
+            top = max(bar.value, bar.high or bar.value) if is_bar else 0.0
+            text = f"{bar.value:.{digits}f}" if is_bar else "–"
             axes.annotate(text, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
     if level is not None:
         axes.axhline(level, color="#555555", linewidth=0.8, linestyle="--", zorder=0)
@@ -100,35 +110,33 @@ def bar_plot(
     if x:
         axes.set_xlabel(x)
     axes.margins(y=0.12)
-    if len(series) > 1:
-        axes.legend(frameon=False, fontsize=9)
-    return _finish(plt, figure, axes, path, title=title, y=y, note=note)
+    return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
 
 
 _WHISKERS: dict[str, Any] = {"error_kw": {"elinewidth": 1, "ecolor": "#333333"}, "capsize": 2.5}
 
 
-def _bar(value: float | Bar) -> Bar:
-    return value if isinstance(value, Bar) else Bar(value)
-
-
-def _errors(bars: Sequence[Bar]) -> list[list[float]] | None:
-    """How far each range reaches below and above its bar; None where no bar has one."""
-    if all(bar.low is None and bar.high is None for bar in bars):
+def _errors(bar: Bar) -> list[list[float]] | None:
+    """How far the range reaches below and above the bar; None where there is no range."""
+    if bar.low is None and bar.high is None:
         return None
-    below = [0.0 if bar.low is None or math.isnan(bar.value) else max(0.0, bar.value - bar.low) for bar in bars]
-    above = [0.0 if bar.high is None or math.isnan(bar.value) else max(0.0, bar.high - bar.value) for bar in bars]
-    return [below, above]
+    low, high = bar.value if bar.low is None else bar.low, bar.value if bar.high is None else bar.high
+    return [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
 
 
-def _finish(plt: Any, figure: Any, axes: Any, path: Path, *, title: str, y: str, note: str) -> Path:
+def _finish(plt: Any, figure: Any, axes: Any, path: Path, *, title: str, y: str, note: str, num_series: int) -> Path:
+    """Title, legend outside the axes, small print, file."""
+    wide = figure.get_size_inches()[0]
     axes.set_title(title, fontsize=11, loc="left")
+    if num_series > 1:
+        columns = max(1, min(num_series, int(wide / 2)))
+        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     if note:
-        figure.supxlabel(note, fontsize=7.5, color="#555555")
+        figure.supxlabel(textwrap.fill(note, int(14 * wide)), fontsize=7.5, color="#555555")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Software": "spaceserve"})
     plt.close(figure)

@@ -24,7 +24,7 @@ from space_eval.bench_prompts import built_in
 from space_eval.bench_report import Spread
 from space_eval.plots import PlotError
 from space_eval.prompts import PromptError, load_prompts
-from space_eval.speed_decoding import PLAIN, Answer, PairedDecoder, TextsDiffer, check_same_text
+from space_eval.speed_decoding import PLAIN, Answer, PairedDecoder, TextsDiffer, check_same_text, space_files
 from space_eval.speed_report import OURS, RivalRow, SpeedRow, to_markdown, write_speed
 
 DESCRIPTION = """\
@@ -188,9 +188,7 @@ def extra_weight_bytes(model: SpaceModel) -> int:
     """What SPACE adds to the base: the files that config.json's `space` names, and an embedding row per mask id."""
     checkpoint = Checkpoint.open(model.facts.name)
     section = checkpoint.config.get("space") or {}
-    head = section.get("draft_head") or {}
-    files = [section.get("adapter"), head.get("file") if isinstance(head, dict) else None]
-    in_files: int = sum((checkpoint.folder / name).stat().st_size for name in files if name)
+    in_files: int = sum(file.stat().st_size for file in space_files(checkpoint))
     rows = len(set(section.get("mask_token_ids") or model.facts.mask_ids)) if not section.get("adapter") else 0
     return in_files + rows * model.facts.hidden_size * model.facts.dtype.itemsize
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from space_model.checkpoint import Checkpoint
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.controller import Controller, FixedLayout, RowBudget
@@ -106,6 +108,15 @@ class PairedDecoder:
             eos_ids=self.model.facts.eos_ids,
         )
         return _answer(made, worker)
+
+
+def space_files(checkpoint: Checkpoint) -> list[Path]:
+    """What makes a checkpoint more than its base, mask rows of the embedding aside: adapter and draft head."""
+    section = checkpoint.config.get("space") or {}
+    head = section.get("draft_head")
+    named = [section.get("adapter"), head.get("file") if isinstance(head, dict) else None]
+    places = [checkpoint.home / name for name in named if name]
+    return [file for place in places for file in (sorted(place.glob("*.safetensors")) if place.is_dir() else [place])]
 
 
 def check_same_text(answers: Mapping[int, Answer], name: str) -> None:

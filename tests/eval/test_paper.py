@@ -18,6 +18,7 @@ from space_eval.paper_run import Measured, Turn
 from space_eval.paper_table import PaperRow, summarise, to_markdown, write_paper
 from space_eval.paper_tasks import TASKS, DataError, Question, load_questions, place_and_split
 from space_eval.speed_decoding import Answer
+from space_model.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 
 ADD = {
@@ -138,8 +139,11 @@ def test_samples_for_pass_at_k_are_drawn_apart_and_kept(checkpoint: Path, data: 
 def test_changed_weights_of_the_same_shape_have_another_fingerprint(tmp_path: Path) -> None:
     folders = [tiny_checkpoint(tmp_path / str(seed), num_layers=1, seed=seed) for seed in (0, 1)]
     again = tiny_checkpoint(tmp_path / "again", num_layers=1, seed=0)
-    assert fingerprint(folders[0]) != fingerprint(folders[1])
-    assert fingerprint(folders[0]) == fingerprint(again)
+    first, second, same = (fingerprint(Checkpoint.open(folder)) for folder in (*folders, again))
+    assert first != second
+    assert first == same
+    (again / "draft_head.safetensors").write_bytes((folders[1] / "draft_head.safetensors").read_bytes())
+    assert fingerprint(Checkpoint.open(again)) not in (first, second)
 
 
 # ------------------------------------------------------------------------------------------------------ what is asked
@@ -298,7 +302,7 @@ def test_a_speed_up_is_the_median_of_paired_rounds() -> None:
 def test_the_report_has_a_table_a_record_and_two_figures(tmp_path: Path) -> None:
     written = write_paper(tmp_path, [row(measured("a"))], {"model": "m"}, PUBLISHED["LLaMA-2-7B"])
     assert [file.name for file in written] == ["paper.json", "paper.md", "paper.png", "paper-speed.png"]
-    assert "| XSum | 1 | 2.50 | 2.50 | 2.23 | 2.00 (1.00–3.00) |" in written[1].read_text()
+    assert "| XSum | 1 | 2.50 | 2.50 | 2.23 | 2.00 (1.00–3.00) | 2.00 | 1.94 |" in written[1].read_text()
     for figure in written[2:]:
         assert figure.read_bytes().startswith(b"\x89PNG")
         assert figure.stat().st_size > 5000
