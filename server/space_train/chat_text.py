@@ -73,6 +73,11 @@ class AnsweredText:
     text: str
     answers: tuple[tuple[int, int], ...]
 
+    @property
+    def borders(self) -> list[int]:
+        """Where answers begin and end, in order."""
+        return [border for answer in self.answers for border in answer]
+
 
 class ChatText:
     """Renders conversations with one chat template."""

@@ -24,6 +24,8 @@ from space_train.load_report import LoadReport
 
 __all__ = ["Example", "LoadReport", "LoadedExamples", "load_examples", "pad_id", "read_examples"]
 
+RECORDS_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class LoadedExamples:
@@ -79,12 +81,15 @@ def read_examples(
     encoder = Encoder(tokenizer, ChatText(tokenizer, template), end_ids=end_ids, vocab_size=vocab_size)
     report = LoadReport(template=encoder.chat.template, template_name=encoder.chat.name)
     found: list[tuple[int, list[Example]]] = []  # of each record: what decides whether it is held out, its examples
-    for record, form, document in islice(_documents(source, split, quiet), limit):
-        report.num_records += 1
-        report.forms[form] += 1
-        admitted = _admitted(encoder.examples(document, record), max_length, document, set(mask_ids), report)
-        if admitted:
-            found.append((digest(document.content), admitted))
+    reader = islice(_documents(source, split, quiet), limit)
+    while some := list(islice(reader, RECORDS_AT_ONCE)):
+        encoded = encoder.examples([(record, document) for record, _, document in some])
+        for (_, form, document), examples in zip(some, encoded, strict=True):
+            report.num_records += 1
+            report.forms[form] += 1
+            admitted = _admitted(examples, max_length, document, set(mask_ids), report)
+            if admitted:
+                found.append((digest(document.content), admitted))
     examples, held_out = _parted(found, held_out_share)
     report.num_examples, report.num_held_out = len(examples), len(held_out)
     report.num_tokens = sum(len(example.ids) for example in examples)

@@ -13,7 +13,7 @@ from space_train.data_forms import Conversation, PlainText, Role, Turn
 from space_train.data_source import Record
 from space_train.example_encoder import Encoder
 from space_train.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 HERE = Record("data", 1, {})
@@ -56,7 +56,14 @@ def conversation(*turns: tuple[str, str]) -> Conversation:
 
 
 def encode(tokenizer: Any, *turns: tuple[str, str], template: str | None = None, **options: Any) -> list[Example]:
-    return Encoder(tokenizer, ChatText(tokenizer, template), **options).examples(conversation(*turns), HERE)
+    encoder = Encoder(tokenizer, ChatText(tokenizer, template), **options)
+    (examples,) = encoder.examples([(HERE, conversation(*turns))])
+    return examples
+
+
+def encode_text(tokenizer: Any, text: str) -> Example:
+    ((example,),) = Encoder(tokenizer, ChatText(tokenizer)).examples([(HERE, PlainText(text))])
+    return example
 
 
 def split(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
@@ -141,16 +148,24 @@ def test_borders_behind_a_parted_token_are_exact_too() -> None:
     assert split(tokenizer, example) == runs
 
 
-def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_behind_a_parted_token() -> None:
-    inner = Tokenizer(models.BPE(unk_token="?", ignore_merges=True))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    inner.decoder = decoders.Metaspace(prepend_scheme="first")
-    inner.train_from_iterator(["foobar foo bar"] * 9, trainers.BpeTrainer(vocab_size=40, special_tokens=["?"]))
+@pytest.mark.parametrize("kind", ["pre-tokenizer", "normalizer"])
+def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_behind_a_parted_token(kind: str) -> None:
+    inner = Tokenizer(models.BPE(unk_token="?"))
+    if kind == "pre-tokenizer":
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    else:  # as Llama 2 has it: also behind every special token
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # to learn words; taken away again below
+    inner.train_from_iterator(["foobar foo bar \n"] * 9, trainers.BpeTrainer(vocab_size=40, special_tokens=["?"]))
+    if kind == "normalizer":
+        inner.pre_tokenizer = pre_tokenizers.Sequence([])
     inner.add_special_tokens([AddedToken("</s>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    assert "foobar" in tokenizer.tokenize("foobar")[-1]
     (example,) = encode(tokenizer, ("user", "foo"), ("assistant", "bar"), template="raw")
-    assert "".join(tokenizer.convert_ids_to_tokens(example.ids)) == "▁foobar</s>"
-    assert tokenizer.convert_ids_to_tokens(example.ids)[example.learned.index(True)][0] == "b"
+    tokens = tokenizer.convert_ids_to_tokens(example.ids)
+    assert "".join(tokens) == "▁foobar</s>"
+    assert "".join(tokens[example.learned.index(True) :]) == "bar</s>"
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_one_example_for_each_answer(tokenizer: Any) -> None:
@@ -218,8 +233,7 @@ def test_a_beginning_that_the_tokenizer_adds_by_itself_is_added_and_not_learned(
 
     begin = tokenizer.convert_tokens_to_ids("<s>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    (text,) = Encoder(tokenizer, ChatText(tokenizer)).examples(PlainText("ab"), HERE)
-    assert split(tokenizer, text) == [("<s>", False), ("ab</s>", True)]
+    assert split(tokenizer, encode_text(tokenizer, "ab")) == [("<s>", False), ("ab</s>", True)]
     (asked,) = encode(tokenizer, *ASKED)
     assert split(tokenizer, asked)[0] == ("<s>User: Hi?\nAssistant:", False)
     own = "<s>{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
@@ -229,7 +243,7 @@ def test_a_beginning_that_the_tokenizer_adds_by_itself_is_added_and_not_learned(
 
 
 def test_plain_text_is_learned_whole_with_its_end(tokenizer: Any) -> None:
-    (example,) = Encoder(tokenizer, ChatText(tokenizer)).examples(PlainText("one\ntwo"), HERE)
+    example = encode_text(tokenizer, "one\ntwo")
     assert example.learned == [True] * 8
     assert example.ids == [*tokenizer("one\ntwo")["input_ids"], END]
 
