@@ -184,6 +184,7 @@ class Admit(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     WANT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
     num_prompt: _builtins.int
@@ -198,6 +199,8 @@ class Admit(_message.Message):
     """report the log-probability of each emitted id"""
     num_prompt_logprobs: _builtins.int
     """if set: report log-probabilities of prompt ids, with so many alternatives; needs num_cached = 0"""
+    adapter: _builtins.str
+    """name of the gated adapter that drafts, one of Hello.adapters; "": the checkpoint's own masks. The text is the same with each"""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt ids, then ids generated so far (re-admission)"""
@@ -228,10 +231,11 @@ class Admit(_message.Message):
         num_logprobs: _builtins.int = ...,
         want_logprobs: _builtins.bool = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "sampling", b"sampling", "seq_id", b"seq_id", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "sampling", b"sampling", "seq_id", b"seq_id", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
@@ -530,6 +534,7 @@ class Hello(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -572,6 +577,10 @@ class Hello(_message.Message):
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """as the checkpoint's generation config says"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """gated adapters that sequences can be admitted with, by name"""
+
     def __init__(
         self,
         *,
@@ -594,14 +603,45 @@ class Hello(_message.Message):
         max_sequences: _builtins.int = ...,
         attention: _builtins.str = ...,
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A gated adapter: it drafts, and never changes what is sampled; keys and values do not depend on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_MASKS_FIELD_NUMBER: _builtins.int
+    HAS_DRAFT_HEAD_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """as Admit names it"""
+    num_masks: _builtins.int
+    """mask tokens of its own"""
+    has_draft_head: _builtins.bool
+    """its drafts are rescored one after the other"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_masks: _builtins.int = ...,
+        has_draft_head: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_draft_head", b"has_draft_head", "name", b"name", "num_masks", b"num_masks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):

@@ -18,8 +18,10 @@ from torch import Tensor
 def without_draft_head(model: SpaceModel) -> SpaceModel:
     """The same weights, and drafts as the masks alone make them."""
     plain = copy.copy(model)
-    plain.facts = replace(model.facts, has_draft_head=False)
+    headless = tuple(replace(adapter, has_draft_head=False) for adapter in model.facts.adapters)
+    plain.facts = replace(model.facts, has_draft_head=False, adapters=headless)
     plain.draft_head = None
+    plain.adapters = tuple(replace(adapter, draft_head=None) for adapter in model.adapters)
     return plain
 
 
@@ -36,9 +38,8 @@ class WatchedModel:
     def facts(self) -> ModelFacts:
         return self._model.facts
 
-    @property
-    def draft_head(self) -> DraftHeadWeights | None:
-        return self._model.draft_head
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        return self._model.draft_head_of(adapter)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         self.kv = self._model.allocate_kv(num_blocks, block_size)

@@ -76,6 +76,7 @@ def build_worker(config: WorkerConfig) -> Worker:
         attention=config.attention,
         max_model_len=config.max_model_len,
         num_threads=config.num_threads or choose_threads(config.model),
+        adapters=dict(config.adapters),
     )
     facts = model.facts
     size, available = config.block_size, free_bytes(facts.device)  # the weights are in memory already
@@ -90,11 +91,11 @@ def build_worker(config: WorkerConfig) -> Worker:
         block_size=config.block_size,
         max_sequences=config.max_sequences,
         max_draft_length=config.max_draft_length,
-        controller=FixedLayout.full(min(fixed, facts.num_masks)) if fixed else None,
+        controller=FixedLayout.full(min(fixed, facts.most_masks)) if fixed else None,
     )
     _log.info(
-        "model=%s dtype=%s (%s) device=%s attention=%s window=%d masks=%d draft_head=%s blocks=%d block_size=%d "
-        "kv_bytes=%d seconds=%.2f",
+        "model=%s dtype=%s (%s) device=%s attention=%s window=%d masks=%d draft_head=%s adapters=%s "
+        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
         facts.name,
         str(facts.dtype).removeprefix("torch."),
         facts.dtype_reason,
@@ -103,6 +104,7 @@ def build_worker(config: WorkerConfig) -> Worker:
         facts.window,
         facts.num_masks,
         facts.has_draft_head,
+        ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
         num_blocks,
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,

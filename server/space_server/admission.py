@@ -43,6 +43,7 @@ def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: 
             f"Nothing is left to generate: {len(ids)} ids, {message.num_prompt} of them prompt, max_tokens "
             f"{limits.max_tokens}, window {limits.window}."
         )
+    adapter, num_masks = _masks(message.adapter, facts)
     law = _law(message.sampling, message.limits, facts.vocab_size)
     return Sequence(
         seq_id=message.seq_id,
@@ -56,7 +57,19 @@ def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: 
         num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device) if law.penalises else None,
+        adapter=adapter,
+        num_masks=num_masks,
     )
+
+
+def _masks(name: str, facts: ModelFacts) -> tuple[int | None, int]:
+    """The number of the adapter that drafts, None for the checkpoint's own masks, and how many masks it has."""
+    try:
+        adapter = facts.adapter_number(name)
+    except KeyError:
+        known = ", ".join(one.name for one in facts.adapters if one.name) or "none"
+        raise AdmissionError(f"There is no adapter {name}; this worker has {known}.") from None
+    return adapter, facts.num_masks if adapter is None else facts.adapters[adapter].num_masks
 
 
 def check_pages(pages: Iterable[int], num_blocks: int) -> None:

@@ -30,6 +30,7 @@ class WorkerConfig:
     speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
     space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
     space_num_masks: int | None
+    adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
     attention: str
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
     parent_pid: int | None  # end when this process is gone
@@ -65,6 +66,15 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser.add_argument("--speculation", type=_speculation, default="auto", help="auto, off, or drafts per step")
     parser.add_argument("--space-mask-ids", type=_ids, help="comma-separated: one shared id, or one per mask")
     parser.add_argument("--space-num-masks", type=_at_least(1), help="masks per group")
+    parser.add_argument(
+        "--adapter",
+        type=_adapter,
+        action="append",
+        default=[],
+        dest="adapters",
+        metavar="NAME=FOLDER",
+        help="a gated adapter that drafts for requests naming it; repeatable",
+    )
     parser.add_argument("--attention", default="auto", help="attention implementation (default: %(default)s)")
     parser.add_argument(
         "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
@@ -73,7 +83,19 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser.add_argument(
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
-    return WorkerConfig(**vars(parser.parse_args(arguments)))
+    options = vars(parser.parse_args(arguments))
+    adapters = tuple(options.pop("adapters"))
+    twice = [name for name, _ in adapters if [one for one, _ in adapters].count(name) > 1]
+    if twice:
+        parser.error(f"argument --adapter: there are two adapters named {twice[0]}")
+    return WorkerConfig(adapters=adapters, **options)
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER; got {text!r}")
+    return name, folder
 
 
 def _amount(text: str) -> int | float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def draft(model: StepModel, hidden: Tensor, runs: Run[MaskRun], banned_ids: Tens
     """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
 
     hidden [R, hidden]: all rows of the step. Without a draft head a mask's draft is its own choice; with one, its best
-    ids are rescored with the token before.
+    ids are rescored with the token before. Each run has the head of its adapter.
     """
     if not runs:
         return []
@@ -50,7 +51,30 @@ def draft(model: StepModel, hidden: Tensor, runs: Run[MaskRun], banned_ids: Tens
     rows = [run.row(number) for run in runs for number in range(len(run.rows))]
     masks = hidden[flat]  # [M, hidden]
     logits = model.logits(masks)  # [M, V]
-    if model.draft_head is None:
+    by_adapter: dict[int | None, list[int]] = {}
+    for number, run in enumerate(runs):
+        by_adapter.setdefault(run.sequence.adapter, []).append(number)
+    if len(by_adapter) == 1:
+        return _drafts(model, masks, logits, rows, runs, banned_ids)
+    bounds = [0, *itertools.accumulate(len(run.rows) for run in runs)]
+    drafts: list[list[int]] = [[] for _ in runs]
+    for numbers in by_adapter.values():
+        of_these = [row for n in numbers for row in range(bounds[n], bounds[n + 1])]
+        at = torch.tensor(of_these, device=hidden.device)
+        some = _drafts(
+            model, masks[at], logits[at], [rows[row] for row in of_these], [runs[n] for n in numbers], banned_ids
+        )
+        for n, chosen in zip(numbers, some, strict=True):
+            drafts[n] = chosen
+    return drafts
+
+
+def _drafts(
+    model: StepModel, masks: Tensor, logits: Tensor, rows: Run[Row], runs: Run[MaskRun], banned_ids: Tensor
+) -> list[list[int]]:
+    """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
+    head = model.draft_head_of(runs[0].sequence.adapter)
+    if head is None:
         chosen = choose_rows(logits, rows, banned_ids).ids.tolist()
         drafts, start = [], 0
         for run in runs:
@@ -58,7 +82,7 @@ def draft(model: StepModel, hidden: Tensor, runs: Run[MaskRun], banned_ids: Tens
             start += len(run.rows)
         return drafts
     ids, offsets = candidates(logits, rows, banned_ids)
-    return _rescored(model, model.draft_head, masks, ids, offsets, runs)
+    return _rescored(model, head, masks, ids, offsets, runs)
 
 
 def candidates(logits: Tensor, rows: Run[Row], banned_ids: Tensor) -> tuple[Tensor, Tensor]:

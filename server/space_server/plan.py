@@ -31,7 +31,7 @@ class Plan:
         """The rows, for the forward pass."""
         sequence, start = self.sequence, self.sequence.num_computed
         ids = sequence.ids[start : start + self.num_pending] + self.drafts
-        return Segment(ids=ids, start=start, pages=sequence.pages, layout=self.layout)
+        return Segment(ids, start, sequence.pages, self.layout, sequence.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StepPlan:
 
 
 def plan_step(
-    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, max_prefill_rows: int, num_masks: int
+    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, max_prefill_rows: int
 ) -> StepPlan:
     """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
 
@@ -64,7 +64,7 @@ def plan_step(
         if rows:
             chunks.append((sequence, rows))
     closing = [(sequence, rows) for sequence, rows in chunks if rows == sequence.num_pending]
-    rooms = [_room(sequence, block_size, num_masks) for sequence, _ in closing]
+    rooms = [_room(sequence, block_size) for sequence, _ in closing]
     fitted = [room.fit(layout) for room, layout in zip(rooms, controller.layouts(rooms), strict=True)]
     layouts = {sequence.seq_id: layout for (sequence, _), layout in zip(closing, fitted, strict=True)}
     plans = [
@@ -79,12 +79,12 @@ def plan_step(
     return StepPlan(plans, out_of_slots)
 
 
-def _room(sequence: Sequence, block_size: int, num_masks: int) -> Room:
+def _room(sequence: Sequence, block_size: int) -> Room:
     """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
     slots = sequence.num_free_slots(block_size) - sequence.num_pending
     return Room(
         seq_id=sequence.seq_id,
         num_drafts=max(0, min(len(sequence.drafts), sequence.max_drafts, slots, sequence.num_left - 1)),
-        max_masks=min(sequence.max_drafts, num_masks),
+        max_masks=min(sequence.max_drafts, sequence.num_masks),
         num_left=sequence.num_left,
     )

@@ -28,6 +28,8 @@ class Sequence:
     num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
     num_prompt_logprobs: int | None  # the same for prompt ids
     counts: TokenCounts | None  # of `ids`, where the law penalises
+    adapter: int | None  # whose masks it drafts from; None: the checkpoint's own, by their ids
+    num_masks: int  # masks per group that there are
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so

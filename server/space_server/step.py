@@ -90,6 +90,7 @@ class Stepper:
             [plan.segment for plan in plans],
             block_size=self.kv.block_size,
             mask_ids=facts.mask_ids,
+            adapter_masks=[adapter.num_masks for adapter in facts.adapters],
             device=facts.device,
         )
         hidden = self.model.forward(batch, self.kv)  # [R, hidden]

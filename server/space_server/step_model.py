@@ -19,9 +19,8 @@ class StepModel(Protocol):
         """What it is, in numbers."""
         ...
 
-    @property
-    def draft_head(self) -> DraftHeadWeights | None:
-        """The draft head's weights, where the checkpoint has one."""
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        """The draft head trained with an adapter's masks, or (None) with the checkpoint's own; None: there is none."""
         ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.forward_batch import ForwardBatch
-from space_model.model_facts import ModelFacts
+from space_model.model_facts import AdapterFacts, ModelFacts
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from torch import Tensor
@@ -22,10 +22,9 @@ class ScriptedModel:
 
     At positions in `wrong`, masks say the next id instead, so that the draft there is rejected. Sequences that start
     far apart have scripts of their own. `poison`: a forward pass with this id in it raises; `nan_at`: the chain row
-    that predicts this position gives NaN.
+    that predicts this position gives NaN. `adapters`: name -> masks of
+    adapters, whose masks follow the script, too.
     """
-
-    draft_head: DraftHeadWeights | None = None
 
     def __init__(
         self,
@@ -37,6 +36,7 @@ class ScriptedModel:
         wrong: Iterable[int] = (),
         poison: int | None = None,
         nan_at: int | None = None,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         self.text = text or (lambda position: 10 + position * 7 % (vocab_size - 10))
         self.num_logit_rows = 0  # rows whose logits were asked for
@@ -63,7 +63,12 @@ class ScriptedModel:
             kv_bytes_per_token=8,
             attention="none",
             num_threads=1,
+            adapters=tuple(AdapterFacts(name, masks, False) for name, masks in (adapters or {}).items()),
         )
+
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        """Its masks know the text already."""
+        return None
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages without a layer in them."""

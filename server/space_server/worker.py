@@ -19,7 +19,7 @@ from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_model import StepModel
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 SOURCE_DRAFTS = 8
 """Drafts per step where a draft source proposes and nobody says how many."""
 
@@ -65,8 +65,8 @@ class Worker:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_sequences = max_sequences
         by_source = SOURCE_DRAFTS if draft_source is not None else 0
-        most = max(facts.num_masks, by_source) if max_draft_length is None else max_draft_length
-        self.max_draft_length = most if draft_source is not None else min(most, facts.num_masks)
+        most = max(facts.most_masks, by_source) if max_draft_length is None else max_draft_length
+        self.max_draft_length = most if draft_source is not None else min(most, facts.most_masks)
         self.kv = model.allocate_kv(num_blocks, block_size)
         self.stepper = Stepper(model, self.kv, draft_source=draft_source, clock=clock)
         self.draining = False
@@ -106,6 +106,11 @@ class Worker:
             max_sequences=self.max_sequences,
             attention=facts.attention,
             eos_ids=facts.eos_ids,
+            adapters=[
+                pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
+                for adapter in facts.adapters
+                if adapter.name
+            ],
         )
 
     # ------------------------------------------------------------------------------------------ commands
@@ -199,7 +204,6 @@ class Worker:
             self._controller,
             block_size=self.block_size,
             max_prefill_rows=self._max_prefill_rows,
-            num_masks=self.facts.num_masks,
         )
         times = StepTimes()
         advances = self._run(plan.plans, times) if plan.plans else []

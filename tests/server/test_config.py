@@ -18,6 +18,8 @@ def test_every_flag_is_parsed_into_its_unit() -> None:
     assert (config.parent_pid, config.log_level, config.max_model_len) == (12, "WARNING", 64)
     assert parse(["--listen", "h:1", "--speculation", "off"]).max_draft_length == 0
     assert parse(["--listen", "h:1", "--kv-memory", "auto"]).kv_memory is None
+    adapters = parse(["--listen", "h:1", "--adapter", "code=/a=b", "--adapter", "prose=c"]).adapters
+    assert adapters == (("code", "/a=b"), ("prose", "c"))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,8 @@ def test_every_flag_is_parsed_into_its_unit() -> None:
         (["--listen", "h:1", "--speculation", "fast"], "must be auto, off, or a number of drafts; got 'fast'"),
         (["--listen", "h:1", "--kv-memory", "much"], "'much' is no amount of memory"),
         (["--listen", "h:1", "--space-mask-ids", "7,x"], "must be ids separated by commas"),
+        (["--listen", "h:1", "--adapter", "code"], "must be NAME=FOLDER; got 'code'"),
+        (["--listen", "h:1", "--adapter", "a=b", "--adapter", "a=c"], "there are two adapters named a"),
     ],
 )
 def test_what_makes_no_sense_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
