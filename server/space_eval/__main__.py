@@ -15,6 +15,7 @@ COMMANDS = {
     "paper": "space_eval.paper",
     "speed": "space_eval.speed",
     "verdicts": "space_eval.verdicts",
+    "explain": "space_eval.explain",
     "equivalence": "space_eval.equivalence_command",
 }
 

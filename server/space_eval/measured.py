@@ -17,6 +17,7 @@ from space_model.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.space_model import SpaceModel
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from space_eval.plots import PlotError
 from space_eval.prompts import load_prompts
@@ -50,15 +51,33 @@ class Measured:
         model = load_model(options.model, dtype=options.dtype, device=options.device, num_threads=options.num_threads)
         return cls(model, Tokenizer.from_file(str(file)))
 
-    def prompt_set(self, path: Path, limit: int | None, max_tokens: int) -> PromptSet:
-        """The ends of the prompts, as far back as window and new tokens leave room."""
+    def prompt_set(
+        self, path: Path, limit: int | None, max_tokens: int, *, name: str | None = None, chat: bool = False
+    ) -> PromptSet:
+        """The ends of the prompts, as far back as window and new tokens leave room.
+
+        `chat`: each prompt is a user's turn, in the checkpoint's chat template.
+        """
         longest = self.model.facts.window - max_tokens
         if longest < 1:
             raise InvalidSetting(
                 f"--max-tokens {max_tokens} leaves no room for a prompt in the window of {self.model.facts.window}."
             )
         texts = [prompt.text for prompt in load_prompts(path, limit)]
-        return PromptSet(path.stem, [self.tokenizer.encode(text).ids[-longest:] for text in texts])
+        asked = [self._turn(text) for text in texts] if chat else [self.tokenizer.encode(text).ids for text in texts]
+        return PromptSet(name or path.stem, [ids[-longest:] for ids in asked])
+
+    def _turn(self, text: str) -> list[int]:
+        """The template writes its own special tokens."""
+        folder = Checkpoint.open(self.model.facts.name).folder
+        template = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if not template.chat_template:
+            raise InvalidSetting(f"{self.model.facts.name} has no chat template; leave out --chat.")
+        rendered = template.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self.tokenizer.encode(rendered, add_special_tokens=False).ids
+        return ids
 
     def drafts_within(self, wanted: Sequence[int] | None) -> list[int]:
         """The k asked for, at most the masks there are; by default all of them. Ascending, without repetition."""
