@@ -1,0 +1,405 @@
+"""Memory and time of a training run, computed from the model's sizes and the plan: nothing here is measured.
+
+    python -m space_train.estimate --model 7b --method gated-lora --tokens 10M --gpu h100
+
+Operations are those of `space_train.flops` (a product of a row with n weights: 2n forward, 2n for the row's gradient,
+2n for the weights'), so a run's own counter can be held against them. Time is operations over the GPU's datasheet rate
+at a stated utilisation; what is computed twice to save memory takes time too. Bytes are counted tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from space_model.model_error import ModelError
+
+from space_train.losses import CHUNK
+from space_train.model_shape import SHAPES, ModelShape, UnknownShape
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan
+
+UTILISATION = 0.4
+"""Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
+ALLOWANCE = 2.0e9
+"""Bytes for the CUDA context, workspaces and what the allocator cannot use."""
+FILL = 0.95
+"""Share of a GPU's memory that may be planned for: an estimate is no measurement."""
+GB = 1e9
+LOGIT_BYTES = 20
+"""Of one row and id while a loss is differentiated: teacher's chances, log-chances, and their gradients in float32, and
+the product's in half precision."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, by its datasheet."""
+
+    name: str
+    flops: float  # dense bf16, per second
+    memory: float  # bytes
+
+
+GPUS = {
+    "a100": Gpu("A100 80GB", 312e12, 80 * GB),
+    "h100": Gpu("H100", 989e12, 80 * GB),
+    "h200": Gpu("H200", 989e12, 141 * GB),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan costs for a model."""
+
+    shape: ModelShape
+    plan: TrainPlan
+    masks_per_token: float
+    num_trained: int  # weights that move
+    flops: dict[str, float]  # operations for one real token, by part
+    recomputed: float  # operations for one real token that are done again to save memory
+    memory: dict[str, float]  # bytes at the peak, by part
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the model, over all rows: what a run's own counter says."""
+        return sum(self.flops.values())
+
+    @property
+    def bytes(self) -> float:
+        """Peak."""
+        return sum(self.memory.values())
+
+    def fits(self, memory: float) -> bool:
+        """Whether a GPU of so many bytes has room, and a little to spare."""
+        return self.bytes <= FILL * memory
+
+    def seconds(self, num_tokens: float, gpu: Gpu, utilisation: float = UTILISATION) -> float:
+        """For so many real tokens."""
+        return num_tokens * (self.flops_per_token + self.recomputed) / (gpu.flops * utilisation)
+
+
+def masks_per_token(plan: TrainPlan) -> float:
+    """Mask rows for one real token of a text that has masks."""
+    if not plan.has_masks:
+        return 0.0
+    if plan.anchors is Anchors.ONE:
+        return plan.num_masks / (plan.length / 2)  # a text is cut in its middle, on average
+    return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
+
+
+def estimate(shape: ModelShape, plan: TrainPlan) -> Estimate:
+    """Operations and bytes of `plan` for a model of `shape`, every token being a target."""
+    head = _head_weights(shape, plan)
+    adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
+    trained = {
+        Method.FULL: shape.num_parameters + head,
+        Method.SFT: shape.num_parameters,
+        Method.GATED_LORA: adapters + private + head,
+        Method.HEAD: head,
+    }[plan.method]
+    flops, recomputed = _flops(shape, plan, adapters, head)
+    memory = _memory(shape, plan, trained, adapters, head)
+    return Estimate(shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory)
+
+
+def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
+    """`plan` in as few parts an update as fit in a GPU's `memory`, layers computed twice only if nothing else does.
+
+    None if nothing does.
+    """
+    parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
+    for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
+        for accumulate in parts:
+            tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
+            if estimate(shape, tried).fits(memory):
+                return tried
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ operations
+
+
+def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
+    """Operations of one real token by part, and those done twice."""
+    masked, masks = _masked_share(plan), _masked_share(plan) * masks_per_token(plan)
+    keys = plan.length / 2  # that a row sees, on average
+    row = 2 * shape.body + shape.attention * keys
+    # 1: forward alone; 2: and the rows' gradients; 3: and the weights'.
+    real_passes = 3 if plan.trains_base else 1
+    mask_passes = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
+    num_real = 1.0 if plan.trains_base else masked  # a frozen base reads no text without masks
+    num_losses = _num_losses(plan)
+    teachers = int(plan.distill) + int(plan.survival) if plan.has_masks else 0
+    forward = 2 * shape.output
+    flops = {
+        "real rows": real_passes * row * num_real,
+        "mask rows": mask_passes * row * masks,
+        "adapters": (6 if plan.method is Method.GATED_LORA else 2) * adapters * masks,
+        "draft head": 6.0 * head * masks,
+        "next-token logits": 3.0 * forward if plan.trains_base else 0.0,
+        "mask logits": num_losses * (3 if plan.trains_base else 2) * forward * masks,
+        "teacher logits": teachers * forward * masks,
+    }
+    if plan.scheduled_drafting and head:
+        flops["own drafts"] = (2 * head + forward) * masks
+    # Each loss asks the teacher again; logits of many rows are computed again going back.
+    recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
+    if masks * _tokens_at_once(plan) > CHUNK:
+        recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
+    if plan.trains_base and _tokens_at_once(plan) > CHUNK:
+        recomputed += forward
+    if plan.activation_checkpointing and plan.trains_base:
+        recomputed += row * (1 + masks)
+    return {part: value for part, value in flops.items() if value}, recomputed
+
+
+def _num_losses(plan: TrainPlan) -> int:
+    """Losses of mask rows: masks alone, masks with the draft head."""
+    if not plan.has_masks:
+        return 0
+    return int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
+
+
+def _masked_share(plan: TrainPlan) -> float:
+    """Of the real tokens, those in texts with masks."""
+    if not plan.has_masks:
+        return 0.0
+    whole = plan.ar_share
+    masked = (1 - plan.ar_share) * (0.5 if plan.anchors is Anchors.ONE else 1.0)  # a cut text is half as long
+    return masked / (whole + masked) if whole + masked else 0.0
+
+
+def _head_weights(shape: ModelShape, plan: TrainPlan) -> int:
+    if not plan.has_head:
+        return 0
+    return plan.head_hidden * shape.hidden_size * (3 if plan.head is HeadForm.MLP else 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+
+def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
+    """What one row keeps of one layer until it is differentiated: attention without its scores, products in half
+    precision.
+
+    Trained base: a float32 residual stream, and a half-precision copy of it for each product that reads it. Frozen
+    base: all in half precision but the norms' input; the products' inputs are kept for the adapters.
+    """
+    E, D = shape.hidden_size, shape.head_dim
+    heads = 2 * (shape.num_heads + 2 * shape.num_kv_heads) * D + 2 * shape.num_heads * D + 4 * shape.num_heads
+    mlp = 8 * shape.intermediate_size  # gate, its activation, up, and their product
+    if plan.trains_base:
+        # two norms: input and normalised, float32; five copies for q k v, gate up
+        return 2 * (4 + 4) * E + 5 * 2 * E + heads + mlp
+    # two norms: input float32, output once; what the adapters' first products give
+    return 2 * (4 + 2) * E + heads + mlp + len(shape.linears) * 2 * plan.lora_rank
+
+
+def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, head: int) -> dict[str, float]:
+    """Bytes at the peak: where the backward pass begins, or where the optimiser works."""
+    frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
+    num_real = _tokens_at_once(plan)
+    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    learning = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}.get(
+        plan.method, 0.0
+    )
+    per_layer = activation_bytes(shape, plan)
+    if plan.activation_checkpointing and plan.trains_base:
+        activations = learning * (4.0 * shape.hidden_size * shape.num_layers + per_layer)
+    else:
+        activations = learning * per_layer * shape.num_layers
+    passing = 0.0 if plan.trains_base else num_real * per_layer  # rows without gradients keep one layer at a time
+    kv = 0.0 if plan.trains_base else num_real * 2.0 * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    rows = max(num_masks if plan.has_masks else 0.0, num_real if plan.trains_base else 0.0)
+    kept = 1 if rows > CHUNK else max(1, _num_losses(plan) + int(plan.trains_base))
+    states = 2.0 if plan.optimiser == "adamw" else 2.0 - _matrix_share(shape, plan, trained, head)
+    memory = {
+        "frozen weights": 2.0 * frozen,
+        "trained weights": 4.0 * trained,
+        "half-precision copies": 2.0 * trained if plan.precision != "no" else 0.0,
+        "gradients": 4.0 * trained,
+        "optimiser": 4.0 * states * trained,
+        "activations": max(activations, passing),
+        "keys and values": kv,
+        "logits": min(rows, CHUNK) * shape.vocab_size * LOGIT_BYTES * (1 + 0.5 * (kept - 1)),
+        "allowance": ALLOWANCE,
+    }
+    # The optimiser works when activations are gone, on a copy of its own of what moves.
+    gone = sum(memory[part] for part in ("half-precision copies", "activations", "keys and values", "logits"))
+    memory["optimiser at work"] = max(0.0, 4.0 * trained - gone)
+    return {part: size for part, size in memory.items() if size}
+
+
+def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -> float:
+    """Of the trained weights, those Muon moves: it keeps one state each, AdamW two."""
+    matrices = shape.body if plan.trains_base else 0
+    matrices += shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    return (matrices + head) / trained
+
+
+def _tokens_at_once(plan: TrainPlan) -> float:
+    """Real tokens of one part of an update."""
+    return plan.length * plan.rows_per_step / plan.accumulate
+
+
+# ---------------------------------------------------------------------------------------------------------- printed
+
+
+def to_text(found: Estimate, num_tokens: float, gpu: Gpu, utilisation: float) -> str:
+    """A small table for a terminal."""
+    plan, fits = found.plan, found.fits(gpu.memory)
+    lines = [
+        f"{found.shape.name}, {plan.method}: computed, not measured",
+        f"  weights            {_count(found.shape.num_parameters)}, of which {_count(found.num_trained)} learn"
+        if plan.trains_base
+        else f"  weights            {_count(found.shape.num_parameters)} frozen, {_count(found.num_trained)} learn",
+        f"  rows per token     1 real, {found.masks_per_token:.2f} masks",
+        f"  at once            {plan.rows_per_step // plan.accumulate} texts of {plan.length} ids"
+        + (", layers computed twice" if plan.activation_checkpointing and plan.trains_base else ""),
+        "",
+        f"  {'memory':<24}{'GB':>8}        {'operations per token':<24}{'GFLOP':>8}",
+    ]
+    left = [(part, f"{size / GB:8.1f}") for part, size in found.memory.items()]
+    right = [(part, f"{value / 1e9:8.2f}") for part, value in found.flops.items()]
+    if found.recomputed:
+        right.append(("(done twice)", f"{found.recomputed / 1e9:8.2f}"))
+    for index in range(max(len(left), len(right))):
+        one, other = (side[index] if index < len(side) else ("", " " * 8) for side in (left, right))
+        lines.append(f"  {one[0]:<24}{one[1]}        {other[0]:<24}{other[1]}".rstrip())
+    total = (found.flops_per_token + found.recomputed) / 1e9
+    lines.append(f"  {'in all':<24}{found.bytes / GB:8.1f}        {'in all':<24}{total:8.2f}")
+    hours = found.seconds(num_tokens, gpu, utilisation) / 3600
+    verdict = "fits" if fits else f"does not fit ({found.bytes / GB:.0f} of {gpu.memory / GB:.0f} GB)"
+    lines += [
+        "",
+        f"  {gpu.name}: {verdict}; {_count(num_tokens)} tokens take {_hours(hours)} at {utilisation:.0%} of "
+        f"{gpu.flops / 1e12:.0f} TFLOP/s",
+    ]
+    if not fits:
+        lines.append(f"  {_cure(found, gpu)}")
+    return "\n".join(lines) + "\n"
+
+
+def _cure(found: Estimate, gpu: Gpu) -> str:
+    plan = fitted(found.shape, found.plan, gpu.memory)
+    if plan is None:
+        return "Nothing makes it fit on one: use --method gated-lora, a GPU with more memory, or several (FSDP)."
+    flags = [f"--accumulate {plan.accumulate}"] if plan.accumulate != found.plan.accumulate else []
+    flags += ["--activation-checkpointing"] if plan.activation_checkpointing else []
+    return f"With {' '.join(flags)} it fits: {estimate(found.shape, plan).bytes / GB:.0f} GB."
+
+
+def to_markdown(shapes: Sequence[ModelShape], num_tokens: float, utilisation: float = UTILISATION) -> str:
+    """Every model with every method, on the smallest GPU it fits: the table of the guide.
+
+    At the least: one text at a time (`--accumulate`), and layers computed twice where the base learns.
+    """
+    gpus = sorted(GPUS.values(), key=lambda gpu: (gpu.memory, gpu.flops))
+    rates = {gpu.flops: " / ".join(g.name for g in gpus if g.flops == gpu.flops) for gpu in gpus}
+    times = " | ".join(f"{_count(num_tokens)} tokens, {names}" for names in rates.values())
+    lines = [
+        f"| model | method | weights that learn | GPU memory, at the least | as planned | needs | {times} |",
+        "|---" * (6 + len(rates)) + "|",
+    ]
+    for shape in shapes:
+        for method in Method:
+            head = HeadForm.NONE if method is Method.SFT else HeadForm.MLP
+            plan = TrainPlan(method=method, head=head)
+            sizes = sorted({gpu.memory for gpu in gpus})
+            fit = next((fit for size in sizes if (fit := fitted(shape, plan, size))), None)
+            least = replace(plan, accumulate=plan.rows_per_step, activation_checkpointing=plan.trains_base)
+            found = estimate(shape, fit or least)
+            if fit is None:
+                needs = "several GPUs"
+            else:
+                needs = next(f"{size / GB:.0f} GB" for size in sizes if found.fits(size))
+                needs += f", `--accumulate {fit.accumulate}`" if fit.accumulate > 1 else ""
+                needs += ", `--activation-checkpointing`" if fit.activation_checkpointing else ""
+            hours = [
+                _hours(found.seconds(num_tokens, gpu, utilisation) / 3600) if fit else "–"
+                for gpu in {gpu.flops: gpu for gpu in gpus}.values()
+            ]
+            lines.append(
+                f"| {shape.name} | {method} | {_count(found.num_trained)} | {estimate(shape, least).bytes / GB:.0f} GB "
+                f"| {found.bytes / GB:.0f} GB | {needs} "
+                f"| {' | '.join(hours)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _count(number: float) -> str:
+    """1234567 -> 1.2 M"""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
+
+
+def number(text: str) -> float:
+    """`10M`, `1.5G`, `1e7` -> a number above 0."""
+    units = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+    factor = units.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0 such as 10M; got {text!r}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0; 2 with one line for a model or a plan that cannot be estimated."""
+    own = TrainPlan()
+    parser = argparse.ArgumentParser(
+        prog="python -m space_train.estimate",
+        description="Memory and time of a training run on one GPU, computed and not measured.",
+        epilog="Example: python -m space_train.estimate --model 7b --method gated-lora --tokens 10M --gpu h100",
+    )
+    add = parser.add_argument
+    add("--model", default="7b", help=f"{', '.join(SHAPES)}, or a checkpoint: folder or hub id (default: %(default)s)")
+    add("--method", choices=[m.value for m in Method], default=own.method.value, help="(default: %(default)s)")
+    add("--tokens", type=number, default=10e6, help="real tokens to read, masks not counted (default: 10M)")
+    add("--gpu", choices=list(GPUS), default="h100", help="(default: %(default)s)")
+    add("--utilisation", type=number, default=UTILISATION, help="share of its datasheet rate (default: %(default)s)")
+    add("--length", type=int, default=own.length, help="ids of one row (default: %(default)s)")
+    add("--rows-per-step", type=int, default=own.rows_per_step, help="rows of an update (default: %(default)s)")
+    add("--accumulate", type=int, default=own.accumulate, help="parts an update comes in (default: %(default)s)")
+    add("--num-masks", type=int, default=own.num_masks, help="(default: %(default)s)")
+    add("--anchors-per-token", type=float, default=own.anchors_per_token, help="(default: %(default)s)")
+    add("--lora-rank", type=int, default=own.lora_rank, help="(default: %(default)s)")
+    add("--head", choices=[h.value for h in HeadForm], help="draft head (default: the method's own)")
+    add("--optimiser", choices=["adamw", "muon"], default=own.optimiser, help="(default: %(default)s)")
+    add("--activation-checkpointing", action="store_true", help="compute layers twice, keep less (full, sft)")
+    add("--table", action="store_true", help="instead: 1b, 7b and 13b with every method, as Markdown")
+    options = parser.parse_args(argv)
+    gpu = GPUS[options.gpu]
+    if options.table:
+        print(to_markdown(list(SHAPES.values()), options.tokens, options.utilisation), end="")
+        return 0
+    try:
+        method = Method(options.method)
+        head = HeadForm(options.head) if options.head else HeadForm.NONE if method is Method.SFT else own.head
+        same = ("length", "rows_per_step", "accumulate", "num_masks", "anchors_per_token", "lora_rank", "optimiser")
+        plan = TrainPlan(
+            method=method,
+            head=head,
+            activation_checkpointing=options.activation_checkpointing,
+            **{name: getattr(options, name) for name in same},
+        )
+        found = estimate(ModelShape.of(options.model), plan)
+    except (InvalidPlan, ModelError, UnknownShape) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(to_text(found, options.tokens, gpu, options.utilisation), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
