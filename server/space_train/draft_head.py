@@ -6,23 +6,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from space_train.train_plan import HeadForm
+
 
 class DraftHead(nn.Module):
-    """h' = h + W2·silu(W1·[h ; s·e(previous)]): the hidden row of a mask, corrected by the token before its target."""
+    """The hidden row of a mask, corrected by the token before its target.
 
-    def __init__(self, hidden_size: int, width: int = 384, embedding_scale: float = 8.0) -> None:
+    mlp:       h' = h + W2·silu(W1·[h ; s·e(previous)])
+    low-rank:  h' = h + W2·W1·(s·e(previous))
+    """
+
+    def __init__(
+        self, hidden_size: int, width: int = 384, embedding_scale: float = 8.0, form: HeadForm = HeadForm.MLP
+    ) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.zeros(width, 2 * hidden_size))
+        inputs = 2 * hidden_size if form is HeadForm.MLP else hidden_size
+        self.w1 = nn.Parameter(torch.zeros(width, inputs))
         self.w2 = nn.Parameter(torch.zeros(hidden_size, width))
-        self.embedding_scale = embedding_scale
+        self.embedding_scale, self.form = embedding_scale, form
 
     def initialise(self, generator: torch.Generator) -> None:
         """Random W1, zero W2: at first the head changes nothing."""
         with torch.no_grad():
-            self.w1.normal_(0.0, self.w1.shape[1] ** -0.5, generator=generator)
+            self.w1.copy_(torch.randn(self.w1.shape, generator=generator) * self.w1.shape[1] ** -0.5)
             self.w2.zero_()
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Corrected rows [..., E] of `hidden` [..., E] (after the final norm) and the embedding `previous` [..., E]."""
-        inputs = torch.cat((hidden, self.embedding_scale * previous.to(hidden.dtype)), dim=-1)
-        return hidden + F.linear(F.silu(F.linear(inputs, self.w1)), self.w2)
+        told = self.embedding_scale * previous.to(hidden.dtype)
+        if self.form is HeadForm.LOW_RANK:
+            return hidden + F.linear(F.linear(told, self.w1), self.w2)
+        return hidden + F.linear(F.silu(F.linear(torch.cat((hidden, told), dim=-1), self.w1)), self.w2)

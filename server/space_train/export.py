@@ -1,4 +1,4 @@
-"""A trained network as a checkpoint that any Llama loader reads, with masks and draft head where SPACE looks."""
+"""A trained network as a plain checkpoint that any Llama loader reads, and back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from space_train.draft_head import DraftHead
 from space_train.network import Network
-from space_train.tokenizer import END_OF_TEXT_ID, FIRST_MASK_ID, PAD_ID
-
-HEAD_FILE = "draft_head.safetensors"
+from space_train.tokenizer import END_OF_TEXT_ID, PAD_ID
 
 
 def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -47,7 +44,7 @@ def load_llama(network: Network, folder: Path) -> None:
     wrong = [name for name in sorted(expected) if name not in found or found[name].shape != expected[name].shape]
     if wrong or len(found) != len(expected):
         raise ValueError(
-            f"The weights in {folder} are not of this shape (the first that differs: {(wrong or ['a tensor more'])[0]}). "
+            f"The weights in {folder} are not of this shape (first difference: {(wrong or ['a tensor more'])[0]}). "
             "Give --vocabulary, --hidden, --layers, --heads and --intermediate as they were when it was trained."
         )
     with torch.no_grad():
@@ -66,18 +63,9 @@ def load_llama(network: Network, folder: Path) -> None:
             layer.down.weight.copy_(of("mlp.down_proj"))
 
 
-def llama_config(network: Network, dtype: torch.dtype, num_masks: int, head: DraftHead | None) -> dict[str, object]:
-    """`config.json`: Llama's keys and the `space` section."""
+def llama_config(network: Network, dtype: torch.dtype) -> dict[str, object]:
+    """`config.json`."""
     shape = network.shape
-    head_section: dict[str, object] | None = None
-    if head is not None:
-        head_section = {"file": HEAD_FILE, "hidden": head.w1.shape[0], "embedding_scale": head.embedding_scale}
-    space = {
-        "num_masks": num_masks,
-        "mask_token_ids": [FIRST_MASK_ID + index for index in range(num_masks)],
-        "adapter": None,
-        "draft_head": head_section,
-    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -100,31 +88,16 @@ def llama_config(network: Network, dtype: torch.dtype, num_masks: int, head: Dra
         "eos_token_id": END_OF_TEXT_ID,
         "pad_token_id": PAD_ID,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "space": space,
     }
 
 
-def export(
-    network: Network,
-    head: DraftHead | None,
-    tokenizer_folder: Path,
-    folder: Path,
-    *,
-    num_masks: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """Write the checkpoint to `folder`: config, weights, head, tokenizer."""
+def export(network: Network, tokenizer_folder: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the plain checkpoint to `folder`: weights, tokenizer and, last, config."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(llama_weights(network, dtype), folder / "model.safetensors", metadata={"format": "pt"})
-    if head is not None:
-        weights = {"draft_head.w1.weight": head.w1, "draft_head.w2.weight": head.w2}
-        tensors = {name: weight.detach().to(dtype).contiguous() for name, weight in weights.items()}
-        save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt"})
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)  # safetensors writes files that only their owner can read
-    config = llama_config(network, dtype, num_masks, head)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     generation = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": PAD_ID}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer_folder / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(llama_config(network, dtype), indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""Muon for the matrices, AdamW for embeddings, norms and the rest, under one learning-rate multiplier."""
+"""AdamW for everything, or Muon for the matrices and AdamW for the rest, under one learning-rate multiplier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,45 +10,57 @@ from torch import nn
 
 
 class Optimiser:
-    """Two optimisers that step together. Muon (orthogonalised momentum) learns more per token at these sizes."""
+    """One or two optimisers that step together. Muon (orthogonalised momentum) learns more per token
+    in small models."""
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        parameters: Mapping[str, nn.Parameter],
         *,
-        muon_rate: float,
         adam_rate: float,
+        muon_rate: float | None = None,
         weight_decay: float = 0.1,
         clip_norm: float = 1.0,
     ) -> None:
+        """`parameters` by name; with a `muon_rate` those of two dimensions go to Muon, embeddings excepted."""
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for module in modules:
-            for name, parameter in module.named_parameters():
-                is_matrix = parameter.dim() == 2 and "embedding" not in name
-                (matrices if is_matrix else others).append(parameter)
+        for name, parameter in parameters.items():
+            is_matrix = parameter.dim() == 2 and not any(word in name for word in ("embed", "lm_head"))
+            (matrices if is_matrix and muon_rate is not None else others).append(parameter)
         self.parameters, self.clip_norm = matrices + others, clip_norm
-        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+        self.parts: dict[str, torch.optim.Optimizer] = {}
         if matrices:
-            self._optimisers["muon"] = torch.optim.Muon(
-                matrices, lr=muon_rate, weight_decay=weight_decay, momentum=0.95
+            self.parts["muon"] = torch.optim.Muon(
+                matrices, lr=muon_rate or 0.0, weight_decay=weight_decay, momentum=0.95
             )
         if others:
-            self._optimisers["adam"] = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._peaks = {"muon": muon_rate, "adam": adam_rate}
+            decay = 0.0 if muon_rate is not None else weight_decay
+            self.parts["adam"] = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=decay)
+        self._peaks = {"muon": muon_rate or 0.0, "adam": adam_rate}
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module], *, muon_rate: float, adam_rate: float) -> Optimiser:
+        """Muon and AdamW over whole modules."""
+        named = {
+            f"{number}.{name}": parameter
+            for number, module in enumerate(modules)
+            for name, parameter in module.named_parameters()
+        }
+        return cls(named, muon_rate=muon_rate, adam_rate=adam_rate)
 
     def step(self, multiplier: float) -> None:
         """One update at `multiplier` times the peak rates; the gradients are clipped, used and cleared."""
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        for name, optimiser in self._optimisers.items():
+        for name, optimiser in self.parts.items():
             for group in optimiser.param_groups:
                 group["lr"] = self._peaks[name] * multiplier
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: optimiser.state_dict() for name, optimiser in self._optimisers.items()}
+        return {name: optimiser.state_dict() for name, optimiser in self.parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, optimiser in self._optimisers.items():
+        for name, optimiser in self.parts.items():
             optimiser.load_state_dict(state[name])

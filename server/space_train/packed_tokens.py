@@ -49,6 +49,10 @@ class PackedTokens:
         """Whether windows of `length` can be drawn."""
         return len(self.ids) >= 2 * length
 
+    def num_windows(self, length: int) -> int:
+        """Windows of `length` in one epoch."""
+        return len(self.ids) // length - 1
+
     def windows(self, drawn: int, count: int, length: int) -> Tensor:
         """`count` windows of `length` ids, [count, length] int64, after `drawn` ids were drawn in windows before.
 
@@ -57,7 +61,7 @@ class PackedTokens:
         """
         if not self.holds(length):
             raise ValueError(f"The stream has {len(self.ids)} ids; windows of {length} need at least {2 * length}.")
-        per_epoch, first = len(self.ids) // length - 1, drawn // length
+        per_epoch, first = self.num_windows(length), drawn // length
         rows = []
         for index in range(first, first + count):
             epoch, place = divmod(index, per_epoch)

@@ -9,13 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from space_train.network import Network
 from space_train.optimiser import Optimiser
 from space_train.packed_tokens import PackedTokens
+from space_train.repetition import loop_loss, looped
 from space_train.schedule import Budget, LearningRate, between
 from space_train.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
 
@@ -33,6 +36,10 @@ class PretrainPlan:
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     learning_rate: LearningRate = field(default_factory=lambda: LearningRate(decay_from=0.4, final=0.1))
+    # Of so many steps, one also takes a batch of loops to unlearn (0: none does).
+    loops_every: int = 2
+    loop_tokens: int = 2048
+    loop_length: int = 256
     compile: bool = True
     autocast: bool = True
 
@@ -87,22 +94,39 @@ def pretrain(
     budget: Budget,
     checkpoint: Path,
     *,
+    ends_line: NDArray[np.bool_] | None = None,
     pace: Pace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> Counters:
-    """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`)."""
-    optimiser = Optimiser([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
-    loss_of = torch.compile(next_token_loss, dynamic=False) if plan.compile and can_compile() else next_token_loss
+    """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`).
+
+    `ends_line` [V]: which ids hold a line end; without it no loops are unlearnt.
+    """
+    optimiser = Optimiser.of([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
+    compiled = plan.compile and can_compile()
+    loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
+    loop_loss_of = torch.compile(loop_loss, dynamic=False) if compiled else loop_loss
 
     def step(counters: Counters, progress: float) -> Measures:
         length = plan.lengths[counters.step % len(plan.lengths)]
         ids = draw(streams, counters, length, plan.tokens_per_step, between(*plan.function_share, progress))
+        num_ids = ids.numel()
         with autocast(plan.autocast):
             loss = loss_of(network, ids)
         loss.backward()  # type: ignore[no-untyped-call]
+        measures = {"loss": float(loss.detach())}
+        if ends_line is not None and plan.loops_every and counters.step % plan.loops_every == 0:
+            share = between(*plan.function_share, progress)
+            ids = draw(streams, counters, plan.loop_length, plan.loop_tokens, share)
+            windows = looped(ids, ends_line, np.random.default_rng([plan.seed, counters.step]))
+            with autocast(plan.autocast):
+                loops = loop_loss_of(network, *windows)
+            loops.backward()  # type: ignore[no-untyped-call]
+            measures["loops"] = float(loops.detach())
+            counters.num_tokens += ids.numel()
         optimiser.step(plan.learning_rate.at(progress))
-        counters.num_tokens += ids.numel()
-        return {"loss": float(loss.detach())}
+        counters.num_tokens += num_ids
+        return measures
 
     parts: dict[str, Stateful] = {"network": network, "optimiser": optimiser}
     return run_stage(

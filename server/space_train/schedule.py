@@ -1,44 +1,65 @@
-"""How far a stage has come, and what the learning rate is there.
+"""How far a run has come, and what the learning rate is there.
 
-Everything is a function of progress in 0..1, and progress of the budget (minutes of work, tokens, or both): so a slow
-or interrupted machine still ends with a fully decayed model.
+Everything is a function of progress in 0..1, and progress of the budget: so a slow or interrupted machine still ends
+with a fully decayed model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A stage ends when its minutes of work or its tokens are used up, whichever comes first."""
+    """A run ends when one of these is used up, whichever comes first."""
 
-    minutes: float | None = None
-    tokens: int | None = None
+    minutes: float | None = None  # of work: time between a kill and a restart does not count
+    tokens: int | None = None  # real tokens read, masks not counted
+    steps: int | None = None  # updates
+    epochs: float | None = None  # rounds through the data
+    flops: float | None = None  # of the model, over all rows
 
     def __post_init__(self) -> None:
-        if self.minutes is None and self.tokens is None:
-            raise ValueError("A stage needs a budget: give minutes, tokens, or both.")
+        given = [value for value in asdict(self).values() if value is not None]
+        if not given:
+            raise ValueError("A run needs a budget: give minutes, tokens, steps, epochs or flops.")
+        if min(given) < 0:
+            raise ValueError(f"A budget cannot be negative; got {min(given):g}.")
 
-    def progress(self, elapsed_seconds: float, num_tokens: int) -> float:
+    def progress(
+        self, elapsed_seconds: float, num_tokens: int, *, step: int = 0, epoch: float = 0.0, flops: float = 0.0
+    ) -> float:
         """The share used, at most 1."""
-        by_time = elapsed_seconds / (60 * self.minutes) if self.minutes else float(self.minutes is not None)
-        by_tokens = num_tokens / self.tokens if self.tokens else float(self.tokens is not None)
-        return min(1.0, max(by_time, by_tokens))
+        minutes = elapsed_seconds / 60
+        used = ((minutes, self.minutes), (num_tokens, self.tokens), (step, self.steps), (epoch, self.epochs))
+        shares = [done / most if most else 1.0 for done, most in (*used, (flops, self.flops)) if most is not None]
+        return min(1.0, max(shares))
+
+    def as_json(self) -> dict[str, float]:
+        """What was given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A multiplier of the peak rate: linear warm-up over `warmup`, flat until `decay_from`, then linear to `final`."""
+    """A multiplier of the peak rate: linear warm-up over `warmup`, flat until `decay_from`, then linear to `final`.
+
+    `cosine`: from the end of the warm-up on, half a cosine to `final` instead.
+    """
 
     warmup: float = 0.02
     decay_from: float = 0.3
     final: float = 0.0
+    cosine: bool = False
 
     def at(self, progress: float) -> float:
         if progress < self.warmup:
             # Never exactly zero, so that the first step already learns.
             return max(progress / self.warmup, 0.02)
+        if self.cosine:
+            through = (progress - self.warmup) / (1.0 - self.warmup)
+            return self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * through)) / 2
         if progress < self.decay_from:
             return 1.0
         return 1.0 - (1.0 - self.final) * (progress - self.decay_from) / (1.0 - self.decay_from)

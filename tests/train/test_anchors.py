@@ -4,71 +4,77 @@ import numpy as np
 import pytest
 import torch
 from space_model.draft_layout import DraftLayout
-from space_train.anchors import anchor_rows, choose_anchors, keep_counts
-from space_train.network import Network, NetworkShape
+from space_train.anchors import anchor_rows, causal, choose_anchors, keep_counts
 
 ANCHORS = [(1, 2), (3, 3), (4, 1)]
+MASKS = [(m, j) for m, depth in ANCHORS for j in range(1, depth + 1)]
 LENGTH = 8
-
-
-def small_network() -> Network:
-    network = Network(NetworkShape(20, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8))
-    network.initialise(torch.Generator().manual_seed(0))
-    return network
+EVERYWHERE = np.ones((1, LENGTH), dtype=np.bool_)
+ONE_TEXT = torch.zeros(1, LENGTH, dtype=torch.int64)
 
 
 def test_each_mask_sees_the_tokens_before_its_anchor_and_the_masks_of_its_group_up_to_itself() -> None:
-    rows = anchor_rows(LENGTH, ANCHORS)
-    masks = [(m, j) for m, depth in ANCHORS for j in range(1, depth + 1)]
-    for row in range(LENGTH + len(masks)):
-        for key in range(LENGTH + len(masks)):
-            if row < LENGTH:
-                expected = key <= row
-            elif key < LENGTH:
-                expected = key < masks[row - LENGTH][0]
-            else:
-                (m, j), (other_m, other_j) = masks[row - LENGTH], masks[key - LENGTH]
-                expected = m == other_m and other_j <= j
-            assert bool(rows.visible[row, key]) == expected, (row, key)
+    visible = anchor_rows([ANCHORS], EVERYWHERE).visible(ONE_TEXT)[0]
+    for row, (m, j) in enumerate(MASKS):
+        for key in range(LENGTH):
+            assert bool(visible[row, key]) == (key < m), (m, j, key)
+        for key, (other_m, other_j) in enumerate(MASKS):
+            assert bool(visible[row, LENGTH + key]) == (m == other_m and other_j <= j), (m, j, other_m, other_j)
 
 
 def test_masks_stand_where_group_0_of_the_decoder_stands_and_learn_the_tokens_behind_the_bonus() -> None:
-    rows = anchor_rows(LENGTH, ANCHORS)
+    rows = anchor_rows([ANCHORS], EVERYWHERE)
     positions = [position for m, depth in ANCHORS for position in DraftLayout(0, (depth,)).mask_positions(m - 1)]
-    assert rows.positions.tolist() == [*range(LENGTH), *positions]
-    masks = [(m, j) for m, depth in ANCHORS for j in range(1, depth + 1)]
-    assert rows.depth.tolist() == [j for _, j in masks]
-    assert rows.target.tolist() == [m + j for m, j in masks]
-    assert rows.source.tolist() == [m + j - 1 for m, j in masks]
+    assert rows.positions[0].tolist() == positions
+    assert rows.depth[0].tolist() == [j for _, j in MASKS]
+    assert rows.target[0].tolist() == [m + j for m, j in MASKS]
+    assert rows.source[0].tolist() == [m + j - 1 for m, j in MASKS]
 
 
-def test_a_training_pass_gives_every_mask_the_hidden_row_of_a_decoding_step_and_leaves_the_real_rows_alone() -> None:
-    network = small_network()
-    ids, mask_ids = torch.tensor([[9, 3, 12, 7, 15, 11, 2, 18]]), torch.tensor([4, 5, 6])
-    rows = anchor_rows(LENGTH, ANCHORS)
-    with torch.no_grad():
-        packed = network(torch.cat((ids, mask_ids[rows.depth - 1][None]), dim=1), rows.positions, rows.visible)
-        torch.testing.assert_close(packed[:, :LENGTH], network(ids))
-        row = LENGTH
-        for m, depth in ANCHORS:
-            # A step with root x_{m-1} and no drafts: the masks follow the root as if they were the text.
-            step = network(torch.cat((ids[:, :m], mask_ids[None, :depth]), dim=1))
-            torch.testing.assert_close(packed[:, row : row + depth], step[:, m:])
-            row += depth
+def test_nothing_is_seen_of_another_text() -> None:
+    document = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])
+    visible = anchor_rows([[(5, 1)]], EVERYWHERE).visible(document)[0, 0, :LENGTH]
+    assert visible.tolist() == [False, False, False, True, True, False, False, False]
+    seen = causal(document)[0]
+    assert seen[4].tolist() == [False, False, False, True, True, False, False, False]
 
 
-def test_every_choice_of_anchors_has_the_same_number_of_rows_and_all_targets_inside() -> None:
+def test_each_text_has_anchors_of_its_own_but_as_many_rows_as_the_others() -> None:
+    two = np.ones((2, LENGTH), dtype=np.bool_)
+    rows = anchor_rows([[(1, 2), (4, 1)], [(2, 1), (3, 2)]], two)
+    assert rows.positions.tolist() == [[1, 2, 4], [2, 3, 4]]
+    assert rows.group.tolist() == [[0, 0, 1], [0, 1, 1]]
+    with pytest.raises(ValueError, match=r"as many mask rows; got \[1, 2\]"):
+        anchor_rows([[(1, 2)], [(1, 1)]], two)
+
+
+def test_a_mask_learns_only_a_target_that_exists_and_is_to_be_learnt() -> None:
+    learnable = EVERYWHERE.copy()
+    learnable[0, 5] = False
+    rows = anchor_rows([[(3, 3), (6, 2)]], learnable)  # targets 4 5 6 and 7 8
+    assert rows.learns[0].tolist() == [True, False, True, True, False]
+
+
+def test_deep_masks_are_dropped_so_that_rows_stay_few() -> None:
+    assert keep_counts(num_anchors=10, num_masks=4) == [10, 7, 5, 3]
+    assert keep_counts(num_anchors=10, num_masks=4, keep=1.0) == [10, 10, 10, 10]
+    assert keep_counts(num_anchors=100, num_masks=6) == [100, 70, 49, 34, 24, 20]
+
+
+def test_every_choice_of_anchors_has_the_same_number_of_rows_and_targets_inside_where_there_is_room() -> None:
     counts = keep_counts(num_anchors=10, num_masks=4)
-    assert counts == [10, 7, 5, 3]
     for seed in range(5):
-        anchors = choose_anchors(24, counts, np.random.default_rng(seed))
+        anchors = choose_anchors(np.arange(1, 22), 24, counts, np.random.default_rng(seed))
         assert len({m for m, _ in anchors}) == 10
-        rows = anchor_rows(24, anchors)
+        rows = anchor_rows([anchors], np.ones((1, 24), dtype=np.bool_))
         assert [int((rows.depth == j).sum()) for j in (1, 2, 3, 4)] == counts
-        assert min(m for m, _ in anchors) >= 1
-        assert int(rows.target.max()) < 24
+        assert bool(rows.learns.all())
 
 
-def test_more_anchors_than_places_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"10 anchors of 2 masks do not fit 8 tokens; 5 do"):
-        choose_anchors(8, [10, 5], np.random.default_rng(0))
+@pytest.mark.parametrize("places", [[], [2], [2, 22]])
+def test_too_few_places_are_taken_several_times(places: list[int]) -> None:
+    counts = keep_counts(num_anchors=4, num_masks=3)
+    anchors = choose_anchors(np.array(places, dtype=np.int64), 24, counts, np.random.default_rng(0))
+    assert len(anchors) == 4
+    assert {m for m, _ in anchors} <= set(places or [1])
+    assert sum(depth for _, depth in anchors) == sum(counts)

@@ -1,12 +1,13 @@
 """A checkpoint read by transformers gives the logits of the network that was trained."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
-from space_train.draft_head import DraftHead
-from space_train.export import export
+from space_train.export import export, load_llama
 from space_train.network import Network, NetworkShape
 from space_train.tokenizer import train_tokenizer, write_tokenizer
 from transformers import AutoModelForCausalLM
@@ -14,20 +15,20 @@ from transformers import AutoModelForCausalLM
 SHAPE = NetworkShape(300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48)
 
 
-def trained(folder: Path) -> tuple[Network, DraftHead]:
+def trained(folder: Path) -> Network:
     generator = torch.Generator().manual_seed(0)
-    network, head = Network(SHAPE), DraftHead(32, width=24)
+    network = Network(SHAPE)
     network.initialise(generator)
     with torch.no_grad():
-        for parameter in (*network.parameters(), *head.parameters()):
+        for parameter in network.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     write_tokenizer(train_tokenizer(["x = 1\n"] * 2, 300), folder / "tokenizer", SHAPE.window)
-    return network, head
+    return network
 
 
 def test_transformers_computes_the_same_logits_and_counts_the_same_parameters(tmp_path: Path) -> None:
-    network, head = trained(tmp_path)
-    export(network, head, tmp_path / "tokenizer", tmp_path / "model", num_masks=3, dtype=torch.float32)
+    network = trained(tmp_path)
+    export(network, tmp_path / "tokenizer", tmp_path / "model", dtype=torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = torch.randint(12, 300, (2, 33), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -36,29 +37,22 @@ def test_transformers_computes_the_same_logits_and_counts_the_same_parameters(tm
     assert SHAPE.num_parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
-def test_the_space_section_names_the_masks_and_the_head_and_the_files_hold_them_in_bf16(tmp_path: Path) -> None:
-    network, head = trained(tmp_path)
-    export(network, head, tmp_path / "tokenizer", tmp_path / "model", num_masks=3)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["space"] == {
-        "num_masks": 3,
-        "mask_token_ids": [4, 5, 6],
-        "adapter": None,
-        "draft_head": {"file": "draft_head.safetensors", "hidden": 24, "embedding_scale": 8.0},
-    }
-    weights, head_weights = (load_file(tmp_path / "model" / name) for name in ("model.safetensors", head_file(config)))
-    assert {tensor.dtype for tensor in (*weights.values(), *head_weights.values())} == {torch.bfloat16}
-    shapes = {name: tuple(tensor.shape) for name, tensor in head_weights.items()}
-    assert shapes == {"draft_head.w1.weight": (24, 64), "draft_head.w2.weight": (32, 24)}
-    assert (tmp_path / "model" / "tokenizer.json").exists()
+def test_an_exported_checkpoint_is_read_back_exactly(tmp_path: Path) -> None:
+    network = trained(tmp_path)
+    export(network, tmp_path / "tokenizer", tmp_path / "model", dtype=torch.float32)
+    other = Network(SHAPE)
+    load_llama(other, tmp_path / "model")
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def head_file(config: dict[str, dict[str, dict[str, str]]]) -> str:
-    return config["space"]["draft_head"]["file"]
+def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    export(trained(tmp_path), tmp_path / "tokenizer", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"not of this shape \(first difference: .*mlp.down_proj"):
+        load_llama(Network(replace(SHAPE, intermediate_size=40)), tmp_path / "model")
 
 
-def test_a_checkpoint_without_a_head_says_so(tmp_path: Path) -> None:
-    network, _ = trained(tmp_path)
-    export(network, None, tmp_path / "tokenizer", tmp_path / "model", num_masks=3)
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["space"]["draft_head"] is None
-    assert not (tmp_path / "model" / "draft_head.safetensors").exists()
+def test_the_weights_are_written_in_bf16(tmp_path: Path) -> None:
+    export(trained(tmp_path), tmp_path / "tokenizer", tmp_path / "model")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == "bfloat16"

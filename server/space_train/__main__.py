@@ -1,0 +1,163 @@
+"""`spaceserve train`: turn a causal language model into a SPACE model, or train its draft head."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from space_model.model_error import ModelError
+
+from space_train.data_error import DataError
+from space_train.own_text_file import OwnTextError
+from space_train.schedule import Budget
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+
+DESCRIPTION = """\
+Turn a causal language model into a SPACE model: one that drafts for itself. The result is a folder that
+`spaceserve serve --model OUT/model` loads as it is.
+
+  --method gated-lora   the base is frozen; low-rank adapters and mask inputs act on mask rows alone, so the model's
+                        own text stays exactly what it was (default)
+  --method full         all weights learn masks; the ordinary loss is kept, so the model learns the data too
+  --method sft          ordinary fine-tuning without masks: the control
+  --method head         only a draft head, for a checkpoint that has masks already
+
+Examples
+
+  spaceserve train --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/qwen
+  spaceserve train --model BASE --data chats.jsonl --self-generate 2000 --out runs/own
+  spaceserve train --model BASE --data alpaca.json --preset paper --out runs/paper
+  spaceserve train --model published-space --data chats.jsonl --method head --minutes 30 --out runs/head
+  accelerate launch --num_processes 8 -m space_train --model BASE --data chats.jsonl --out runs/many
+
+Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prompt/completion or text; a text file, a
+folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
+
+A run that is stopped or killed goes on where it was when the same command is given again.
+"""
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    own = TrainPlan()
+    parser = argparse.ArgumentParser(
+        prog="spaceserve train", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument_group("what").add_argument
+    add("--model", required=True, help="folder or hub id of the model, or demo")
+    add("--data", required=True, nargs="+", help="file, folder or dataset id; several are put together")
+    add("--out", type=Path, required=True, help="folder of the run; the checkpoint is written to OUT/model")
+    add("--method", choices=[m.value for m in Method], help=f"what is trained (default: {own.method.value})")
+    add("--preset", choices=["paper"], help="the published recipe; other flags may change parts of it")
+    add("--split", default="train", help="of a dataset (default: train)")
+    add("--template", help="chat template: a name or a .jinja file (default: the tokenizer's own)")
+    add("--limit", type=int, help="only so many records (default: all)")
+    add("--held-out-share", type=float, default=0.02, help="of the records, for the figures (default: 0.02)")
+    add("--restart", action="store_true", help="forget the run that OUT holds")
+
+    add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
+    add("--epochs", type=float, help="rounds through the data")
+    add("--steps", type=int, help="updates")
+    add("--minutes", type=float, help="of work")
+    add("--tokens", type=float, help="real tokens read, masks not counted (1e7 is fine)")
+    add("--flops", type=float, help="operations of the model, over all rows")
+
+    add = parser.add_argument_group("rows").add_argument
+    add("--num-masks", type=int, help=f"mask tokens k: most drafts a step can have (default: {own.num_masks})")
+    add("--mask-ids", type=int, nargs="+", help="ids for them, one or k (default: spare ids, else new ones)")
+    add("--length", type=int, help=f"ids of one row (default: {own.length})")
+    add("--rows-per-step", type=int, help=f"rows of one update, over all processes (default: {own.rows_per_step})")
+    add("--accumulate", type=int, help=f"parts an update is computed in, to save memory (default: {own.accumulate})")
+    add("--no-pack", action="store_true", help="one text a row")
+    add("--anchors", choices=[a.value for a in Anchors], help="many places of a text get masks, or one (default: many)")
+    add("--anchors-per-token", type=float, help=f"places with masks per token (default: {own.anchors_per_token})")
+    add("--keep", type=float, help=f"share of the places that keep each next mask; 1: all (default: {own.keep})")
+    add("--fixed-cuts", action="store_true", default=None, help="the same places in every epoch")
+
+    add = parser.add_argument_group("losses").add_argument
+    add("--ar-share", type=float, help=f"share of rows without masks (default: {own.ar_share})")
+    add("--mask-loss-weight", type=float, help=f"against the ordinary loss's 1 (default: {own.mask_loss_weight})")
+    add("--head-loss-weight", type=float, help=f"of the draft head's loss (default: {own.head_loss_weight})")
+    add("--no-distill", action="store_true", help="learn the text's token, not the model's own distribution")
+    add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
+    add("--self-generate", type=int, default=0, help="texts the model writes itself to learn from (default: 0)")
+    add("--self-generate-tokens", type=int, default=256, help="ids of each (default: 256)")
+    add("--own-share", type=float, default=0.5, help="of the rows that are text of its own, if any (default: 0.5)")
+
+    add = parser.add_argument_group("draft head").add_argument
+    add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
+    add("--head-hidden", type=int, help=f"its width, or rank (default: {own.head_hidden})")
+    add("--scheduled-drafting", type=float, help="share of masks told the head's own draft before (default: 0)")
+
+    add = parser.add_argument_group("adapters (gated-lora)").add_argument
+    add("--lora-rank", type=int, help=f"rank (default: {own.lora_rank})")
+    add("--lora-alpha", type=float, help=f"the delta is scaled by alpha/rank (default: {own.lora_alpha:g})")
+
+    add = parser.add_argument_group("optimiser").add_argument
+    add("--learning-rate", type=float, help="peak, of AdamW (default: 5e-5 where all weights learn, else 1e-3)")
+    add("--optimiser", choices=["adamw", "muon"], help="muon: for matrices of small models (default: adamw)")
+    add("--muon-rate", type=float, help=f"peak, of Muon (default: {own.muon_rate})")
+    add("--warmup", type=float, help=f"share of the run (default: {own.warmup})")
+    add("--weight-decay", type=float, help=f"(default: {own.weight_decay:g})")
+    add("--seed", type=int, help=f"initial weights, order and places (default: {own.seed})")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--precision", choices=["bf16", "fp16", "no"], help=f"of products; no: float32 (default: {own.precision})")
+    add("--weights", choices=["float32", "bfloat16"], default="bfloat16", help="as written (default: bfloat16)")
+    add("--activation-checkpointing", action="store_true", default=None, help="compute twice, keep less (full, sft)")
+    add("--compile", action="store_true", default=None, help="torch.compile the model: slow start, faster updates")
+    add("--checkpoint-seconds", type=float, help=f"between saves (default: {own.checkpoint_seconds:g})")
+    add("--checkpoint-steps", type=int, help="updates between saves, instead")
+    add("--evaluations", type=int, help=f"looks at the held-out records (default: {own.evaluations})")
+    return parser.parse_args(argv)
+
+
+def plan_of(options: argparse.Namespace) -> TrainPlan:
+    """The plan that the options make: the preset, with every flag that was given."""
+    plan = paper(TrainPlan()) if options.preset == "paper" else TrainPlan()
+    names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors"}
+    given = {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
+    for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors)):
+        value = getattr(options, name)
+        if value is not None:
+            given[name] = kind(value)
+    if options.no_pack:
+        given["pack"] = False
+    if options.no_distill:
+        given["distill"] = False
+    if given.get("method") is Method.SFT:
+        given |= {"head": HeadForm.NONE}
+    limits = {name: getattr(options, name) for name in ("epochs", "steps", "minutes", "tokens", "flops")}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    if limits.get("tokens") is not None:
+        limits["tokens"] = int(limits["tokens"])
+    if limits:
+        given["budget"] = Budget(**limits)
+    return replace(plan, **given)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
+    options = arguments(argv)
+    from space_train.session import run_session
+    from space_train.trainer import Interrupted
+
+    try:
+        run_session(options, plan_of(options))
+    except (InvalidPlan, DataError, ModelError, OwnTextError) as error:
+        print(f"spaceserve train: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"spaceserve train: {error}. What was saved last is kept in {options.out}.", file=sys.stderr)
+        return 2
+    except Interrupted as stopped:
+        print(f"spaceserve train: {stopped}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Held-out figures of a run: next-token loss, and how often each draft is the model's own most likely token."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from space_train.anchors import anchor_rows
+from space_train.losses import best
+from space_train.stage import Measures
+from space_train.train_batch import Texts
+from space_train.trainee import Trainee
+
+EVERY = 8
+"""An anchor at every so many tokens."""
+
+
+@torch.no_grad()
+def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8) -> Measures:
+    """`loss`, `mask_j` and `head_j` over the rows of `held_out`.
+
+    Teacher-forced: draft j counts where it equals the model's own best token, given that everything before it is right;
+    the draft head is told the text's token before its target.
+    """
+    plan = trainee.plan
+    num_masks = plan.num_masks if plan.has_masks else 0
+    nats, num_targets = 0.0, 0
+    agreed = {name: torch.zeros(num_masks) for name in ("mask", "head")}
+    counted = torch.zeros(num_masks)
+    for begin in range(0, len(held_out.ids), rows_at_once):
+        part = slice(begin, begin + rows_at_once)
+        texts = held_out.part(part)
+        target, length = texts.is_target, texts.ids.shape[1]
+        places = [(m, num_masks) for m in range(2, length - num_masks - 1, EVERY)] if num_masks else []
+        if not places:
+            positions = torch.arange(length, device=texts.ids.device).expand_as(texts.ids)
+            seen = torch.ones(length, length, dtype=torch.bool, device=texts.ids.device).tril()
+            real = trainee.decoder.rows(texts.ids, positions, seen.expand(len(texts.ids), -1, -1))
+        else:
+            anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
+            real, masks = trainee.hidden_rows(texts, anchors)
+            source = anchors.source
+            teacher = real.gather(1, source[..., None].expand(-1, -1, real.shape[2]))
+            own = best(trainee.decoder.logits, teacher.flatten(0, 1)).view_as(source)
+            guesses = {"mask": masks}
+            if trainee.head is not None:
+                previous = trainee.decoder.embed(texts.ids.gather(1, source))
+                guesses["head"] = trainee.head(masks, previous)
+            learns = anchors.learns.view(len(source), -1, num_masks)
+            counted += learns.sum((0, 1)).cpu()
+            for name, hidden in guesses.items():
+                agree = best(trainee.decoder.logits, hidden.flatten(0, 1)).view_as(own) == own
+                agreed[name] += (agree.view_as(learns) & learns).sum((0, 1)).cpu()
+        for row, wanted, ids in zip(real, target, texts.ids, strict=True):
+            logits = trainee.decoder.logits(row[:-1][wanted[1:]])
+            nats += float(F.cross_entropy(logits, ids[1:][wanted[1:]], reduction="sum"))
+        num_targets += int(target.sum())
+    figures: Measures = {"loss": nats / max(num_targets, 1)}
+    for name in ("mask", "head") if trainee.head is not None else ("mask",):
+        for j in range(num_masks):
+            figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j]) if counted[j] else float("nan")
+    return figures
+
+
+def tokens_per_step(figures: Measures) -> float:
+    """1 + Σ_j Π_{i≤j} of the agreements, the head's where there is one: what greedy steps would yield if agreement did
+    not depend on what came before."""
+    name = "head" if "head_1" in figures else "mask"
+    shares = [value for key, value in sorted(figures.items()) if key.startswith(f"{name}_")]
+    return float(1.0 + np.cumprod(shares).sum())

@@ -1,0 +1,116 @@
+"""A finished run as a checkpoint folder that `spaceserve serve` loads as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from space_model.gated_lora import GATED_LORA_FILE
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from space_train.draft_head import DraftHead
+from space_train.trainee import Trainee
+
+HEAD_FILE = "draft_head.safetensors"
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_checkpoint(trainee: Trainee, source: Path, folder: Path, *, dtype: torch.dtype | None) -> None:
+    """Write `trainee` to `folder`. `source`: the folder it was trained from; `dtype` of the weights (None: as read).
+
+    Where the base did not move its files are linked, or copied where the file system has no links.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model, plan = trainee.decoder.model, trainee.plan
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    if plan.trains_base:
+        _write_weights(model, folder, dtype)
+        config["vocab_size"] = len(model.get_input_embeddings().weight)
+        if dtype is not None:
+            config.pop("dtype", None)
+            config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    else:
+        for file in [*source.glob("model*.safetensors"), *source.glob("model*.safetensors.index.json")]:
+            _link(file, folder / file.name)
+    if plan.has_masks:
+        config["space"] = space_section(trainee, config.get("space") or {})
+    else:
+        config.pop("space", None)
+    number = torch.float32 if dtype is None else dtype
+    if trainee.adapters is not None:
+        trainee.adapters.export(number).save(folder / GATED_LORA_FILE)
+    if trainee.head is not None:
+        _write_head(trainee.head, folder / HEAD_FILE, number)
+    for file in folder.glob("*.safetensors"):
+        if file.stat().st_nlink == 1:
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def space_section(trainee: Trainee, before: dict[str, Any]) -> dict[str, Any]:
+    """The `space` section of config.json."""
+    plan, head = trainee.plan, None
+    if trainee.head is not None:
+        head = {
+            "file": HEAD_FILE,
+            "form": trainee.head.form.value,
+            "hidden": trainee.head.w1.shape[0],
+            "embedding_scale": trainee.head.embedding_scale,
+        }
+    ids = [] if trainee.adapters is not None else trainee.mask_ids
+    shared = len(set(ids)) == 1 and len(ids) > 1
+    return {
+        "num_masks": plan.num_masks,
+        "mask_token_ids": ids[:1] if shared else ids,
+        "adapter": GATED_LORA_FILE if trainee.adapters is not None else None,
+        "draft_head": head,
+    } | {name: value for name, value in before.items() if name == "base"}
+
+
+def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+    """All weights, in shards of transformers' own."""
+    state: dict[str, Tensor] = {
+        name: tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+
+
+def _write_head(head: DraftHead, file: Path, dtype: torch.dtype) -> None:
+    weights = {"draft_head.w1.weight": head.w1, "draft_head.w2.weight": head.w2}
+    tensors = {name: weight.detach().cpu().to(dtype).contiguous() for name, weight in weights.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def take_head(trainee: Trainee, folder: Path) -> None:
+    """Give `trainee` the draft head of the checkpoint in `folder`."""
+    assert trainee.head is not None
+    tensors = load_file(folder / HEAD_FILE)
+    with torch.no_grad():
+        trainee.head.w1.copy_(tensors["draft_head.w1.weight"])
+        trainee.head.w2.copy_(tensors["draft_head.w2.weight"])
+
+
+def _link(file: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(file.resolve())
+    except OSError:
+        shutil.copyfile(file, target)

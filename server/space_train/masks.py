@@ -1,0 +1,47 @@
+"""Which ids stand for the masks of a model that is trained whole, and where their embeddings start."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from space_train.train_plan import InvalidPlan
+
+
+def mask_ids(
+    model: PreTrainedModel, num_masks: int, *, shared: bool, given: list[int] | None, tokenizer_size: int
+) -> list[int]:
+    """One id for each mask (a shared one repeated): those given, else spare rows of the vocabulary, else new rows.
+
+    `tokenizer_size`: ids from there on mean nothing to the tokenizer. The embedding grows in place where it must.
+    """
+    wanted = 1 if shared else num_masks
+    size = len(model.get_input_embeddings().weight)
+    if given:
+        if len(given) not in {1, num_masks}:
+            raise InvalidPlan(f"{num_masks} masks need 1 or {num_masks} mask ids; got {len(given)}.")
+        outside = [number for number in given if not 0 <= number < size]
+        if outside:
+            raise InvalidPlan(f"Mask id {outside[0]} is outside the vocabulary of {size}. Leave --mask-ids out.")
+        return (given * num_masks)[:num_masks]
+    first = tokenizer_size
+    if first + wanted > size:
+        model.resize_token_embeddings(first + wanted, mean_resizing=False)
+    chosen = list(range(first, first + wanted))
+    return (chosen * num_masks)[:num_masks]
+
+
+def start_masks(model: PreTrainedModel, ids: list[int], generator: torch.Generator) -> None:
+    """Give the masks' embeddings a fresh start: the mean of all, and half their spread of noise."""
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        mean, spread = embedding_spread(model)
+        for number in dict.fromkeys(ids):
+            noise = torch.randn(weight.shape[1], generator=generator).to(weight.device)
+            weight[number] = (mean + 0.5 * spread * noise).to(weight.dtype)
+
+
+def embedding_spread(model: PreTrainedModel) -> tuple[torch.Tensor, float]:
+    """Mean row [E] of the embedding, and the standard deviation of its values."""
+    weight = model.get_input_embeddings().weight.detach().float()
+    return weight.mean(0), float(weight.std())

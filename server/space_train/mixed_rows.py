@@ -1,0 +1,78 @@
+"""Several sources of rows as one: each its share, evenly spread, in an order that the row number alone decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from space_train.packed_examples import ExampleRows
+
+PERIOD = 40
+"""Rows after which the pattern of sources repeats: shares are kept to a fortieth."""
+
+
+class Rows(Protocol):
+    """Training data: an endless order of rows, of which any part can be asked for."""
+
+    def rows(self, first: int, count: int) -> ExampleRows:
+        """Rows first .. first+count-1."""
+        ...
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One source."""
+
+    rows: Rows
+    share: float  # of all rows, relative to the other streams' shares
+    # False: text that the model wrote. Masks learn from it; the ordinary loss does not, or the model would grow ever
+    # surer of what it says anyway.
+    teaches: bool = True
+
+
+class MixedRows:
+    """Rows drawn from streams in turn."""
+
+    def __init__(self, streams: Sequence[Stream], seed: int) -> None:
+        self.streams = [stream for stream in streams if stream.share > 0]
+        if not self.streams:
+            raise ValueError("There is no source of rows with a share above 0.")
+        whole = sum(stream.share for stream in self.streams)
+        counts = [max(1, round(PERIOD * stream.share / whole)) for stream in self.streams]
+        pattern = np.repeat(np.arange(len(counts)), counts)
+        self._pattern = np.random.default_rng([seed, len(pattern)]).permutation(pattern)
+        self._counts = counts
+
+    def __len__(self) -> int:
+        """Rows until the stream that is slowest through its own has had one epoch."""
+        period = len(self._pattern)
+        return max(
+            -(-len(stream.rows) * period // count) for stream, count in zip(self.streams, self._counts, strict=True)
+        )
+
+    def rows(self, first: int, count: int) -> ExampleRows:
+        """Rows first .. first+count-1."""
+        parts = [self._row(number) for number in range(first, first + count)]
+        return ExampleRows(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.learned for part in parts]),
+            torch.cat([part.document for part in parts]),
+        )
+
+    def teaches(self, row: int) -> bool:
+        """Whether the ordinary loss learns from row number `row`."""
+        return self.streams[int(self._pattern[row % len(self._pattern)])].teaches
+
+    def _row(self, number: int) -> ExampleRows:
+        period, place = divmod(number, len(self._pattern))
+        stream = int(self._pattern[place])
+        before = int((self._pattern[:place] == stream).sum())
+        return self.streams[stream].rows.rows(period * self._counts[stream] + before, 1)

@@ -1,0 +1,164 @@
+"""Every switch of one SAR-SFT run, in units, with its default and its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from space_train.schedule import Budget
+
+
+class Method(StrEnum):
+    """What is trained."""
+
+    GATED_LORA = "gated-lora"  # adapters and mask embeddings that act on mask rows only; the base stays as it is
+    FULL = "full"  # all weights, the ordinary loss kept
+    SFT = "sft"  # all weights, the ordinary loss alone: the control
+    HEAD = "head"  # the draft head alone, on a model that has masks already
+
+
+class HeadForm(StrEnum):
+    """The draft head (SPACE §4)."""
+
+    MLP = "mlp"  # h + W2·silu(W1·[h ; s·e(previous)])
+    LOW_RANK = "low-rank"  # h + W2·W1·(s·e(previous))
+    NONE = "none"
+
+
+class Anchors(StrEnum):
+    """Which places of a text get masks."""
+
+    MANY = "many"  # many places in one pass, behind a block mask
+    ONE = "one"  # one cut a text, as published: what is behind it is not read
+
+
+class InvalidPlan(ValueError):
+    """Switches that do not go together; the message says which and what to give instead."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What a run does. Loss weights are factors of mean losses in nats; shares are of 1."""
+
+    method: Method = Method.GATED_LORA
+    budget: Budget = field(default_factory=lambda: Budget(epochs=2))  # as published
+    num_masks: int = 5
+    shared_mask_id: bool = False  # one id for all masks, as published; else one each, which learns faster
+    # Rows
+    length: int = 1024  # ids of one row
+    rows_per_step: int = 8  # rows of one update, over all processes and accumulated parts
+    accumulate: int = 1  # parts an update is computed in: less memory, same result
+    pack: bool = True  # several short texts share a row
+    anchors: Anchors = Anchors.MANY
+    anchors_per_token: float = 0.375
+    keep: float = 0.7  # share of the anchors that keep each next mask (PARD, arXiv 2504.18583); 1: all do
+    least: float = 0.2  # share that keeps every mask
+    fixed_cuts: bool = False  # the same places in every epoch, as published
+    # Losses
+    ar_share: float = 0.0  # share of rows without masks; the others keep the ordinary loss too
+    mask_loss_weight: float = 1.0
+    head_loss_weight: float = 1.0
+    distill: bool = True  # learn the model's own distribution, not only the text's token
+    survival: bool = False  # weigh a mask by the chance that the drafts before it stand (PARD-2, arXiv 2605.08632)
+    # Draft head
+    head: HeadForm = HeadForm.MLP
+    head_hidden: int = 384
+    head_scale: float = 8.0
+    scheduled_drafting: float = 0.0  # share of masks whose head is told its own draft before, not the text's token
+    # Adapters
+    lora_rank: int = 32
+    lora_alpha: float = 32.0
+    # Optimiser
+    optimiser: str = "adamw"  # or muon: for the matrices, orthogonalised momentum (small models)
+    learning_rate: float | None = None  # of AdamW; None: the method's own
+    muon_rate: float = 0.01
+    warmup: float = 0.03  # share of the budget
+    decay_from: float = 0.2  # linear to 0 from here on
+    cosine: bool = False  # instead, as published
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    # Machine
+    seed: int = 0
+    precision: str = "bf16"  # of products: bf16, fp16 or no (float32); weights and optimiser stay float32
+    compile: bool = False
+    activation_checkpointing: bool = False
+    checkpoint_seconds: float = 300.0
+    checkpoint_steps: int | None = None  # instead of by the clock
+    evaluations: int = 10  # held-out figures this often, evenly over the budget
+
+    def __post_init__(self) -> None:
+        for name in ("ar_share", "scheduled_drafting", "keep", "least", "warmup", "decay_from"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidPlan(f"{name} is a share and lies in 0..1; got {getattr(self, name):g}.")
+        for name in ("num_masks", "length", "rows_per_step", "accumulate", "lora_rank", "head_hidden"):
+            if getattr(self, name) < 1:
+                raise InvalidPlan(f"{name} must be at least 1; got {getattr(self, name)}.")
+        if self.rows_per_step % self.accumulate:
+            raise InvalidPlan(f"rows_per_step ({self.rows_per_step}) must be a multiple of {self.accumulate} parts.")
+        if self.length <= 2 * (self.num_masks + 1):
+            raise InvalidPlan(f"Rows of {self.length} ids are too short for {self.num_masks} masks.")
+        if self.method is Method.HEAD and self.head is HeadForm.NONE:
+            raise InvalidPlan("Method head trains the draft head alone: give it a form, mlp or low-rank.")
+        if self.anchors is Anchors.ONE and self.pack:
+            raise InvalidPlan("One cut a text needs rows of one text each: leave packing off.")
+        if self.precision not in {"bf16", "fp16", "no"}:
+            raise InvalidPlan(f"precision is bf16, fp16 or no; got {self.precision!r}.")
+        if self.optimiser not in {"adamw", "muon"}:
+            raise InvalidPlan(f"The optimiser is adamw or muon; got {self.optimiser!r}.")
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether mask rows are laid out at all."""
+        return self.method is not Method.SFT
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether the weights of the base move."""
+        return self.method in {Method.FULL, Method.SFT}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head is trained."""
+        return self.has_masks and self.head is not HeadForm.NONE
+
+    @property
+    def peak_rate(self) -> float:
+        """AdamW's peak learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 5e-5 if self.trains_base else 1e-3
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `plan.json`."""
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return found | {"budget": self.budget.as_json()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainPlan:
+        """The plan that `as_json` wrote."""
+        parsed: dict[str, Any] = dict(values)
+        parsed["method"], parsed["head"] = Method(values["method"]), HeadForm(values["head"])
+        parsed["anchors"], parsed["budget"] = Anchors(values["anchors"]), Budget(**values["budget"])
+        return cls(**parsed)
+
+
+def paper(plan: TrainPlan) -> TrainPlan:
+    """The published recipe (arXiv 2402.11809): half of the texts are cut once, hard labels, one mask id, no head."""
+    return replace(
+        plan,
+        method=Method.FULL,
+        shared_mask_id=True,
+        pack=False,
+        anchors=Anchors.ONE,
+        keep=1.0,
+        fixed_cuts=True,
+        ar_share=0.5,
+        mask_loss_weight=1.0,
+        distill=False,
+        survival=False,
+        head=HeadForm.NONE,
+        scheduled_drafting=0.0,
+        optimiser="adamw",
+        cosine=True,
+    )

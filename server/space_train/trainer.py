@@ -1,0 +1,402 @@
+"""The one training loop of `spaceserve train`: updates until the budget is used, on one process or many.
+
+accelerate spreads it over processes (torchrun, `accelerate launch`, FSDP); what an update computes depends on the plan
+and the row numbers alone, so that a resumed run, and a run on several processes, go the same way as one that was never
+cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from space_model.gated_lora import GatedLora
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from space_train.agreement import held_out_figures, tokens_per_step
+from space_train.checkpoint_writer import write_checkpoint
+from space_train.flops import ModelCost, flops_of
+from space_train.masks import embedding_spread, mask_ids, start_masks
+from space_train.mixed_rows import MixedRows
+from space_train.optimiser import Optimiser
+from space_train.schedule import LearningRate
+from space_train.stage import Measures, load_checkpoint, save_atomically
+from space_train.train_batch import Texts, train_batch
+from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.trainee import Trainee
+
+STATE_FILE = "state.pt"
+
+
+@dataclass
+class Counters:
+    """How far a run has come."""
+
+    step: int = 0
+    num_tokens: int = 0  # real tokens read
+    num_masks: int = 0  # mask rows learnt from
+    flops: float = 0.0
+    seconds: float = 0.0
+    curve: list[Measures] = field(default_factory=list)  # an entry for each look at the held-out rows
+    losses: list[float] = field(default_factory=list)  # of each update
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run gave."""
+
+    folder: Path | None  # of the checkpoint; None where the run was stopped before its end
+    counters: Counters
+    peak_bytes: int  # most memory of the process, or of its GPU
+
+    @property
+    def final(self) -> Measures:
+        """The last held-out figures."""
+        return self.counters.curve[-1] if self.counters.curve else {}
+
+
+class Interrupted(RuntimeError):
+    """The run was told to stop; it can be resumed."""
+
+
+def train(
+    model: PreTrainedModel,
+    source: Path,
+    data: MixedRows,
+    plan: TrainPlan,
+    out: Path,
+    *,
+    tokenizer_size: int,
+    given_mask_ids: list[int] | None = None,
+    held_out: Texts | None = None,
+    dtype: torch.dtype | None = None,
+    before: Mapping[str, float] | None = None,
+    export: bool = True,
+    progress: bool = True,
+    stop_after_steps: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TrainResult:
+    """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
+
+    `given_mask_ids`: for methods that use ids; `before`: compute spent already, as counters' values (`flops`, say).
+    A run that `out` holds is resumed. `stop_after_steps` ends this call early and leaves the run resumable.
+    """
+    run = Run(model, source, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids)
+    if before and run.counters.step == 0:
+        run.counters = Counters(**asdict(run.counters) | dict(before))
+    with interruptions() as told_to_stop:
+        finished = run.steps(data, held_out, progress, stop_after_steps, clock, told_to_stop)
+    folder = run.export(dtype) if finished and export else None
+    return TrainResult(folder, run.counters, run.peak_bytes())
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """A list that holds the signal once SIGINT or SIGTERM came: the run ends behind the update it is in."""
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are its own
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run:
+    """One run: what is trained, its optimiser, and how far it has come."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: Path,
+        plan: TrainPlan,
+        out: Path,
+        *,
+        tokenizer_size: int,
+        given_mask_ids: list[int] | None,
+    ) -> None:
+        self.plan, self.source, self.out = plan, source, out
+        precision = None if plan.precision == "no" else plan.precision
+        self.accelerator = Accelerator(mixed_precision=precision or "no")
+        self.device = self.accelerator.device
+        generator = torch.Generator().manual_seed(plan.seed)
+        trainee = _trainee(model, source, plan, generator, tokenizer_size, given_mask_ids)
+        self.cost = ModelCost.of(trainee)
+        if plan.trains_base:
+            trainee.train()
+        else:
+            trainee.eval()
+        wrapped = self.accelerator.prepare(trainee.to(self.device))
+        self.wrapped: nn.Module = wrapped
+        self.trainee: Trainee = self.accelerator.unwrap_model(wrapped)
+        muon_rate = plan.muon_rate if plan.optimiser == "muon" else None
+        if self.is_sharded and muon_rate is not None:
+            raise InvalidPlan("Muon needs whole matrices, which FSDP shards: use the optimiser adamw.")
+        trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+        self.optimiser = Optimiser(
+            trained,
+            adam_rate=plan.peak_rate,
+            muon_rate=muon_rate,
+            weight_decay=plan.weight_decay,
+            clip_norm=plan.clip_norm,
+        )
+        self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
+        self.counters = Counters()
+        self._resume()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are spread over processes."""
+        return bool(self.accelerator.distributed_type == DistributedType.FSDP)
+
+    def steps(
+        self,
+        data: MixedRows,
+        held_out: Texts | None,
+        progress: bool,
+        stop_after_steps: int | None,
+        clock: Callable[[], float],
+        told_to_stop: list[int],
+    ) -> bool:
+        """Updates until the budget is used (True), or until told to stop."""
+        counters, main = self.counters, self.accelerator.is_main_process
+        held_out = held_out and held_out.to(self.device)
+        writer = SummaryWriter(str(self.out / "tensorboard")) if main and progress else None
+        bar = tqdm(
+            total=100.0,
+            unit="%",
+            desc=str(self.plan.method),
+            disable=not (main and progress),
+            bar_format=BAR,
+            initial=0,
+        )
+        last = last_save = clock()
+        here = 0
+        looks = len(counters.curve)
+        with contextlib.closing(bar):
+            while (done := self._progress(data)) < 1.0:
+                if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
+                    self._look(held_out, done, writer)
+                    looks, last = looks + 1, clock()
+                if told_to_stop or (stop_after_steps is not None and here >= stop_after_steps):
+                    self.save()
+                    if told_to_stop:
+                        raise Interrupted(
+                            f"Stopped behind update {counters.step} ({100 * done:.0f} %). The run is kept in "
+                            f"{self.out}: the same command goes on from there."
+                        )
+                    return False
+                measures = self.update(data, self.rate.at(done))
+                here, now = here + 1, clock()
+                counters.seconds, last = counters.seconds + now - last, now
+                bar.set_postfix_str("  ".join(f"{name} {value:.3f}" for name, value in measures.items()))
+                bar.update(100 * self._progress(data) - bar.n)
+                if writer is not None:
+                    for name, value in measures.items():
+                        writer.add_scalar(f"train/{name}", value, counters.step)
+                due = self.plan.checkpoint_steps
+                if (due and counters.step % due == 0) or (not due and now - last_save >= self.plan.checkpoint_seconds):
+                    self.save()
+                    last = last_save = clock()
+            if held_out is not None and (not counters.curve or counters.curve[-1]["progress"] < 1.0):
+                self._look(held_out, 1.0, writer)
+                self.save()
+        if writer is not None:
+            writer.close()
+        return True
+
+    def update(self, data: MixedRows, multiplier: float) -> Measures:
+        """One update of `rows_per_step` rows, each process taking its share."""
+        plan, accelerator, counters = self.plan, self.accelerator, self.counters
+        num_parts = plan.accumulate * accelerator.num_processes
+        if plan.rows_per_step % num_parts:
+            raise InvalidPlan(
+                f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {accelerator.num_processes} processes "
+                f"times the {plan.accumulate} parts of an update."
+            )
+        rows = plan.rows_per_step // num_parts
+        first = counters.step * plan.rows_per_step
+        # Every process sees all parts' sizes, so that means are over the whole update.
+        parts = [train_batch(data, plan, first + number * rows, rows) for number in range(num_parts)]
+        num_targets = max(1, sum(part.num_targets for part in parts))
+        num_masks = max(1, sum(part.num_learning_masks for part in parts))
+        mine = parts[accelerator.process_index * plan.accumulate :][: plan.accumulate]
+        sums = torch.zeros(3, device=self.device)
+        for number, part in enumerate(mine):
+            last = number == len(mine) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped), accelerator.autocast():
+                losses = self.wrapped(part.to(self.device), counters.step)
+                total = losses.next_token / num_targets
+                total = total + plan.mask_loss_weight * losses.masks / num_masks
+                total = total + plan.head_loss_weight * losses.head / num_masks
+            if total.requires_grad:
+                # Gradients are averaged over processes; these losses are to be added.
+                accelerator.backward(total * accelerator.num_processes)
+            sums += torch.stack((losses.next_token, losses.masks, losses.head)).detach().float()
+        self.optimiser.step(multiplier)
+        sums = accelerator.reduce(sums, reduction="sum").cpu()
+        counters.step += 1
+        counters.num_tokens += sum(part.num_tokens for part in parts)
+        counters.num_masks += sum(part.num_learning_masks for part in parts)
+        counters.flops += sum(flops_of(self.trainee, self.cost, part) for part in parts)
+        measures: Measures = {}
+        if plan.trains_base:
+            measures["loss"] = float(sums[0]) / num_targets
+        if plan.has_masks and plan.method is not Method.HEAD:
+            measures["masks"] = float(sums[1]) / num_masks
+        if plan.has_head:
+            measures["head"] = float(sums[2]) / num_masks
+        weights = {"loss": 1.0, "masks": plan.mask_loss_weight, "head": plan.head_loss_weight}
+        counters.losses.append(sum(weights[name] * value for name, value in measures.items()))
+        return measures
+
+    def save(self) -> None:
+        """Write the run's state; the old one stays until the new one is whole."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.is_sharded:
+            self.accelerator.save_state(str(self.out / "sharded"))
+        if not self.accelerator.is_main_process:
+            return
+        state: dict[str, Any] = {"counters": asdict(self.counters), "plan": json.dumps(self.plan.as_json())}
+        if not self.is_sharded:
+            state |= {"trained": _trained(self.trainee), "optimiser": self.optimiser.state_dict()}
+        save_atomically(state, self.out / STATE_FILE)
+
+    def export(self, dtype: torch.dtype | None) -> Path | None:
+        """Write the checkpoint to `out/model`, from the main process."""
+        self.accelerator.wait_for_everyone()
+        folder = self.out / "model"
+        if self.accelerator.is_main_process:
+            write_checkpoint(self.trainee, self.source, folder, dtype=dtype)
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def peak_bytes(self) -> int:
+        """Most memory so far: of the GPU, or of this process."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _progress(self, data: MixedRows) -> float:
+        counters = self.counters
+        epoch = counters.step * self.plan.rows_per_step / len(data)
+        return self.plan.budget.progress(
+            counters.seconds, counters.num_tokens, step=counters.step, epoch=epoch, flops=counters.flops
+        )
+
+    def _look(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
+        """Add the held-out figures to the curve."""
+        counters = self.counters
+        was_training = self.trainee.training
+        self.trainee.eval()
+        figures = held_out_figures(self.trainee, held_out)
+        self.trainee.train(was_training)
+        if self.plan.has_masks:
+            figures["tokens_per_step"] = tokens_per_step(figures)
+        place = {"progress": progress, "step": float(counters.step), "tokens": float(counters.num_tokens)}
+        counters.curve.append(place | {"flops": counters.flops, "seconds": counters.seconds} | figures)
+        if writer is not None:
+            for name, value in figures.items():
+                writer.add_scalar(f"held_out/{name}", value, counters.step)
+
+    def _resume(self) -> None:
+        file = self.out / STATE_FILE
+        if not file.is_file():
+            return
+        state = load_checkpoint(file)
+        _check_same(json.loads(state["plan"]), self.plan.as_json(), self.out)
+        self.counters = Counters(**state["counters"])
+        if self.is_sharded:
+            self.accelerator.load_state(str(self.out / "sharded"))
+            return
+        own = self.trainee.trained
+        with torch.no_grad():
+            for name, tensor in state["trained"].items():
+                own[name].copy_(tensor)
+        self.optimiser.load_state_dict(state["optimiser"])
+
+
+BAR = "{desc}: {n:5.1f} % |{bar:20}| {elapsed} of about {remaining} more  {postfix}"
+
+RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "evaluations", "compile", "accumulate"})
+"""Switches that may differ when a run goes on: they do not change what an update computes."""
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+    for name in sorted(set(before) | set(now)):
+        if name not in RESUMABLE and before.get(name) != now.get(name):
+            raise InvalidPlan(
+                f"{out} holds a run with {name} = {before.get(name)}; this one has {now.get(name)}. "
+                "Give the same value, another --out, or --restart."
+            )
+
+
+def _trained(trainee: Trainee) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in trainee.trained.items()}
+
+
+def _trainee(
+    model: PreTrainedModel,
+    source: Path,
+    plan: TrainPlan,
+    generator: torch.Generator,
+    tokenizer_size: int,
+    given: list[int] | None,
+) -> Trainee:
+    """Masks and head as they start: the checkpoint's own where it has some, else fresh."""
+    section = json.loads((source / "config.json").read_text(encoding="utf-8")).get("space") or {}
+    ids: list[int] = []
+    if plan.method is Method.HEAD:
+        ids = _own_masks(section, plan, source)
+    elif plan.method is Method.FULL:
+        ids = mask_ids(model, plan.num_masks, shared=plan.shared_mask_id, given=given, tokenizer_size=tokenizer_size)
+        if set(ids) != set(section.get("mask_token_ids") or []):
+            start_masks(model, ids, generator)
+    trainee = Trainee(model, plan, ids)
+    if trainee.adapters is not None:
+        if plan.method is Method.HEAD:
+            hidden = trainee.decoder.hidden_size
+            file = source / section["adapter"]
+            adapter = GatedLora.load(file, num_masks=plan.num_masks, hidden_size=hidden, dtype=torch.float32)
+            trainee.adapters.take(adapter)
+        else:
+            mean, spread = embedding_spread(model)
+            trainee.adapters.initialise(generator, mean, 0.5 * spread)
+    if trainee.head is not None:
+        trainee.head.initialise(generator)
+    return trainee
+
+
+def _own_masks(section: dict[str, Any], plan: TrainPlan, source: Path) -> list[int]:
+    """The mask ids of a SPACE checkpoint; none where they are private."""
+    ids = list(section.get("mask_token_ids") or [])
+    if not ids and not section.get("adapter"):
+        raise InvalidPlan(
+            f"{source} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
+        )
+    if section.get("num_masks", len(ids)) != plan.num_masks:
+        raise InvalidPlan(
+            f"{source} has {section.get('num_masks')} masks; give --num-masks {section.get('num_masks')}."
+        )
+    return (ids * plan.num_masks)[: plan.num_masks] if len(ids) == 1 else ids
