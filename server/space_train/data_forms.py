@@ -70,7 +70,7 @@ class DataForm:
         return any(all(name in record for name in names) for names in self.fields)
 
     def __str__(self) -> str:
-        return f"{self.name} ({' or '.join(', '.join(names) for names in self.fields)})"
+        return f"{self.name} ({' or '.join('+'.join(names) for names in self.fields)})"
 
 
 ROLES = {

@@ -13,6 +13,10 @@ arXiv 2402.11809, §3.2). Text y_0 .. y_9, learned from y_4 on, cut at s=5, k=2:
 
 So the root y4 learns the bonus y5 as ever, and mask j, where y_{s+j-1} would stand, learns y_{s+j}: group 0 of a
 decoding step whose root is y_{s-1}. Masks come last, so ordinary causal attention is all they need.
+
+The published loader puts one more mask where the padding stands, which nothing learns from: the loss is the same. Of a
+conversation it tosses a coin for each answer and cuts the first that wins; here one toss decides for the sample, and
+the cut may be in any answer.
 """
 
 from __future__ import annotations

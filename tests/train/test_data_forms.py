@@ -86,7 +86,7 @@ def test_a_record_in_no_form_is_refused_with_its_place_its_fields_and_the_known_
     with pytest.raises(BadRecord) as caught:
         list(documents(records(str(file))))
     assert str(caught.value).startswith(f"{file}:1 has the fields title, body, which is no known form: ")
-    for form in ("OpenAI messages (messages)", "alpaca (instruction, output)", "question, answer", "plain text (text"):
+    for form in ("OpenAI messages (messages)", "alpaca (instruction+output)", "question+answer", "plain text (text"):
         assert form in str(caught.value)
     assert "\n" not in str(caught.value)
 

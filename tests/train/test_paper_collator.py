@@ -93,6 +93,22 @@ def test_the_label_of_a_row_is_what_transformers_makes_it_learn(tmp_path: Path) 
     torch.testing.assert_close(out.loss, loss)
 
 
+def test_the_loss_is_that_of_the_published_rows(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path / "model"))
+    k = 3
+    for cut in cut_places(TEXT, k):
+        # As published: k+1 masks behind the cut, labels up to the last mask's.
+        ids = torch.tensor([TEXT.ids[:cut] + [MASK] * (k + 1)])
+        labels = torch.tensor([[NO] * 4 + TEXT.ids[4 : cut + k + 1]])
+        ours = cut_at(TEXT, cut, [MASK] * k)
+        assert ours.labels == labels[0].tolist()
+        with torch.no_grad():
+            published = model(input_ids=ids, labels=labels).loss
+            batch = {"input_ids": torch.tensor([[*ours.inputs, PAD]]), "labels": torch.tensor([ours.labels])}
+            attention_mask = torch.tensor([[1] * len(ours.inputs) + [0]])
+            torch.testing.assert_close(model(**batch, attention_mask=attention_mask).loss, published)
+
+
 def test_every_place_with_all_its_targets_in_one_answer_is_drawn_and_no_other() -> None:
     learned = [False, True, True, True, False, False, True, True, True, True]
     example = Example(list(range(20, 30)), learned)
