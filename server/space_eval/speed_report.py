@@ -176,7 +176,8 @@ def write_speed(
     for rival in rivals:
         if rival.runtime != OURS:
             bar = Bar(rival.speedup.median, rival.speedup.low, rival.speedup.high)
-            series.setdefault("transformers", {})[rival.name.partition(":")[0]] = bar
+            kind, _, draft = rival.name.partition(":")
+            series.setdefault("transformers", {})[f"{kind}\n{Path(draft).name}" if draft else kind] = bar
     note = f"{facts.get('model', '')}: {facts.get('machine', '')}"
     figure = bar_plot(
         folder / "speed.png", series, title="Over plain decoding", y="times as fast", level=1.0, note=note

@@ -127,6 +127,19 @@ def test_the_base_answers_the_same_questions_with_its_own_history(checkpoint: Pa
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_a_gated_adapter_answers_with_its_bases_own_words(data: str, tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", window=256, num_masks=0, num_layers=1)
+    gated = tiny_checkpoint(tmp_path / "gated", window=256, adapter_rank=4, num_layers=1)
+    flags = ["--base", str(base), "--no-execution", "--tasks", "xsum"]
+    assert measure(gated, data, tmp_path / "out", *flags) == 0
+    for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()[1:]:
+        for turn in json.loads(line)["turns"]:
+            assert turn["space"]["ids"] == turn["plain"]["ids"] == turn["base"]["ids"]
+    quality = table(tmp_path / "out")["xsum"]["quality"]
+    assert quality["model"] == quality["base"]
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_samples_for_pass_at_k_are_drawn_apart_and_kept(checkpoint: Path, data: str, tmp_path: Path) -> None:
     assert measure(checkpoint, data, tmp_path / "out", "--pass-at", "3", "--limit", "1") == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]

@@ -202,3 +202,9 @@ def test_unusable_flags_are_refused_in_one_line(
 def test_extra_weights_of_a_checkpoint_without_head_are_its_mask_embeddings(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "m", num_layers=1, draft_head=False, shared_mask=True)
     assert speed.extra_weight_bytes(load_model(folder)) == 64 * 4
+
+
+def test_extra_weights_of_a_gated_adapter_are_its_file_and_the_head(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", num_layers=1, adapter_rank=4)
+    files = [folder / "gated_lora.safetensors", folder / "draft_head.safetensors"]
+    assert speed.extra_weight_bytes(load_model(folder)) == sum(file.stat().st_size for file in files)
