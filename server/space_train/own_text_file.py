@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 
 class OwnTextError(Exception):
@@ -50,7 +52,7 @@ class Recipe:
 
 
 class OwnTextFile:
-    """The file, open for appending; nobody else may write to it meanwhile.
+    """The file, open for appending. Another process that writes to it is waited for: then its texts are there.
 
     with OwnTextFile(path, recipe) as file:
         file.texts   # what is there already
@@ -60,19 +62,21 @@ class OwnTextFile:
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.texts = path, list[OwnText]()
         self._recipe = _plain(recipe)
-        self._stream: IO[bytes] | None = None
+        self._stream: io.FileIO | None = None
 
     def __enter__(self) -> OwnTextFile:
-        """Raises OtherTexts, or OwnTextError where another process is writing."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        stream = self._stream = self.path.open("ab")
+        """Raises OtherTexts, or OwnTextError for a file that is none or cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stream = self._stream = io.FileIO(self.path, "ab")
+        except OSError as error:
+            raise OwnTextError(f"{self.path} cannot be written: {error.strerror}. Name another file.") from error
         try:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise OwnTextError(
-                    f"Another process is writing to {self.path}. Wait for it, or name another file."
-                ) from None
+                print(f"waiting for another process that writes {self.path}", file=sys.stderr, flush=True)
+                fcntl.flock(stream, fcntl.LOCK_EX)
             stream.truncate(whole_lines(self.path))  # a killed run may have left half a line
             self.texts = list(_texts(self.path, self._recipe))
         except BaseException:
@@ -85,15 +89,20 @@ class OwnTextFile:
     ) -> None:
         if self._stream is not None:
             with self._stream as stream:
-                stream.flush()
                 os.fsync(stream.fileno())
 
     def append(self, text: OwnText) -> None:
-        """Write one line."""
+        """Write one line. Raises OwnTextError where there is no room."""
         if self._stream is None:
             raise RuntimeError("OwnTextFile.append is called outside its `with` block")
-        self._stream.write(json.dumps(asdict(text) | self._recipe, separators=(",", ":")).encode() + b"\n")
-        self._stream.flush()
+        line = json.dumps(asdict(text) | self._recipe, separators=(",", ":")).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._stream.write(line) or 0 :]
+        except OSError as error:
+            raise OwnTextError(
+                f"{self.path} cannot be written: {error.strerror}. What it holds is kept: make room, and start again."
+            ) from error
         self.texts.append(text)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from space_train.own_text_file import OwnTextError
+
 KEPT_LINES = 20  # of the worker's last words
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
 
-class WorkerError(Exception):
+class WorkerError(OwnTextError):
     """The worker could not do its work; the message says what it said last."""
 
 

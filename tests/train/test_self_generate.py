@@ -1,11 +1,14 @@
 """Text that the model writes itself: the same texts however often interrupted, and never a worker left behind."""
 
 import asyncio
+import errno
+import io
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,13 +265,50 @@ def test_a_file_of_another_law_or_another_content_is_refused_whole(tmp_path: Pat
         pass
 
 
-def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
+def test_a_file_that_another_process_writes_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, found = tmp_path / "own.jsonl", list[OwnText]()
+
+    def second() -> None:
+        with OwnTextFile(path, RECIPE) as file:
+            found.extend(file.texts)
+
+    with OwnTextFile(path, RECIPE) as file:
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        file.append(TEXT)
+        while "waiting for another process" not in capsys.readouterr().err:
+            assert waiting.is_alive()
+    waiting.join(10)
+    assert found == [TEXT]
+
+
+def test_a_full_disk_is_named_and_half_a_line_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "own.jsonl"
-    with (
-        OwnTextFile(path, RECIPE),
-        pytest.raises(OwnTextError, match="Another process is writing"),
-        OwnTextFile(path, RECIPE),
-    ):
+    with OwnTextFile(tmp_path / "one.jsonl", RECIPE) as file:
+        file.append(TEXT)
+    length = (tmp_path / "one.jsonl").stat().st_size
+
+    class FillsUp(io.FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if self.tell() > 2.5 * length:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:50])  # a disk may take a part
+
+    monkeypatch.setattr("space_train.own_text_file.io.FileIO", FillsUp)
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(replace(TEXT, seed=0))
+        file.append(replace(TEXT, seed=1))
+        with pytest.raises(OwnTextError, match=r"No space left on device.*make room"):
+            file.append(replace(TEXT, seed=2))
+    assert not path.read_bytes().endswith(b"\n")
+    monkeypatch.undo()
+    with OwnTextFile(path, RECIPE) as file:
+        assert [text.seed for text in file.texts] == [0, 1]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OwnTextError, match="cannot be written: Is a directory"), OwnTextFile(tmp_path, RECIPE):
         pass
 
 
