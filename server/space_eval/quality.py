@@ -64,7 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts.add_argument("--max-tokens", type=_positive, default=512, help="new tokens per text (default: 512)")
     texts.add_argument("--chat", action="store_true", help="ask through the chat template, and read code blocks")
     texts.add_argument("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
-    texts.add_argument("--batch", type=_positive, default=8, help="texts at once; never changes a text (default: 8)")
+    texts.add_argument(
+        "--layout",
+        choices=["full", "auto"],
+        default="full",
+        help="all (k+1)² rows in every step, or as served, where large batches are not drafted (default: full)",
+    )
+    texts.add_argument(
+        "--batch",
+        type=_positive,
+        help="texts at once; never changes a text (default: 8, or 1 with the full layout on a CPU, which it fills)",
+    )
     reading = parser.add_argument_group("how texts are read (perplexity)")
     reading.add_argument(
         "--window", type=_positive, default=1024, help="most tokens at once, within the model's own (default: 1024)"
@@ -119,7 +129,7 @@ def _measure(options: argparse.Namespace) -> int:
         **{f"data of {name}": _digest(source) for name, source in options.tasks.items()},
         "temperature": temperature,
         **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
-        **{name: getattr(options, name) for name in ("dtype", "window", "stride")},
+        **{name: getattr(options, name) for name in ("dtype", "layout", "window", "stride")},
     }
     if options.out is not None:
         open_folder(options.out, settings)
@@ -129,6 +139,7 @@ def _measure(options: argparse.Namespace) -> int:
     for label, path in paths.items():
         side = Side(label, path, dtype=options.dtype, device=_device(options.device), num_threads=options.num_threads)
         speculate = label == "model" and side.model.facts.most_masks > 0
+        on_cpu = side.model.facts.device.type == "cpu"
         writing = Writing(
             samples=options.samples,
             temperature=temperature,
@@ -137,7 +148,8 @@ def _measure(options: argparse.Namespace) -> int:
             seed=options.seed,
             chat=options.chat,
             speculate=speculate,
-            batch=options.batch,
+            layout=options.layout,
+            batch=options.batch or (1 if speculate and options.layout == "full" and on_cpu else 8),
         )
         for task in tasks:
             file = None if options.out is None else options.out / f"{label}.{task.name}.jsonl"
@@ -153,7 +165,7 @@ def _measure(options: argparse.Namespace) -> int:
                     a for a in answers.sorted() if a["record"] in keys and a["sample"] < options.samples
                 ]
         known = side.model.facts
-        how = f"SPACE, k={known.most_masks}" if speculate else "plain decoding"
+        how = f"SPACE, k={known.most_masks}, layout {options.layout}" if speculate else "plain decoding"
         facts[label] = f"{known.name} ({known.model_hash[:12]}), {str(known.dtype).removeprefix('torch.')}, {how}"
         del side
     facts["texts"] = (

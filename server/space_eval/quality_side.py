@@ -13,6 +13,7 @@ from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
 from space_server.worker import Worker
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -43,6 +44,7 @@ class Writing:
     seed: int  # of the first record; each has its own
     chat: bool
     speculate: bool  # SPACE; False: plain decoding
+    layout: str  # of SPACE: full is every draft and mask in every step, auto is as served
     batch: int  # texts at once
 
 
@@ -138,7 +140,8 @@ class Side:
         return list(self.tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _worker(self, longest: int, writing: Writing) -> Worker:
-        most_drafts = self.model.facts.num_masks if writing.speculate else 0
+        most_drafts = self.model.facts.most_masks if writing.speculate else 0
+        full = writing.speculate and writing.layout == "full"
         each = -(-(longest + writing.max_tokens + most_drafts + 1) // _BLOCK)
         return Worker(
             self.model,
@@ -146,6 +149,7 @@ class Side:
             block_size=_BLOCK,
             max_sequences=writing.batch,
             max_draft_length=None if writing.speculate else 0,
+            controller=FixedLayout.full(most_drafts) if full else None,
         )
 
     def _judged(self, task: WritingTask, request: Request, generation: Generation) -> Answer:

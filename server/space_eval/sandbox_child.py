@@ -106,6 +106,8 @@ def _inside(order: dict[str, Any], in_effect: list[str]) -> NoReturn:
         in_effect.append("landlock")
     if "seccomp" in wanted and _seccomp():
         in_effect.append("seccomp")
+    else:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # no processes and no threads; binds everybody but root
     if "audit" in wanted and not {"landlock", "seccomp"} <= set(in_effect):
         _audit(order["folder"])
         in_effect.append("audit")
@@ -144,8 +146,6 @@ def _limit(order: dict[str, Any]) -> None:
         hard = most + 1 if which == resource.RLIMIT_CPU else most  # soft: SIGXCPU; hard: SIGKILL
         with contextlib.suppress(ValueError, OSError):  # lower than asked already, or not to be had on this system
             resource.setrlimit(which, (most, hard))
-    if "seccomp" not in order["guards"] or os.uname().machine not in ARCHITECTURES:
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # binds everybody but root
 
 
 # ------------------------------------------------------------------------------------------------------------- files

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_eval.perplexity import PerplexityMeter, TextScore, load_texts, windows
 from space_eval.records import RecordError
@@ -84,6 +84,7 @@ def test_a_uniform_model_needs_the_logarithm_of_its_vocabulary(tmp_path: Path) -
 
 
 @given(st.integers(0, 60), st.integers(2, 20), st.data())
+@settings(deadline=None)
 def test_every_id_but_the_first_counts_once(num_ids: int, length: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length - 1))
     counted: list[int] = []

@@ -1,6 +1,7 @@
 """The quality command: what it prints, what it keeps, and that neither drafts nor batch nor a restart change a text."""
 
 import argparse
+import errno
 import json
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from space_eval import quality
+from space_eval.__main__ import main
 from space_eval.answers import Answers
 from space_eval.completions import Request, complete
 from space_eval.paired import Finding, Score, compare, interval
@@ -100,6 +102,7 @@ def test_space_and_plain_decoding_of_the_same_weights_are_equal_on_every_record(
     ours, theirs = (answers_of(out / f"{label}.humaneval.jsonl") for label in ("model", "base"))
     assert {key: a["text"] for key, a in ours.items()} == {key: a["text"] for key, a in theirs.items()}
     assert len(ours) == 6
+    assert sum(a["num_steps"] for a in ours.values()) < sum(a["num_steps"] for a in theirs.values())  # it did draft
     assert [(row["score"], row["finding"]) for row in rows_of(out)] == [
         ("pass@1", "no signal"),
         ("bits per byte", "equal on every record"),
@@ -122,16 +125,15 @@ def test_other_weights_differ_in_bits_per_byte(model: Path, other: Path, data: P
 
 def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(model: Path, data: Path, tmp_path: Path) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    flags = ("--samples", "2", "--temperature", "1")
-    assert run(model, data, *flags, "--out", str(whole)) == 0
-    assert run(model, data, *flags, "--out", str(torn), "--limit", "1") == 0
+    flags, tasks = ("--samples", "2", "--temperature", "1"), ("humaneval=he",)
+    assert run(model, data, *flags, "--out", str(whole), tasks=tasks) == 0
+    assert run(model, data, *flags, "--out", str(torn), "--limit", "1", tasks=tasks) == 0
     file = torn / "model.humaneval.jsonl"
     first = file.read_bytes()
     file.write_bytes(first + b'{"record": "Own/1", "sam')  # killed while writing
-    assert run(model, data, *flags, "--out", str(torn)) == 0
+    assert run(model, data, *flags, "--out", str(torn), tasks=tasks) == 0
     assert file.read_bytes().startswith(first)
-    for name in ("model.humaneval.jsonl", "model.summarise.jsonl"):
-        assert written(torn / name) == written(whole / name)
+    assert written(file) == written(whole / "model.humaneval.jsonl")
     assert rows_of(torn) == rows_of(whole)
 
 
@@ -208,6 +210,42 @@ def test_unknown_or_doubled_tasks_are_refused(value: str, words: str, capsys: py
     assert words in capsys.readouterr().err
 
 
+def test_the_command_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quality"]) == 2
+    assert "There is nothing to measure: give --tasks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device. Finished answers are kept in"),
+        (KeyboardInterrupt(), 130, "with --out the same command goes on where it was"),
+    ],
+)
+def test_a_full_disk_and_an_interruption_lose_nothing(
+    error: BaseException, status: int, words: str, model: Path, data: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    add = Answers.add
+
+    def add_two(self: Answers, answer: dict[str, Any]) -> None:
+        if len(self) == 2:
+            raise error
+        add(self, answer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Answers, "add", add_two)
+        assert run(model, data, "--out", str(out), tasks=("perplexity=texts",)) == status
+    assert words in capsys.readouterr().err
+    kept = (out / "model.perplexity.jsonl").read_bytes()
+    assert len(kept.splitlines()) == 2
+    assert run(model, data, "--out", str(out), tasks=("perplexity=texts",)) == 0
+    whole = (out / "model.perplexity.jsonl").read_bytes()
+    assert whole.startswith(kept)
+    assert len(whole.splitlines()) == 4
+
+
 def test_a_missing_data_file_is_one_line(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, data, tasks=("humaneval=absent",)) == 2
     assert "There is no file" in capsys.readouterr().err
@@ -221,7 +259,9 @@ def side(model: Path) -> Side:
     return Side("model", str(model), dtype="float32", device="cpu", num_threads=None)
 
 
-WRITING = Writing(samples=2, temperature=1.0, top_p=1.0, max_tokens=10, seed=5, chat=False, speculate=True, batch=3)
+WRITING = Writing(
+    samples=2, temperature=1.0, top_p=1.0, max_tokens=10, seed=5, chat=False, speculate=True, layout="full", batch=3
+)
 
 
 def texts(side: Side, writing: Writing, data: Path) -> dict[tuple[str, int], str]:
