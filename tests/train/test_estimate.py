@@ -9,19 +9,7 @@ from typing import Any
 import pytest
 import torch
 from space_model.testing import tiny_checkpoint
-from space_train.estimate import (
-    ALLOWANCE,
-    FILL,
-    GPUS,
-    Estimate,
-    activation_bytes,
-    estimate,
-    fitted,
-    main,
-    masks_per_token,
-    number,
-    to_markdown,
-)
+from space_train.estimate import main, number, to_markdown
 from space_train.example import Example
 from space_train.flops import ModelCost, flops_of
 from space_train.mixed_rows import MixedRows, Stream
@@ -30,6 +18,16 @@ from space_train.packed_examples import PackedExamples
 from space_train.train_batch import TrainBatch, train_batch
 from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
 from space_train.trainee import Trainee
+from space_train.training_cost import (
+    ALLOWANCE,
+    FILL,
+    GPUS,
+    Estimate,
+    activation_bytes,
+    estimate,
+    fitted,
+    masks_per_token,
+)
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -1,14 +1,10 @@
 """Text that the model writes itself: the same texts however often interrupted, and never a worker left behind."""
 
 import asyncio
-import errno
-import io
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +18,9 @@ from space_server.service import WorkerService, start_server
 from space_server.worker import Worker
 from space_train import self_generate
 from space_train.examples import Example
-from space_train.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe, read_own_texts
+from space_train.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
 from space_train.self_generate import InvalidPrompt, fingerprint, own_examples, prompts_of, write_own_texts
-from space_train.worker_process import WorkerDidNotStart, WorkerLost, WorkerProcess
+from space_train.worker_process import WorkerLost, WorkerProcess
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[20 + 7 * i % 80 for i in range(first, first + 1 + first % 5)] for first in range(7)]
@@ -245,100 +241,6 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_started(fold
     assert not (tmp_path / "own.jsonl").exists()
 
 
-RECIPE = Recipe("abc", 12, True)
-TEXT = OwnText((1, 2), (3,), 0.7, 9)
-
-
-def test_a_file_of_another_law_or_another_content_is_refused_whole(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    with OwnTextFile(path, RECIPE) as file:
-        file.append(TEXT)
-    with (
-        pytest.raises(OtherTexts, match="max_tokens 12, and 13 is asked for"),
-        OwnTextFile(path, Recipe("abc", 13, True)),
-    ):
-        pass
-    with pytest.raises(OtherTexts, match="model abc, and abd"), OwnTextFile(path, Recipe("abd", 12, True)):
-        pass
-    path.write_text('{"text": "hello"}\n')
-    with pytest.raises(OwnTextError, match=r"Line 1 .* is no text"), OwnTextFile(path, RECIPE):
-        pass
-
-
-def test_a_file_that_another_process_writes_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, found = tmp_path / "own.jsonl", list[OwnText]()
-
-    def second() -> None:
-        with OwnTextFile(path, RECIPE) as file:
-            found.extend(file.texts)
-
-    with OwnTextFile(path, RECIPE) as file:
-        waiting = threading.Thread(target=second)
-        waiting.start()
-        file.append(TEXT)
-        while "waiting for another process" not in capsys.readouterr().err:
-            assert waiting.is_alive()
-    waiting.join(10)
-    assert found == [TEXT]
-
-
-def test_a_full_disk_is_named_and_half_a_line_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "own.jsonl"
-    with OwnTextFile(tmp_path / "one.jsonl", RECIPE) as file:
-        file.append(TEXT)
-    length = (tmp_path / "one.jsonl").stat().st_size
-
-    class FillsUp(io.FileIO):
-        def write(self, data: bytes) -> int:  # type: ignore[override]
-            if self.tell() > 2.5 * length:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(data[:50])  # a disk may take a part
-
-    monkeypatch.setattr("space_train.own_text_file.io.FileIO", FillsUp)
-    with OwnTextFile(path, RECIPE) as file:
-        file.append(replace(TEXT, seed=0))
-        file.append(replace(TEXT, seed=1))
-        with pytest.raises(OwnTextError, match=r"No space left on device.*make room"):
-            file.append(replace(TEXT, seed=2))
-    assert not path.read_bytes().endswith(b"\n")
-    monkeypatch.undo()
-    with OwnTextFile(path, RECIPE) as file:
-        assert [text.seed for text in file.texts] == [0, 1]
-    assert path.read_bytes().endswith(b"\n")
-
-
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OwnTextError, match="cannot be written: Is a directory"), OwnTextFile(tmp_path, RECIPE):
-        pass
-
-
-def test_a_line_says_all_that_its_text_depends_on(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    with OwnTextFile(path, RECIPE) as file:
-        file.append(TEXT)
-    assert json.loads(path.read_text()) == {
-        "prompt": [1, 2],
-        "output": [3],
-        "temperature": 0.7,
-        "seed": 9,
-        "model": "abc",
-        "max_tokens": 12,
-        "eos_stops": True,
-        "banned_ids": [],
-    }
-
-
-def test_examples_learn_the_output_and_come_in_the_order_of_their_seeds(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    with OwnTextFile(path, RECIPE) as file:
-        file.append(TEXT)
-        file.append(OwnText((5,), (6, 7), 0.0, 8))
-    assert own_examples(path) == [
-        Example([5, 6, 7], [False, True, True]),
-        Example([1, 2, 3], [False, False, True]),
-    ]
-
-
 def test_weights_that_differ_in_value_alone_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
     from space_model.checkpoint import Checkpoint
 
@@ -363,68 +265,12 @@ def test_prompts_are_those_of_the_examples_and_windows_of_plain_text() -> None:
         prompts_of([chat], 1, longest=2)
 
 
-# ------------------------------------------------------------------------------------------------------- processes
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a module that can be run in place of the worker; its name."""
-
-    def written(code: str) -> str:
-        (tmp_path / "not_quite_a_worker.py").write_text(code)
-        return "not_quite_a_worker"
-
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return written
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
-
-
-def test_a_worker_that_cannot_start_is_quoted(script: Callable[[str], str]) -> None:
-    module = script("import sys; print('loading', file=sys.stderr); sys.exit('error: no weights')")
-    process = WorkerProcess({"--model": "x"}, module=module)
-    with pytest.raises(
-        WorkerDidNotStart, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"
-    ):
-        process.__enter__()
-
-
-def test_a_worker_that_never_gets_ready_is_given_up_and_ended(script: Callable[[str], str]) -> None:
-    process = WorkerProcess({}, start_timeout=0.3, module=script("import time; time.sleep(600)"))
-    with pytest.raises(WorkerDidNotStart, match=r"within 0\.3 s"):
-        process.__enter__()
-    assert process.pid == 0
-
-
-def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]) -> None:
-    module = script(
-        "import sys, time; print('ready', sys.argv[sys.argv.index('--listen') + 1], flush=True); time.sleep(9)"
-    )
-    pids: list[int] = []
-
-    def interrupted() -> None:
-        with WorkerProcess({}, module=module) as process:
-            assert process.address.startswith("unix:")
-            assert is_alive(process.pid)
-            pids.append(process.pid)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not is_alive(pids[0])
-
-
-def test_a_worker_that_was_killed_is_said_to_have_been(script: Callable[[str], str]) -> None:
-    module = script("import sys, time; print('ready x', flush=True); print('step 9', file=sys.stderr); time.sleep(9)")
-    with WorkerProcess({}, module=module) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.obituary("It is gone") == "It is gone: it was ended by SIGKILL. It said last:\n    step 9"
 
 
 @pytest.mark.slow
