@@ -20,6 +20,7 @@ examples:
   SPACESERVE_PORT=9000 spaceserve serve                    every flag is also an environment variable
   spaceserve serve --model PATH --space-mask-ids 32002 --space-num-masks 5 --chat-template vicuna
                                                            a published SPACE checkpoint as it is
+  spaceserve serve --adapter code=./code-adapter           drafts for requests with "model": "code"; the same text
   spaceserve serve --speculation off                       plain decoding: the same text, one token per step
 """
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in programs:
         _become(programs[arguments[0]].module, arguments[1:])
     options = _parser(programs).parse_args(arguments)
-    flags = {name: getattr(options, name, None) for name in settings()}
+    flags = {name: _text(getattr(options, name, None)) for name in settings()}
     try:
         config = build(flags, os.environ)
         if options.command == "router" and not config.worker_address:
@@ -77,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"spaceserve: {error}", file=sys.stderr)
         return 2
+
+
+def _text(given: str | list[str] | None) -> str | None:
+    """The text of a flag; of one that was given several times, as its variable has it."""
+    return ",".join(given) if isinstance(given, list) else given
 
 
 def _serve(config: ServeConfig) -> int:
@@ -131,7 +137,11 @@ def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
         default = "none" if field.default in (None, ()) else field.default
         shown = f"{known.help}. [default: {default}; {ENVIRONMENT_PREFIX}{name.upper()}]"
         groups[known.group].add_argument(
-            "--" + name.replace("_", "-"), dest=name, metavar=known.metavar, help=shown.replace("%", "%%")
+            "--" + name.replace("_", "-"),
+            action="append" if known.repeatable else "store",
+            dest=name,
+            metavar=known.metavar,
+            help=shown.replace("%", "%%"),
         )
 
 

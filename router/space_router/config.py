@@ -24,13 +24,21 @@ class Setting:
     parse: Callable[[str], object]  # raises ValueError("must be ...")
     metavar: str
     own_workers: bool  # only for workers that this server starts: those at --worker-address have flags of their own
+    repeatable: bool  # the flag may be given several times; in the variable the values are separated by commas
 
 
 def setting(
-    default: Any, group: str, help: str, parse: Callable[[str], object], metavar: str, *, own_workers: bool = False
+    default: Any,
+    group: str,
+    help: str,
+    parse: Callable[[str], object],
+    metavar: str,
+    *,
+    own_workers: bool = False,
+    repeatable: bool = False,
 ) -> Any:
     """A config field that is also a flag."""
-    return field(default=default, metadata={"setting": Setting(group, help, parse, metavar, own_workers)})
+    return field(default=default, metadata={"setting": Setting(group, help, parse, metavar, own_workers, repeatable)})
 
 
 _MODEL, _HTTP, _SPECULATION, _MEMORY, _LIMITS, _WORKERS = (
@@ -57,6 +65,17 @@ class ServeConfig:
     )
     served_model_name: str | None = setting(
         None, _MODEL, "name clients use in `model`; default: the last part of --model", parse.text, "NAME"
+    )
+    adapter: tuple[tuple[str, str], ...] = setting(
+        (),
+        _MODEL,
+        "a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas. "
+        "FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors "
+        "beside it. Adapters change how many drafts come true, never the text, so they share the prefix cache",
+        parse.adapters,
+        "NAME=FOLDER",
+        own_workers=True,
+        repeatable=True,
     )
     dtype: str = setting(
         "auto",
@@ -323,6 +342,11 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
         raise ConfigError(
             f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "
             "give one shared id, or one per mask."
+        )
+    if config.model_name in dict(config.adapter):
+        raise ConfigError(
+            f"--adapter {config.model_name}=...: the model itself is called so. Give the adapter another name, or the "
+            "model with --served-model-name."
         )
     return config
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction of a byte is no size
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MAX_DRAFT_LENGTH = 16
 """Largest K of `speculation`: beyond it no known checkpoint gains anything."""
 
@@ -98,6 +99,17 @@ def words(value: str) -> tuple[str, ...]:
     if not found:
         raise ValueError("must be one or more values separated by commas")
     return found
+
+
+def adapters(value: str) -> tuple[tuple[str, str], ...]:
+    """NAME=FOLDER, separated by commas; each name once."""
+    found = [word.strip().partition("=") for word in value.split(",") if word.strip()]
+    names = [name for name, _, _ in found]
+    if not found or not all(_ADAPTER_NAME.fullmatch(name) and folder for name, _, folder in found):
+        raise ValueError("must be NAME=FOLDER, with a name of letters, digits and . _ : / -")
+    if len(set(names)) < len(names):
+        raise ValueError("must not give two adapters the same name")
+    return tuple((name, folder) for name, _, folder in found)
 
 
 def ids(value: str) -> tuple[int, ...]:

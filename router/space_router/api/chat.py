@@ -47,7 +47,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
 
 
 def plan(door: Door, body: ChatBody) -> Plan:
-    door.check_model(body.model)
+    adapter = door.adapter(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("`top_logprobs` goes with `logprobs: true` only.", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -76,6 +76,7 @@ def plan(door: Door, body: ChatBody) -> Plan:
         num_shown=shown,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
+        adapter=adapter,
     )
     return door.plan([prompt], wanted, prefix="chatcmpl")
 
@@ -118,6 +119,6 @@ def routes(service: Service) -> APIRouter:
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
         made = await beside(received.size, plan, service.door(), body)
         shape = ChatShape(service.text.tokenizer, body)
-        return await respond(service, request, OpenAIAnswer.to(shape, made, service.text.name, body))
+        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 
     return router

@@ -33,7 +33,7 @@ def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
 
 
 def plan(door: Door, body: CompletionBody) -> Plan:
-    door.check_model(body.model)
+    adapter = door.adapter(body.model)
     shown = body.n or 1
     generated = shown if body.best_of is None else body.best_of
     if generated < shown:
@@ -55,6 +55,7 @@ def plan(door: Door, body: CompletionBody) -> Plan:
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     wanted = common_parameters(
         body,
+        adapter=adapter,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         num_choices=generated,
         num_shown=shown,
@@ -118,6 +119,6 @@ def routes(service: Service) -> APIRouter:
         body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
         made = await beside(received.size, plan, service.door(), body)
         shape = CompletionShape(service.text.tokenizer, body, made)
-        return await respond(service, request, OpenAIAnswer.to(shape, made, service.text.name, body))
+        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 
     return router

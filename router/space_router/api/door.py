@@ -28,6 +28,13 @@ def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
+def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
+    """The error for a model name that is none of those served."""
+    names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
+    verb = "is" if len(served) == 1 else "are"
+    return NotFound(f"The model {shown(name)} is not served here; {names} {verb}.", param=param, code="model_not_found")
+
+
 @dataclass(frozen=True)
 class Parameters:
     """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
@@ -60,6 +67,7 @@ class Parameters:
     timeout: float | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    adapter: str = ""  # a checked name
     skip_special_tokens: bool | None = None
 
 
@@ -71,14 +79,13 @@ class Door:
     text: ModelText
     facts: ModelFacts
 
-    def check_model(self, name: str | None) -> None:
-        """Raises NotFound unless the model asked for is the one served."""
-        if name is not None and name != self.text.name:
-            raise NotFound(
-                f"The model {shown(name)} is not served here; `{self.text.name}` is.",
-                param="model",
-                code="model_not_found",
-            )
+    def adapter(self, name: str | None, param: str = "model") -> str:
+        """The adapter that is asked for by its name; "" for the model itself. Raises NotFound for other names."""
+        if name is None or name == self.text.name:
+            return ""
+        if name not in self.facts.adapters:
+            raise model_not_found(name, (self.text.name, *self.facts.adapters), param)
+        return name
 
     def prompts(self, value: Any, *, add_special_tokens: bool, truncate: int | None, param: str) -> list[Prompt]:
         """A string, a list of strings, token ids, or a list of lists of token ids."""
@@ -170,6 +177,7 @@ class Door:
                 priority=wanted.priority or 0,
                 deadline=wanted.timeout,
                 cache_salt=wanted.cache_salt or "",
+                adapter=wanted.adapter,
                 share_prefix=wanted.num_prompt_logprobs is None or choice > 0,
             )
             choices.append(Choice(index, prompt, request, rules))

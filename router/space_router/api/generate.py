@@ -31,7 +31,6 @@ DEFAULT_MAX_NEW_TOKENS = 100
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermark": (False,),
     "grammar": (),
-    "adapter_id": (),
 }
 _FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
 
@@ -56,6 +55,7 @@ class GenerateParameters(Body):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+    adapter_id: Annotated[str, Field(max_length=512)] | None = None
 
     @property
     def detailed(self) -> bool:
@@ -119,6 +119,7 @@ class Generation:
             num_logprobs=(options.top_n_tokens or 0) if detailed else None,
             num_prompt_logprobs=0 if options.decoder_input_details else None,
             speculation=options.speculation,
+            adapter=door.adapter(options.adapter_id, "adapter_id"),
         )
         plan = door.plan([prompt], wanted, prefix="gen")
         return cls(plan, options, door.text.tokenizer, sampled, received, time.monotonic())

@@ -6,39 +6,43 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from space_router.api.answers import answer
-from space_router.api.body import shown
+from space_router.api.door import model_not_found
 from space_router.api.service import Service
-from space_router.errors import NotFound
 
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    def card() -> dict[str, Any]:
+    def cards() -> dict[str, dict[str, Any]]:
+        """By name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
         facts = service.engine.facts
-        return {
+        base: dict[str, Any] = {
             "id": service.text.name,
             "object": "model",
             "created": service.created,
             "owned_by": "spaceserve",
             "root": service.config.model,
+            "parent": None,
             "max_model_len": None if facts is None else facts.window,
         }
+        folders = dict(service.config.adapter)
+        adapters = [
+            base | {"id": name, "root": folders.get(name, name), "parent": service.text.name}
+            for name in service.adapters
+        ]
+        return {card["id"]: card for card in (base, *adapters)}
 
     @router.get("/v1/models")
     async def models() -> Response:
         """All models served here."""
-        return answer({"object": "list", "data": [card()]})
+        return answer({"object": "list", "data": list(cards().values())})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One model."""
-        if name != service.text.name:
-            raise NotFound(
-                f"The model {shown(name)} is not served here; `{service.text.name}` is.",
-                param="model",
-                code="model_not_found",
-            )
-        return answer(card())
+        known = cards()
+        if name not in known:
+            raise model_not_found(name, list(known))
+        return answer(known[name])
 
     return router

@@ -39,5 +39,15 @@ class Service:
             raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
         return Door(self.config, self.text, facts)
 
+    def name_of(self, plan: Plan) -> str:
+        """The model name of a plan's answer: its adapter's, or the model's own."""
+        return plan.choices[0].request.adapter or self.text.name
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names beside the model's own that requests can ask for."""
+        facts = self.engine.facts
+        return tuple(name for name, _ in self.config.adapter) if facts is None else facts.adapters
+
     def run(self, plan: Plan) -> Running:
         return Running(self.engine, self.text.tokenizer, self.metrics, plan)

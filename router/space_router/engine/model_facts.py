@@ -28,6 +28,7 @@ class ModelFacts:
     dtype: str
     device: str
     attention: str
+    adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
 
     @property
     def num_slots(self) -> int:
@@ -59,4 +60,5 @@ class ModelFacts:
             dtype=hello.dtype,
             device=hello.device,
             attention=hello.attention,
+            adapters=tuple(adapter.name for adapter in hello.adapters),
         )

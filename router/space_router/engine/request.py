@@ -47,6 +47,7 @@ class ValidRequest:
     priority: int = 0  # the lower goes first; first come, first served within one
     deadline: float | None = None  # seconds from submit to the last token
     cache_salt: str = ""  # prefixes are shared only among requests of the same salt
+    adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. No text and no cache depends on it
     share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
 
 

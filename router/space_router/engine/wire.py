@@ -34,6 +34,7 @@ def admit(
             num_logprobs=request.num_logprobs,
             want_logprobs=request.want_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,
+            adapter=request.adapter,
         )
     )
 

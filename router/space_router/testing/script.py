@@ -59,6 +59,7 @@ class Script:
     window: int = 512
     max_sequences: int = 64
     mask_ids: tuple[int, ...] = (3,)
+    adapters: tuple[str, ...] = ()  # gated adapters; they change nothing
     eos_ids: tuple[int, ...] = (2,)
     model_name: str = "scripted"
     model_hash: str = "scripted"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from space_proto import worker_pb2
 
@@ -22,6 +23,7 @@ class Figures:
     num_releases: int = 0
     num_cached_ids: int = 0  # over all admits
     num_computed_prompt_ids: int = 0  # rows of prefill
+    num_admits_by_adapter: Counter[str] = field(default_factory=Counter)
 
 
 class ScriptedBatch:
@@ -81,6 +83,9 @@ class ScriptedBatch:
             return
         if len(self.sequences) >= self.script.max_sequences:
             raise Violation(f"{len(self.sequences) + 1} sequences; the worker runs {self.script.max_sequences}")
+        if admit.adapter and admit.adapter not in self.script.adapters:
+            raise Violation(f"seq_id {admit.seq_id} asks for the adapter {admit.adapter}")
+        self.figures.num_admits_by_adapter[admit.adapter] += 1
         bound = self._start.max_draft_length
         self.sequences[admit.seq_id] = ScriptedSequence(admit, self.script, self._ledger, bound)
         self.figures.num_admits += 1

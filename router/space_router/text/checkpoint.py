@@ -11,21 +11,35 @@ _SMALL_FILES = ("tokenizer.json", "*config.json", "chat_template.jinja", "specia
 
 
 def locate(model: str) -> Path:
-    """The folder of `demo`, of a path, or of a Hugging Face id (downloads its small files). Raises ConfigError."""
-    if model == "demo":
-        folder = Path(str(resources.files("space_demo")))
-    elif Path(model).expanduser().is_dir():
-        folder = Path(model).expanduser()
-    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ConfigError(f"--model={model!r}: there is no such folder; give `demo`, a folder or a Hugging Face id.")
-    else:
-        folder = _download(model)
+    """The folder of `demo`, of a path, or of a Hugging Face id (downloads its small files). Raises ConfigError.
+
+    A gated adapter without weights names its base in config.json: the texts are the base's.
+    """
+    folder = _folder(model)
+    section = read_json(folder, "config.json").get("space")
+    base = section.get("base") if isinstance(section, dict) else None
+    if isinstance(base, str) and base:
+        try:
+            folder = _folder(str(folder / base) if (folder / base).is_dir() else base)
+        except ConfigError as error:
+            raise ConfigError(f"{folder} is a gated adapter whose base cannot be had: {error}") from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ConfigError(
                 f"--model={model!r}: {folder} has no {name}; `spaceserve convert` makes a folder that has."
             )
     return folder
+
+
+def _folder(model: str) -> Path:
+    if model == "demo":
+        return Path(str(resources.files("space_demo")))
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ConfigError(f"--model={model!r}: there is no such folder; give `demo`, a folder or a Hugging Face id.")
+    return _download(model)
 
 
 def _download(model: str) -> Path:

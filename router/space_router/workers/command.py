@@ -34,4 +34,6 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         flags["--space-num-masks"] = config.space_num_masks
     if config.num_threads is not None:
         flags["--num-threads"] = config.num_threads
-    return [sys.executable, "-m", module, *(str(word) for flag in flags.items() for word in flag)]
+    words = [str(word) for flag in flags.items() for word in flag]
+    adapters = [word for name, folder in config.adapter for word in ("--adapter", f"{name}={folder}")]
+    return [sys.executable, "-m", module, *words, *adapters]

@@ -36,6 +36,10 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"host": " "}, {}, "must not be empty"),
         ({"worker_timeout": "1"}, {}, "2 or more"),
         ({"max_model_len": "1"}, {}, "of at least 2"),
+        ({"adapter": "code"}, {}, "--adapter='code': must be NAME=FOLDER"),
+        ({}, {"SPACESERVE_ADAPTER": "a b=c"}, "with a name of letters, digits"),
+        ({"adapter": "a=b,a=c"}, {}, "two adapters the same name"),
+        ({"adapter": "spaceserve-demo=b"}, {}, "the model itself is called so"),
         ({"worker_address": "w:1", "dtype": "auto"}, {}, "--dtype does nothing with --worker-address"),
     ],
 )
@@ -64,6 +68,14 @@ def test_texts_become_values_in_units() -> None:
     assert build({"worker_address": "a:1,b:2"}, {}).worker_address == ("a:1", "b:2")
     assert (config.max_draft_length, build({"speculation": "off"}, {}).max_draft_length) == (3, 0)
     assert build({}, {}).max_draft_length is None
+
+
+def test_adapters_come_from_one_flag_several_times_or_from_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ServeConfig] = []
+    monkeypatch.setattr(cli, "_serve", lambda config: found.append(config) or 0)
+    assert cli.main(["serve", "--adapter", "code=/a=b", "--adapter", "team/prose=c"]) == 0
+    assert found[0].adapter == (("code", "/a=b"), ("team/prose", "c"))
+    assert build({}, {"SPACESERVE_ADAPTER": "code=/a=b, team/prose=c"}).adapter == found[0].adapter
 
 
 def test_the_model_is_called_by_the_last_part_of_its_path() -> None:

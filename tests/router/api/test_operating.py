@@ -21,6 +21,20 @@ async def test_models_are_listed_and_found(router: Any) -> None:
     assert (await router.client.get("/v1/models/other/one")).json()["error"]["code"] == "model_not_found"
 
 
+async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
+    async with start(adapters=("code", "prose")) as router:
+        base, code, prose = (await router.client.get("/v1/models")).json()["data"]
+        assert (base["id"], base["parent"]) == ("tiny", None)
+        assert [(card["id"], card["parent"], card["max_model_len"]) for card in (code, prose)] == [
+            ("code", "tiny", 512),
+            ("prose", "tiny", 512),
+        ]
+        assert (await router.client.get("/v1/models/prose")).json() == prose
+        missing = (await router.client.get("/v1/models/verse")).json()["error"]
+        assert missing["message"].endswith("`tiny`, `code` and `prose` are.")
+        assert (await router.client.get("/info")).json()["adapters"] == ["code", "prose"]
+
+
 async def test_info_says_what_runs(router: Any) -> None:
     info = (await router.client.get("/info")).json()
     assert (info["model_id"], info["max_total_tokens"], info["ready"]) == ("tiny", 512, True)

@@ -31,7 +31,9 @@ def test_what_was_said_is_passed_on() -> None:
         space_mask_ids=(5, 6),
         space_num_masks=2,
         num_threads=1,
+        adapter=(("code", "/a"), ("prose", "b")),
     )
+    assert worker_command(config, "h:1")[-4:] == ["--adapter", "code=/a", "--adapter", "prose=b"]
     flags = flags_of(worker_command(config, "h:1"))
     assert flags["--model"] == "/m"
     assert flags["--kv-memory"] == "1GiB"
