@@ -38,6 +38,7 @@ class Request:
     max_draft_length: int = 8
     want_logprobs: bool = False
     num_logprobs: int = 0
+    adapter: str = ""  # that drafts
     slots_ahead: int = 10  # granted behind the known ids: few of them shorten the chain, none would pause it
 
 
@@ -98,6 +99,7 @@ class Desk:
                     max_draft_length=request.max_draft_length,
                     want_logprobs=request.want_logprobs,
                     num_logprobs=request.num_logprobs,
+                    adapter=request.adapter,
                 )
             )
         )

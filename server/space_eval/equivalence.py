@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from space_kernels.attention_plan import KEY_BLOCK
@@ -42,6 +42,8 @@ class Subject:
     name: str
     model: SpaceModel
     seed: int = 0
+    adapters: Sequence[str] = ("",)  # that the seats draft by, in turn
+    base: SpaceModel | None = None  # what plain decoding runs on, where that is another: the weights without adapters
     _plain: dict[tuple[int, float, str, bool], Record] = field(default_factory=dict)
 
     @property
@@ -65,14 +67,16 @@ class Subject:
             base = self.plain(seat, temperature, "none", long=long).tokens
             sampling = sampling_for(temperature, processor, base, self.live_ids, seed)
             limits = limits_for(processor, base, max_tokens)
-        return Request(self.prompt(seat, long=long), sampling, limits, want_logprobs=seat % 2 == 0, num_logprobs=4)
+        adapter = self.adapters[seat % len(self.adapters)]
+        prompt = self.prompt(seat, long=long)
+        return Request(prompt, sampling, limits, want_logprobs=seat % 2 == 0, num_logprobs=4, adapter=adapter)
 
     def plain(self, seat: int, temperature: float, processor: str, *, long: bool = False) -> Record:
         """Plain decoding: alone, undisturbed, the prompt whole, no drafts, no masks."""
         key = (seat, temperature, processor, long)
         if key not in self._plain:
-            record = Record(self.request(seat, temperature, processor, long=long))
-            worker = make_worker(without_draft_head(self.model), FixedLayout.full(0), None)
+            record = Record(replace(self.request(seat, temperature, processor, long=long), adapter=""))
+            worker = make_worker(without_draft_head(self.base or self.model), FixedLayout.full(0), None)
             desk = Desk(worker)
             desk.admit(record)
             desk.run(lambda: not desk.records)
