@@ -24,6 +24,8 @@ from space_eval.explain_factors import (
 
 LEAST = 30
 """Judged drafts below which a group is not spoken of."""
+LEAST_TEXTS = 5
+"""Texts below which a set is compared with no other: the drafts of one text are no independent witnesses."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ def _about_sets(portraits: Sequence[Portrait], k: int) -> str:
 
 
 def _about_pair(best: Portrait, other: Portrait, k: int) -> str:
+    few = min(best, other, key=lambda portrait: portrait.num_texts)
+    if few.num_texts < LEAST_TEXTS:
+        return f"{best.name} and {other.name} are not compared: of {few.name} only {few.num_texts} texts do not loop."
     one, two = over_all(best.drafts), over_all(other.drafts)
     gap = one.rate - two.rate
     lead = (

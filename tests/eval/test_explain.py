@@ -124,8 +124,8 @@ def test_rates_are_compared_by_two_standard_errors() -> None:
     assert compare(Group(100, 52), Group(100, 48)) == 0
 
 
-def portrait(name: str, drafts: list[JudgedDraft], tokens_per_step: float = 2.0) -> Portrait:
-    return Portrait(name, 0.8, False, 4, 5, round(100 * tokens_per_step), 100, drafts)
+def portrait(name: str, drafts: list[JudgedDraft], tokens_per_step: float = 2.0, num_texts: int = 6) -> Portrait:
+    return Portrait(name, 0.8, False, num_texts, 7, round(100 * tokens_per_step), 100, drafts)
 
 
 def drafts_of(num_sure: int, num_unsure: int) -> list[JudgedDraft]:
@@ -136,7 +136,7 @@ def drafts_of(num_sure: int, num_unsure: int) -> list[JudgedDraft]:
 
 def test_the_paragraph_says_what_the_numbers_say() -> None:
     said = reading([portrait("code", drafts_of(200, 100))], 5)
-    assert "At temperature 0.8, outputs that do not loop: code 2.00 tokens per step (4 of 5 texts)." in said
+    assert "At temperature 0.8, outputs that do not loop: code 2.00 tokens per step (6 of 7 texts)." in said
     assert (
         "Draft 1 stands in 0.90 of its places, draft 2 in 0.20 of the places that it reaches: later drafts are" in said
     )
@@ -166,6 +166,14 @@ def test_a_difference_within_chance_is_called_so() -> None:
     said = reading([portrait("a", drafts_of(50, 50), 2.1), portrait("b", drafts_of(48, 52), 2.0)], 5)
     assert "which may be chance" in said
     assert "goes with" not in said
+
+
+def test_a_set_of_few_texts_is_compared_with_no_other() -> None:
+    said = reading(
+        [portrait("chat", drafts_of(100, 300), 1.5, num_texts=4), portrait("code", drafts_of(300, 100), 2.5)], 5
+    )
+    assert "code and chat are not compared: of chat only 4 texts do not loop." in said
+    assert "gains more" not in said
 
 
 def test_of_too_few_drafts_nothing_is_said() -> None:
