@@ -21,7 +21,10 @@ PREFIX = (8, 96)
 """Ids before the loop: fewest and most."""
 
 PERIOD = (3, 48)
-"""Ids of one round."""
+"""Ids of one round of whole lines."""
+
+SHORT_PERIOD = (1, 8)
+"""Ids of one round within a line."""
 
 
 def line_ends(tokenizer: Tokenizer) -> NDArray[np.bool_]:
@@ -33,19 +36,21 @@ def line_ends(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 def looped(ids: Tensor, ends_line: NDArray[np.bool_], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Windows [B, L] that end in a loop, made from real ones `ids` [B, L]; where each loop starts and its period, [B].
 
-    The loop is a run of whole lines where the window has one that fits, else any run of ids.
+    Half of the loops are runs of whole lines, where a window has some that fit; the others are a few ids.
     """
     windows, starts, periods = ids.clone(), [], []
     for row in windows:
         line_starts = np.flatnonzero(ends_line[row.numpy()]) + 1
-        line_starts = line_starts[(line_starts >= PREFIX[0]) & (line_starts < PREFIX[1] + PERIOD[1])]
         pairs = [
             (int(first), int(last - first))
             for number, first in enumerate(line_starts)
             for last in line_starts[number + 1 :]
-            if first < PREFIX[1] and PERIOD[0] <= last - first <= PERIOD[1]
+            if PREFIX[0] <= first < PREFIX[1] and PERIOD[0] <= last - first <= PERIOD[1]
         ]
-        start, period = pairs[int(rng.integers(len(pairs)))] if pairs else (int(rng.integers(*PREFIX)), PERIOD[1] // 2)
+        if pairs and rng.random() < 0.5:
+            start, period = pairs[int(rng.integers(len(pairs)))]
+        else:
+            start, period = int(rng.integers(*PREFIX)), int(rng.integers(SHORT_PERIOD[0], SHORT_PERIOD[1] + 1))
         rest = len(row) - start
         row[start:] = row[start : start + period].repeat(-(-rest // period))[:rest]
         starts.append(start)

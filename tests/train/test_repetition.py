@@ -8,17 +8,18 @@ from space_train.repetition import DECAY, loop_loss, looped
 LINE_END = 9
 
 
-def test_a_looped_window_repeats_whole_lines_to_its_end() -> None:
-    ids = torch.tensor(
-        [[1, 2, 3, 4, 5, 6, 7, LINE_END, 10, 11, 12, LINE_END, 13, 14, 15, 16, 17, LINE_END] + [18] * 46]
-    )
-    ends_line = np.arange(20) == LINE_END
-    windows, starts, periods = looped(ids, ends_line, np.random.default_rng(0))
-    start, period = int(starts), int(periods)
-    assert torch.equal(windows[0, : start + period], ids[0, : start + period])
-    assert ids[0, start - 1] == LINE_END
-    assert ids[0, start + period - 1] == LINE_END
-    assert torch.equal(windows[0, start + period :], windows[0, start:-period])
+def test_a_looped_window_repeats_lines_or_a_few_ids_to_its_end() -> None:
+    ids = torch.arange(256)[None] + 20
+    ids[0, 7::9] = LINE_END
+    ends_line = np.arange(300) == LINE_END
+    lines = 0
+    for seed in range(20):
+        windows, starts, periods = looped(ids, ends_line, np.random.default_rng(seed))
+        start, period = int(starts), int(periods)
+        assert torch.equal(windows[0, : start + period], ids[0, : start + period])
+        assert torch.equal(windows[0, start + period :], windows[0, start:-period])
+        lines += bool(ids[0, start - 1] == LINE_END and ids[0, start + period - 1] == LINE_END)
+    assert 5 <= lines <= 15
 
 
 def test_a_window_without_lines_loops_too() -> None:
