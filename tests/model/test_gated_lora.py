@@ -167,6 +167,12 @@ def test_deltas_side_by_side_are_those_of_each_linear() -> None:
     assert not y[[0, 4]].any()
 
 
+def test_off_the_cpu_a_delta_is_two_plain_products() -> None:
+    a, b = torch.empty(3, 8, device="meta"), torch.empty(6, 3, device="meta")
+    delta = GatedDelta([(a, b)], [6], scale=2.0)(torch.empty(5, 8, device="meta"))
+    assert (delta.shape, delta.device.type) == ((5, 6), "meta")
+
+
 def merged(path: Path, adapter: GatedLora) -> nn.Module:
     """The transformers model with the adapter in its weights, everywhere; its masks alone enter the first layer."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

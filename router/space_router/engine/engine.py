@@ -244,12 +244,8 @@ class Engine:
 
     def expect(self, facts: ModelFacts) -> None:
         """Every worker may have to go on where another has stopped."""
-        if self.facts is not None and facts.text_depends_on != self.facts.text_depends_on:
-            theirs, ours = (" ".join(one.text_depends_on) for one in (facts, self.facts))
-            raise WorkerMismatch(f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype.")
-        if self.facts is not None and sorted(facts.adapters) != sorted(self.facts.adapters):
-            theirs, ours = (", ".join(one.adapters) or "none" for one in (facts, self.facts))
-            raise WorkerMismatch(f"A worker has the adapters {theirs}, the one before it {ours}. Give all the same.")
+        if self.facts is not None and (difference := facts.difference(self.facts)):
+            raise WorkerMismatch(difference)
 
     def worker_up(self, seat: Seat) -> None:
         """A worker has said hello, and is empty."""

@@ -40,6 +40,16 @@ class ModelFacts:
         """What two workers must have in common for one to go on where the other has stopped."""
         return (self.model_hash, self.dtype, self.device.partition(":")[0])
 
+    def difference(self, before: ModelFacts) -> str | None:
+        """Why this worker cannot take over the requests of one that was there before it; None: it can."""
+        if self.text_depends_on != before.text_depends_on:
+            theirs, ours = (" ".join(one.text_depends_on) for one in (self, before))
+            return f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype."
+        if set(self.adapters) != set(before.adapters):
+            theirs, ours = (", ".join(one.adapters) or "none" for one in (self, before))
+            return f"A worker has the adapters {theirs}, the one before it {ours}. Give all the same."
+        return None
+
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> ModelFacts:
         return cls(
