@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from space_model import family
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
 
@@ -22,9 +23,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         config = model.config
+        attention = attention_for(model)
+        if attention != config._attn_implementation:
+            model.set_attn_implementation(attention)
+        self.attention = attention
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
         self._windows = _windows(config)
-        self._first_layer: nn.Module = model.base_model.layers[0]
+        self._entering: Tensor | None = None  # what the first layer gets in place of embeddings, while a pass runs
+        model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         body: Callable[..., Any] = model.base_model
         self._body = torch.compile(body, dynamic=False) if compile else body
 
@@ -63,21 +69,11 @@ class Decoder(nn.Module):
             "past_key_values": cache,
             "use_cache": cache is not None,
         }
-        if inputs is None:
-            hidden: Tensor = self._body(**arguments).last_hidden_state
-            return hidden
-        entering = inputs
-
-        def enter(_: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if rows:
-                return (entering.to(rows[0].dtype), *rows[1:]), keywords
-            return rows, keywords | {"hidden_states": entering.to(keywords["hidden_states"].dtype)}
-
-        handle = self._first_layer.register_forward_pre_hook(enter, with_kwargs=True)
+        self._entering = inputs
         try:
-            hidden = self._body(**arguments).last_hidden_state
+            hidden: Tensor = self._body(**arguments).last_hidden_state
         finally:
-            handle.remove()
+            self._entering = None
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -89,16 +85,57 @@ class Decoder(nn.Module):
         """[...] -> [..., E], unscaled"""
         return F.embedding(ids, self.embedding)
 
+    def _enter(self, _: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the first layer: `inputs` in place of the embeddings, behind any scale the family puts on them."""
+        if self._entering is None:
+            return rows, keywords
+        if rows:
+            return (self._entering.to(rows[0].dtype), *rows[1:]), keywords
+        return rows, keywords | {"hidden_states": self._entering.to(keywords["hidden_states"].dtype)}
+
     def _masks(self, visible: Tensor, positions: Tensor, keys: Tensor) -> Any:
         """What transformers takes: one mask, or one for each kind of layer."""
-        whole = visible[:, None]
         if not self._windows:
-            return whole
+            return self._mask(visible)
         near = {
-            kind: whole if window is None else whole & (positions[:, None, :, None] - keys[:, None, None, :] < window)
+            kind: self._mask(visible if window is None else visible & (positions[..., None] - keys[:, None] < window))
             for kind, window in self._windows.items()
         }
         return near if len(near) > 1 or "full_attention" in near else next(iter(near.values()))
+
+    def _mask(self, visible: Tensor) -> Tensor | BlockMask:
+        """[B, R, K] bool as the model's attention function takes it."""
+        if self.attention == "flex_attention":
+            return block_mask(visible)
+        if self.attention == "eager":  # adds it to the scores
+            scores = torch.zeros(visible.shape, dtype=self.embedding.dtype, device=visible.device)
+            return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)[:, None]
+        return visible[:, None]
+
+
+def attention_for(model: PreTrainedModel) -> str:
+    """Which attention function of transformers does: it takes our masks, and computes what the family is.
+
+    Flash attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU, has no
+    dropout.
+    """
+    config, own = model.config, str(model.config._attn_implementation)
+    has_dropout = bool(getattr(config, "attention_dropout", None))
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    if model._supports_flex_attn and not has_dropout and (own == "flex_attention" or torch.cuda.is_available()):
+        return "flex_attention"
+    return "sdpa" if model._supports_sdpa and not has_softcap and own != "eager" else "eager"
+
+
+def block_mask(visible: Tensor) -> BlockMask:
+    """`visible` [B, R, K] bool as flex_attention takes it: blocks of 128 in which nothing is seen are left out."""
+
+    def sees(text: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = visible[text, row, key]
+        return seen
+
+    texts, rows, keys = visible.shape
+    return create_block_mask(sees, texts, None, rows, keys, device=str(visible.device))
 
 
 def _windows(config: Any) -> dict[str, int | None]:
