@@ -26,7 +26,10 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
-        return y + self.scale * F.linear(F.linear(x, self.a), self.b) if self.gate.is_on else y
+        if not self.gate.is_on:
+            return y
+        # The weights of a frozen base may be half as wide as these, which learn.
+        return y + self.scale * F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
 
 
 class Gate:

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from space_train.anchors import anchor_rows
+from space_train.anchors import anchor_rows, causal
 from space_train.losses import best
 from space_train.stage import Measures
-from space_train.train_batch import Texts
+from space_train.train_batch import Texts, within_documents
 from space_train.trainee import Trainee
 
 EVERY = 8
@@ -35,10 +35,10 @@ def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8
         places = [(m, num_masks) for m in range(2, length - num_masks - 1, EVERY)] if num_masks else []
         if not places:
             positions = torch.arange(length, device=texts.ids.device).expand_as(texts.ids)
-            seen = torch.ones(length, length, dtype=torch.bool, device=texts.ids.device).tril()
-            real = trainee.decoder.rows(texts.ids, positions, seen.expand(len(texts.ids), -1, -1))
+            real = trainee.decoder.rows(texts.ids, positions, causal(texts.document))
         else:
             anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
+            anchors = within_documents(anchors, texts)
             real, masks = trainee.hidden_rows(texts, anchors)
             source = anchors.source
             teacher = real.gather(1, source[..., None].expand(-1, -1, real.shape[2]))
@@ -59,7 +59,8 @@ def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8
     figures: Measures = {"loss": nats / max(num_targets, 1)}
     for name in ("mask", "head") if trainee.head is not None else ("mask",):
         for j in range(num_masks):
-            figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j]) if counted[j] else float("nan")
+            if counted[j]:  # short texts may have no room for deep masks
+                figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j])
     return figures
 
 
@@ -67,5 +68,5 @@ def tokens_per_step(figures: Measures) -> float:
     """1 + Σ_j Π_{i≤j} of the agreements, the head's where there is one: what greedy steps would yield if agreement did
     not depend on what came before."""
     name = "head" if "head_1" in figures else "mask"
-    shares = [value for key, value in sorted(figures.items()) if key.startswith(f"{name}_")]
+    shares = [value for key, value in figures.items() if key.startswith(f"{name}_")]
     return float(1.0 + np.cumprod(shares).sum())

@@ -34,6 +34,7 @@ class DraftHead(nn.Module):
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Corrected rows [..., E] of `hidden` [..., E] (after the final norm) and the embedding `previous` [..., E]."""
         told = self.embedding_scale * previous.to(hidden.dtype)
+        w1, w2 = self.w1.to(hidden.dtype), self.w2.to(hidden.dtype)
         if self.form is HeadForm.LOW_RANK:
-            return hidden + F.linear(F.linear(told, self.w1), self.w2)
-        return hidden + F.linear(F.silu(F.linear(torch.cat((hidden, told), dim=-1), self.w1)), self.w2)
+            return hidden + F.linear(F.linear(told, w1), w2)
+        return hidden + F.linear(F.silu(F.linear(torch.cat((hidden, told), dim=-1), w1)), w2)

@@ -82,9 +82,10 @@ def survival(chance: Tensor, depth: Tensor) -> Tensor:
 
     `chance` [B, M]: log-probability of each mask's own target; groups lie one after the other, from depth 1 on.
     """
+    chance = chance.double()  # sums over a whole row lose what single ones say
     before = chance.cumsum(1) - chance
     first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)
-    return (before - before.gather(1, first)).exp()
+    return (before - before.gather(1, first)).exp().float()
 
 
 def _in_chunks(part: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from space_train.anchors import AnchorRows, anchor_rows, choose_anchors, keep_counts
@@ -63,6 +65,7 @@ class TrainBatch:
     plain: Texts | None
     masked: Texts | None
     anchors: AnchorRows | None  # of the masked rows
+    told_own: Tensor | None = None  # [B, M] bool: masks whose draft head is told its own draft before
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +87,7 @@ class TrainBatch:
             self.plain and self.plain.to(device),
             self.masked and self.masked.to(device),
             self.anchors and self.anchors.to(device),
+            None if self.told_own is None else self.told_own.to(device),
         )
 
 
@@ -106,7 +110,8 @@ def train_batch(data: MixedRows, plan: TrainPlan, first: int, count: int) -> Tra
         texts, anchors = _cut(texts, plan, generators)
     else:
         anchors = _spread(texts, plan, generators)
-    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors)
+    told_own = _told_own(anchors, plan.scheduled_drafting, generators) if plan.scheduled_drafting else None
+    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors, told_own)
 
 
 def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generator:
@@ -114,7 +119,8 @@ def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generato
     epoch, _ = divmod(row, len(data))
     if plan.fixed_cuts:
         # The text itself decides, wherever the epoch's order puts it.
-        return np.random.default_rng([plan.seed, *data.rows(row, 1).ids[0, :16].tolist()])
+        content = data.rows(row, 1).ids.numpy().tobytes()
+        return np.random.default_rng([plan.seed, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())])
     return np.random.default_rng([plan.seed, row, epoch])
 
 
@@ -123,31 +129,47 @@ def _spread(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]
     target = texts.is_target.numpy()
     length = target.shape[1]
     counts = keep_counts(max(1, round(plan.anchors_per_token * length)), plan.num_masks, plan.keep, plan.least)
-    anchors = []
-    for row, generator in zip(target, generators, strict=True):
-        places = np.flatnonzero(row[2:]) + 1  # m, where x_{m+1} is a target and x_{m-1} exists
-        anchors.append(choose_anchors(places, length, counts, generator))
-    return _within_documents(anchor_rows(anchors, target), texts)
+    anchors = [
+        choose_anchors(places, length, counts, generator)
+        for places, generator in zip(_places(texts), generators, strict=True)
+    ]
+    return within_documents(anchor_rows(anchors, target), texts)
 
 
 def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -> tuple[Texts, AnchorRows]:
-    """One anchor a text, which is cut there: what is behind it is padding now."""
-    target = texts.is_target.numpy()
+    """One anchor a text, which is cut there: what is behind it is padding now.
+
+    Only where masks learn the model's own distribution, the tokens they stand for are read too, for their teachers; the
+    ordinary loss does not learn them.
+    """
     anchors: list[list[tuple[int, int]]] = []
-    for row, generator in zip(target, generators, strict=True):
-        places = np.flatnonzero(row[2:]) + 1
+    for places, generator in zip(_places(texts), generators, strict=True):
         anchors.append([(int(generator.choice(places)) if len(places) else 1, plan.num_masks)])
-    rows = _within_documents(anchor_rows(anchors, target), texts)
-    cuts = torch.tensor([row[0][0] for row in anchors])
+    rows = within_documents(anchor_rows(anchors, texts.is_target.numpy()), texts)
+    cuts = torch.tensor([[row[0][0]] for row in anchors])
     # The label of the last real token is the anchor's own, which is real to the loss though no row stands on it.
     length = int(cuts.max()) + plan.num_masks + 1
     at = torch.arange(texts.ids.shape[1])
-    document = torch.where(at <= cuts[:, None], texts.document, -1)
-    cut = Texts(texts.ids[:, :length], texts.learned[:, :length], document[:, :length], texts.teaches)
-    return cut, rows
+    reach = plan.num_masks if plan.distill or plan.survival else 0
+    document = torch.where(at <= cuts + reach, texts.document, -1)
+    learned = texts.learned & (at <= cuts)
+    return Texts(texts.ids[:, :length], learned[:, :length], document[:, :length], texts.teaches), rows
 
 
-def _within_documents(rows: AnchorRows, texts: Texts) -> AnchorRows:
+def _places(texts: Texts) -> list[NDArray[np.int64]]:
+    """Of each text every m where x_{m+1} is a target, and the root x_{m-1} is of the same document."""
+    document, target = texts.document, texts.is_target
+    fit = target[:, 2:] & (document[:, 2:] == document[:, :-2])
+    return [np.flatnonzero(row) + 1 for row in fit.numpy()]
+
+
+def _told_own(anchors: AnchorRows, share: float, generators: list[np.random.Generator]) -> Tensor:
+    """[B, M] bool: `share` of the masks behind a first one. Drawn row by row, so that parts of an update agree."""
+    drawn = np.stack([generator.random(anchors.depth.shape[1]) for generator in generators])
+    return torch.from_numpy(drawn < share) & (anchors.depth > 1)
+
+
+def within_documents(rows: AnchorRows, texts: Texts) -> AnchorRows:
     """Masks whose target is in another text than their root learn nothing."""
     last = texts.ids.shape[1] - 1
     same = texts.document.gather(1, rows.target.clamp(max=last)) == texts.document.gather(1, rows.root)

@@ -36,21 +36,28 @@ class Trainee(nn.Module):
         if plan.has_head:
             self.head = DraftHead(self.decoder.hidden_size, plan.head_hidden, plan.head_scale, plan.head)
         if plan.activation_checkpointing and plan.trains_base:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers renamed it.
+            renamed = hasattr(model, "activation_checkpointing_enable")
+            name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+            getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that move, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def forward(self, batch: TrainBatch, step: int) -> Losses:
-        """Sums over the rows of `batch`; `step` seeds what is drawn."""
+    def forward(self, batch: TrainBatch) -> Losses:
+        """Sums over the rows of `batch`."""
         losses = Losses.zero(self.decoder.embedding.device)
         if batch.plain is not None:
             losses = losses + self._plain(batch.plain)
         if batch.masked is not None and batch.anchors is not None:
-            losses = losses + self._masked(batch.masked, batch.anchors, step)
-        return losses
+            return losses + self._masked(batch.masked, batch.anchors, batch.told_own)
+        # Processes wait for each other's gradients: what masks teach has some, zeros, without masks too.
+        taught = [part for part in (self.adapters, self.head) if part is not None]
+        learning = [p for part in taught for p in part.parameters() if p.requires_grad]
+        nothing = sum((0.0 * parameter.sum() for parameter in learning), start=losses.head)
+        return Losses(losses.next_token, losses.masks, nothing)
 
     def _plain(self, texts: Texts) -> Losses:
         """The ordinary loss alone. Where the base is frozen nothing is to be learnt from it."""
@@ -61,7 +68,7 @@ class Trainee(nn.Module):
         hidden = self.decoder.rows(texts.ids, positions, causal(texts.document))
         return Losses(self._next_token(hidden, texts), zero.masks, zero.head)
 
-    def _masked(self, texts: Texts, anchors: AnchorRows, step: int) -> Losses:
+    def _masked(self, texts: Texts, anchors: AnchorRows, told_own: Tensor | None) -> Losses:
         plan, last = self.plan, texts.ids.shape[1] - 1
         real, masks = self.hidden_rows(texts, anchors)
         zero = Losses.zero(texts.ids.device)
@@ -81,8 +88,8 @@ class Trainee(nn.Module):
         if self.head is None:
             return Losses(next_token, mask_loss, zero.head)
         previous = texts.ids.gather(1, source)
-        if plan.scheduled_drafting:
-            previous = self._own_drafts(masks, previous, anchors, step)
+        if told_own is not None:
+            previous = torch.where(told_own, self._own_drafts(masks, previous), previous)
         guided = self.head(masks, self.decoder.embed(previous))
         head_loss = self._learn(guided[learns], teacher[learns], labels[learns], weights[learns])
         return Losses(next_token, mask_loss, head_loss)
@@ -132,15 +139,12 @@ class Trainee(nn.Module):
         target = texts.is_ordinary_target[:, 1:]
         return hard(self.decoder.logits, real[:, :-1][target], texts.ids[:, 1:][target])
 
-    def _own_drafts(self, masks: Tensor, previous: Tensor, anchors: AnchorRows, step: int) -> Tensor:
-        """`previous` [B, M], where a share of the masks behind a first one is told the head's own draft instead."""
+    @torch.no_grad()
+    def _own_drafts(self, masks: Tensor, previous: Tensor) -> Tensor:
+        """[B, M] what the head drafts in the row before, told the text's token `previous` [B, M] there."""
         assert self.head is not None
-        with torch.no_grad():
-            guided = self.head(masks, self.decoder.embed(previous)).flatten(0, 1)
-            own = best(self.decoder.logits, guided).view_as(previous).roll(1, dims=1)
-        generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + step)
-        drawn = torch.rand(previous.shape, generator=generator).to(previous.device) < self.plan.scheduled_drafting
-        return torch.where(drawn & (anchors.depth > 1), own, previous)
+        guided = self.head(masks, self.decoder.embed(previous)).flatten(0, 1)
+        return best(self.decoder.logits, guided).view_as(previous).roll(1, dims=1)
 
     def _mask_ids(self, anchors: AnchorRows) -> Tensor:
         """[B, M]; where inputs are private any id keeps the shape."""

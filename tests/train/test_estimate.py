@@ -188,7 +188,7 @@ def test_products_are_those_that_torch_counts(method: Method) -> None:
     trainee, batch = trainee_of(plan), batch_of(plan)
     counter = FlopCounterMode(display=False)
     with counter:
-        losses = trainee(batch, 0)
+        losses = trainee(batch)
         total = losses.next_token + losses.masks + losses.head
         total.backward()
     by_operation = counter.get_flop_counts()["Global"]
@@ -233,7 +233,7 @@ def test_a_layer_keeps_as_many_bytes_of_a_row_as_torch_keeps(method: Method) -> 
         trainee = Trainee(model if plan.trains_base else model.to(torch.bfloat16), plan, [])
         weights = {p.untyped_storage().data_ptr() for p in trainee.parameters()}
         with torch.autocast("cpu", torch.bfloat16), kept_bytes(weights) as kept:
-            trainee(batch, 0)
+            trainee(batch)
             totals.append(sum(kept.values()))
     texts = batch.plain if plan.trains_base else batch.masked
     assert texts is not None
