@@ -105,7 +105,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help=f"initial weights, order and places (default: {own.seed})")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--precision", choices=["bf16", "fp16", "no"], help=f"of products; no: float32 (default: {own.precision})")
+    add("--precision", choices=["bf16", "no"], help=f"of products; no: float32 (default: {own.precision})")
     add("--weights", choices=["float32", "bfloat16"], default="bfloat16", help="as written (default: bfloat16)")
     add("--activation-checkpointing", action="store_true", default=None, help="compute twice, keep less (full, sft)")
     add("--compile", action="store_true", default=None, help="torch.compile the model: slow start, faster updates")
@@ -132,19 +132,23 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         given |= {"head": HeadForm.NONE}
     limits = {name: getattr(options, name) for name in ("epochs", "steps", "minutes", "tokens", "flops")}
     limits = {name: value for name, value in limits.items() if value is not None}
-    if limits.get("tokens") is not None:
-        limits["tokens"] = int(limits["tokens"])
     if limits:
-        given["budget"] = Budget(**limits)
+        try:
+            given["budget"] = Budget(**limits)
+        except ValueError as error:
+            raise InvalidPlan(str(error)) from error
     return replace(plan, **given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
     options = arguments(argv)
-    from space_train.session import run_session
-    from space_train.trainer import Interrupted
-
+    try:
+        from space_train.session import run_session
+        from space_train.trainer import Interrupted
+    except ModuleNotFoundError as missing:
+        print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
+        return 2
     try:
         run_session(options, plan_of(options))
     except (InvalidPlan, DataError, ModelError, OwnTextError) as error:
@@ -155,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as stopped:
         print(f"spaceserve train: {stopped}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("spaceserve train: Stopped before the first update.", file=sys.stderr)
         return 130
     return 0
 

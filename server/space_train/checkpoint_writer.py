@@ -8,33 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from space_model.checkpoint import Checkpoint
 from space_model.gated_lora import GATED_LORA_FILE
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from space_train.draft_head import DraftHead
 from space_train.trainee import Trainee
 
 HEAD_FILE = "draft_head.safetensors"
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Of the base, besides its weights: tokenizers of every kind, chat templates, how it generates."""
 
 
-def write_checkpoint(trainee: Trainee, source: Path, folder: Path, *, dtype: torch.dtype | None) -> None:
-    """Write `trainee` to `folder`. `source`: the folder it was trained from; `dtype` of the weights (None: as read).
+def write_checkpoint(trainee: Trainee, source: Checkpoint, folder: Path, *, dtype: torch.dtype | None) -> None:
+    """Write `trainee` to `folder`. `source`: what it was trained from; `dtype` of the weights (None: as read).
 
-    Where the base did not move its files are linked, or copied where the file system has no links.
+    Where the base did not move its files are linked, or copied where the file system has no links. Raises OSError where
+    there is no room.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model, plan = trainee.decoder.model, trainee.plan
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = dict(source.config)
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     if plan.trains_base:
@@ -44,12 +41,11 @@ def write_checkpoint(trainee: Trainee, source: Path, folder: Path, *, dtype: tor
             config.pop("dtype", None)
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
     else:
-        for file in [*source.glob("model*.safetensors"), *source.glob("model*.safetensors.index.json")]:
+        for file in (*source.weights, *source.folder.glob("model.safetensors.index.json")):
             _link(file, folder / file.name)
+    config.pop("space", None)
     if plan.has_masks:
-        config["space"] = space_section(trainee, config.get("space") or {})
-    else:
-        config.pop("space", None)
+        config["space"] = space_section(trainee)
     number = torch.float32 if dtype is None else dtype
     if trainee.adapters is not None:
         trainee.adapters.export(number).save(folder / GATED_LORA_FILE)
@@ -59,12 +55,12 @@ def write_checkpoint(trainee: Trainee, source: Path, folder: Path, *, dtype: tor
         if file.stat().st_nlink == 1:
             file.chmod(0o644)  # safetensors writes files that only their owner can read
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for file in {file for pattern in COPIED for file in source.folder.glob(pattern)}:
+        if file.name != "config.json" and not file.name.endswith(".safetensors.index.json"):
+            shutil.copyfile(file, folder / file.name)
 
 
-def space_section(trainee: Trainee, before: dict[str, Any]) -> dict[str, Any]:
+def space_section(trainee: Trainee) -> dict[str, Any]:
     """The `space` section of config.json."""
     plan, head = trainee.plan, None
     if trainee.head is not None:
@@ -81,7 +77,7 @@ def space_section(trainee: Trainee, before: dict[str, Any]) -> dict[str, Any]:
         "mask_token_ids": ids[:1] if shared else ids,
         "adapter": GATED_LORA_FILE if trainee.adapters is not None else None,
         "draft_head": head,
-    } | {name: value for name, value in before.items() if name == "base"}
+    }
 
 
 def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
@@ -90,7 +86,13 @@ def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | No
         name: tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
         for name, tensor in model.state_dict().items()
     }
-    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    # transformers refuses to write some generation configs that it reads; the source's is copied as it is.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    except SafetensorError as error:
+        raise OSError(f"The weights cannot be written to {folder}: {error}") from error
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def _write_head(head: DraftHead, file: Path, dtype: torch.dtype) -> None:
@@ -99,13 +101,12 @@ def _write_head(head: DraftHead, file: Path, dtype: torch.dtype) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def take_head(trainee: Trainee, folder: Path) -> None:
-    """Give `trainee` the draft head of the checkpoint in `folder`."""
-    assert trainee.head is not None
-    tensors = load_file(folder / HEAD_FILE)
+def read_head(head: DraftHead, file: Path) -> None:
+    """Give `head` the weights in `file`, which are of its size."""
+    tensors = load_file(file)
     with torch.no_grad():
-        trainee.head.w1.copy_(tensors["draft_head.w1.weight"])
-        trainee.head.w2.copy_(tensors["draft_head.w2.weight"])
+        head.w1.copy_(tensors["draft_head.w1.weight"])
+        head.w2.copy_(tensors["draft_head.w2.weight"])
 
 
 def _link(file: Path, target: Path) -> None:

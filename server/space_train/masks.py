@@ -7,6 +7,9 @@ from transformers import PreTrainedModel
 
 from space_train.train_plan import InvalidPlan
 
+MOST_NEW_IDS = 64
+"""Ids that a vocabulary may grow by: a mask id far outside is a slip."""
+
 
 def mask_ids(
     model: PreTrainedModel, num_masks: int, *, shared: bool, given: list[int] | None, tokenizer_size: int
@@ -20,9 +23,15 @@ def mask_ids(
     if given:
         if len(given) not in {1, num_masks}:
             raise InvalidPlan(f"{num_masks} masks need 1 or {num_masks} mask ids; got {len(given)}.")
-        outside = [number for number in given if not 0 <= number < size]
+        room = max(size, tokenizer_size) + MOST_NEW_IDS
+        outside = [number for number in given if not 0 <= number < room]
         if outside:
-            raise InvalidPlan(f"Mask id {outside[0]} is outside the vocabulary of {size}. Leave --mask-ids out.")
+            raise InvalidPlan(
+                f"Mask id {outside[0]} is outside the vocabulary of {size}, which grows by at most {MOST_NEW_IDS}. "
+                "Leave --mask-ids out."
+            )
+        if max(given) >= size:
+            model.resize_token_embeddings(max(given) + 1, mean_resizing=False)
         return (given * num_masks)[:num_masks]
     first = tokenizer_size
     if first + wanted > size:

@@ -24,8 +24,8 @@ class Budget:
         given = [value for value in asdict(self).values() if value is not None]
         if not given:
             raise ValueError("A run needs a budget: give minutes, tokens, steps, epochs or flops.")
-        if min(given) < 0:
-            raise ValueError(f"A budget cannot be negative; got {min(given):g}.")
+        if not all(0 <= value < math.inf for value in given):
+            raise ValueError(f"A budget is 0 or more, and finite; got {', '.join(f'{value:g}' for value in given)}.")
 
     def progress(
         self, elapsed_seconds: float, num_tokens: int, *, step: int = 0, epoch: float = 0.0, flops: float = 0.0

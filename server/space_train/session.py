@@ -6,14 +6,19 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from space_train.data_error import UnusableTokenizer
 from space_train.examples import Example, pad_id, read_examples
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
@@ -24,18 +29,28 @@ from space_train.train_plan import InvalidPlan, TrainPlan
 from space_train.trainer import TrainResult, train
 
 MOST_HELD_OUT_ROWS = 64
-OWN_TEXT_FILE = "own_texts.jsonl"
+OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
+WRITTEN = ("state.pt", "sharded", "model", "tensorboard", "run.json", "run.md", "run.png", OWN_TEXT_FILE, LEDGER)
+"""What a run leaves in its folder, and `--restart` forgets."""
+
+PATIENCE = timedelta(days=7)
+"""How long processes wait for the first, which writes the model's own texts."""
 
 
 def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     """Read model and data, train, write `out/model` and the report."""
+    processes = PartialState(parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=PATIENCE)
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
-    if options.restart and out.exists():
-        shutil.rmtree(out)
+    if checkpoint.home.resolve().is_relative_to((out / "model").resolve()):
+        raise InvalidPlan(f"{out} would overwrite the model it is trained from, {options.model}: give another --out.")
+    plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
     out.mkdir(parents=True, exist_ok=True)
+    if options.restart and processes.is_main_process:
+        forget(out)
+    processes.wait_for_everyone()
     model = load_base(checkpoint, plan)
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.folder), trust_remote_code=False)
+    tokenizer = load_tokenizer(checkpoint)
     vocab_size = len(model.get_input_embeddings().weight)
     section = checkpoint.config.get("space") or {}
     loaded = read_examples(
@@ -52,27 +67,61 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     fill = pad_id(tokenizer, vocab_size)
     streams, before = [Stream(packed(loaded.examples, plan, fill), 1.0)], dict[str, float]()
     if options.self_generate:
-        own, before = write_own(options, plan, checkpoint, model, loaded.examples)
+        if processes.is_main_process:
+            write_own(options, plan, checkpoint, loaded.examples)
+        processes.wait_for_everyone()
+        own, before = own_examples(out / OWN_TEXT_FILE), own_cost(out, model)
         streams = [
             Stream(streams[0].rows, 1.0 - options.own_share),
             Stream(packed(own, plan, fill), options.own_share, teaches=False),
         ]
     result = train(
         model,
-        checkpoint.folder,
+        checkpoint.home,
         MixedRows(streams, plan.seed),
         plan,
         out,
         tokenizer_size=tokenizer_size(tokenizer),
         given_mask_ids=options.mask_ids,
-        held_out=held_out_rows(loaded.held_out or loaded.examples[:1], plan, fill),
+        held_out=held_out_rows(loaded.held_out, plan, fill) if loaded.held_out else None,
         dtype=getattr(torch, options.weights),
         before=before,
     )
-    if result.folder is not None:
+    if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result
+
+
+def forget(out: Path) -> None:
+    """Remove what a run has left in `out`, and nothing else."""
+    for name in WRITTEN:
+        path = out / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:
+    """The plan with rows that the model has positions for."""
+    window = getattr(family.read_config(checkpoint), "max_position_embeddings", None)
+    if window is None or plan.length <= window:
+        return plan
+    if is_asked_for:
+        raise InvalidPlan(f"Rows of {plan.length} ids are longer than the {window} positions of {checkpoint.name}.")
+    return replace(plan, length=window)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The checkpoint's own."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(checkpoint.folder), trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnusableTokenizer(f"The tokenizer of {checkpoint.name} cannot be read: {error}") from error
+    return tokenizer
 
 
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
@@ -87,7 +136,6 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-            attn_implementation="flex_attention" if torch.cuda.is_available() else "sdpa",
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise UnsupportedModel(f"The weights of {checkpoint.name} cannot be read: {error}") from error
@@ -115,18 +163,22 @@ def write_own(
     options: argparse.Namespace,
     plan: TrainPlan,
     checkpoint: Checkpoint,
-    model: PreTrainedModel,
     examples: list[Example],
-) -> tuple[list[Example], dict[str, float]]:
-    """Let the model write, through a worker process of ours; the texts, and the compute they took."""
+) -> None:
+    """Let the model write, through a worker process of ours, and note what it took."""
     file: Path = options.out / OWN_TEXT_FILE
     most = plan.length - options.self_generate_tokens
     if most < 1:
         raise InvalidPlan(f"--self-generate-tokens must be below --length, {plan.length}.")
     prompts = prompts_of(examples, options.self_generate, longest=most, seed=plan.seed)
-    written = write_own_texts(checkpoint.folder, prompts, max_tokens=options.self_generate_tokens, file=file)
-    ledger = options.out / "own_texts.cost.json"
+    written = write_own_texts(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
+    ledger = options.out / LEDGER
     spent = json.loads(ledger.read_text()) if ledger.exists() else {"rows": 0, "seconds": 0.0}
     spent = {"rows": spent["rows"] + written.num_rows, "seconds": spent["seconds"] + written.seconds}
     ledger.write_text(json.dumps(spent))
-    return own_examples(file), {"flops": 2.0 * model.num_parameters() * spent["rows"], "seconds": spent["seconds"]}
+
+
+def own_cost(out: Path, model: PreTrainedModel) -> dict[str, float]:
+    """The compute that the model's own texts took, as counters of a run."""
+    spent = json.loads((out / LEDGER).read_text())
+    return {"flops": 2.0 * model.num_parameters() * spent["rows"], "seconds": spent["seconds"]}

@@ -58,7 +58,7 @@ def save_atomically(state: Mapping[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The tensors and plain values of a checkpoint (no code is run)."""
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -80,7 +81,7 @@ class TrainPlan:
     clip_norm: float = 1.0
     # Machine
     seed: int = 0
-    precision: str = "bf16"  # of products: bf16, fp16 or no (float32); weights and optimiser stay float32
+    precision: str = "bf16"  # of products: bf16 or no (float32); weights and optimiser stay float32
     compile: bool = False
     activation_checkpointing: bool = False
     checkpoint_seconds: float = 300.0
@@ -94,16 +95,29 @@ class TrainPlan:
         for name in ("num_masks", "length", "rows_per_step", "accumulate", "lora_rank", "head_hidden"):
             if getattr(self, name) < 1:
                 raise InvalidPlan(f"{name} must be at least 1; got {getattr(self, name)}.")
+        for name in ("lora_alpha", "anchors_per_token", "head_scale", "muon_rate", "clip_norm", "peak_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidPlan(f"{name} must be above 0; got {getattr(self, name):g}.")
+        weights = ("mask_loss_weight", "head_loss_weight", "weight_decay")
+        for name in (*weights, "checkpoint_seconds", "evaluations", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidPlan(f"{name} must be 0 or more; got {getattr(self, name):g}.")
+        if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
+            raise InvalidPlan(f"checkpoint_steps must be at least 1; got {self.checkpoint_steps}.")
         if self.rows_per_step % self.accumulate:
             raise InvalidPlan(f"rows_per_step ({self.rows_per_step}) must be a multiple of {self.accumulate} parts.")
         if self.length <= 2 * (self.num_masks + 1):
             raise InvalidPlan(f"Rows of {self.length} ids are too short for {self.num_masks} masks.")
         if self.method is Method.HEAD and self.head is HeadForm.NONE:
             raise InvalidPlan("Method head trains the draft head alone: give it a form, mlp or low-rank.")
+        if self.activation_checkpointing and not self.trains_base:
+            raise InvalidPlan("Activation checkpointing is for methods that train all weights, full and sft.")
+        if self.method is Method.GATED_LORA and not self.mask_loss_weight and self.head is HeadForm.NONE:
+            raise InvalidPlan("Nothing would be learnt: give mask_loss_weight, or a draft head.")
         if self.anchors is Anchors.ONE and self.pack:
             raise InvalidPlan("One cut a text needs rows of one text each: leave packing off.")
-        if self.precision not in {"bf16", "fp16", "no"}:
-            raise InvalidPlan(f"precision is bf16, fp16 or no; got {self.precision!r}.")
+        if self.precision not in {"bf16", "no"}:
+            raise InvalidPlan(f"precision is bf16 or no; got {self.precision!r}.")
         if self.optimiser not in {"adamw", "muon"}:
             raise InvalidPlan(f"The optimiser is adamw or muon; got {self.optimiser!r}.")
 

@@ -8,26 +8,31 @@ cut.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from space_model.checkpoint import Checkpoint
 from space_model.gated_lora import GatedLora
+from space_model.space_section import DraftHeadSection, SpaceSection
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from space_train.agreement import held_out_figures, tokens_per_step
-from space_train.checkpoint_writer import write_checkpoint
+from space_train.checkpoint_writer import read_head, write_checkpoint
+from space_train.draft_head import DraftHead
 from space_train.flops import ModelCost, flops_of
 from space_train.masks import embedding_spread, mask_ids, start_masks
 from space_train.mixed_rows import MixedRows
@@ -94,11 +99,11 @@ def train(
     `given_mask_ids`: for methods that use ids; `before`: compute spent already, as counters' values (`flops`, say).
     A run that `out` holds is resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
-    run = Run(model, source, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids)
+    run = Run(model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids)
     if before and run.counters.step == 0:
         run.counters = Counters(**asdict(run.counters) | dict(before))
     with interruptions() as told_to_stop:
-        finished = run.steps(data, held_out, progress, stop_after_steps, clock, told_to_stop)
+        finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
     folder = run.export(dtype) if finished and export else None
     return TrainResult(folder, run.counters, run.peak_bytes())
 
@@ -130,18 +135,28 @@ class Run:
         self,
         model: PreTrainedModel,
         source: Path,
+        data: MixedRows,
         plan: TrainPlan,
         out: Path,
         *,
         tokenizer_size: int,
         given_mask_ids: list[int] | None,
     ) -> None:
-        self.plan, self.source, self.out = plan, source, out
-        precision = None if plan.precision == "no" else plan.precision
-        self.accelerator = Accelerator(mixed_precision=precision or "no")
+        self.plan, self.data, self.out = plan, data, out
+        self.checkpoint = Checkpoint.open(source)
+        if (out / "model").exists() and self.checkpoint.home.resolve() == (out / "model").resolve():
+            raise InvalidPlan(f"The result would overwrite the model it is trained from, {source}: give another --out.")
+        AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
+        self.accelerator = Accelerator(mixed_precision=plan.precision)
         self.device = self.accelerator.device
+        self.num_parts = plan.accumulate * self.accelerator.num_processes
+        if plan.rows_per_step % self.num_parts:
+            raise InvalidPlan(
+                f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {self.accelerator.num_processes} "
+                f"processes times the {plan.accumulate} parts of an update."
+            )
         generator = torch.Generator().manual_seed(plan.seed)
-        trainee = _trainee(model, source, plan, generator, tokenizer_size, given_mask_ids)
+        trainee = _trainee(model, self.checkpoint, plan, generator, tokenizer_size, given_mask_ids)
         self.cost = ModelCost.of(trainee)
         if plan.trains_base:
             trainee.train()
@@ -172,7 +187,6 @@ class Run:
 
     def steps(
         self,
-        data: MixedRows,
         held_out: Texts | None,
         progress: bool,
         stop_after_steps: int | None,
@@ -182,7 +196,10 @@ class Run:
         """Updates until the budget is used (True), or until told to stop."""
         counters, main = self.counters, self.accelerator.is_main_process
         held_out = held_out and held_out.to(self.device)
-        writer = SummaryWriter(str(self.out / "tensorboard")) if main and progress else None
+        writer: SummaryWriter | None = None
+        if main and progress:
+            # Figures of updates that a kill undid are forgotten.
+            writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=counters.step)
         bar = tqdm(
             total=100.0,
             unit="%",
@@ -191,62 +208,72 @@ class Run:
             bar_format=BAR,
             initial=0,
         )
-        last = last_save = clock()
-        here = 0
+        last = clock()
+        saved_at, saved_step = counters.seconds, counters.step  # of what the state in `out` holds
+        here, stopping = 0, False
         looks = len(counters.curve)
-        with contextlib.closing(bar):
-            while (done := self._progress(data)) < 1.0:
-                if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
-                    self._look(held_out, done, writer)
-                    looks, last = looks + 1, clock()
-                if told_to_stop or (stop_after_steps is not None and here >= stop_after_steps):
+        with contextlib.ExitStack() as open_things:
+            open_things.callback(bar.close)
+            if writer is not None:
+                open_things.callback(writer.close)
+            while (done := self._progress()) < 1.0:
+                if stopping or (stop_after_steps is not None and here >= stop_after_steps):
                     self.save()
-                    if told_to_stop:
+                    if stopping:
                         raise Interrupted(
                             f"Stopped behind update {counters.step} ({100 * done:.0f} %). The run is kept in "
                             f"{self.out}: the same command goes on from there."
                         )
                     return False
-                measures = self.update(data, self.rate.at(done))
+                if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
+                    self._look(held_out, done, writer)
+                    looks, last = looks + 1, clock()
+                measures = self.update(self.rate.at(done))
                 here, now = here + 1, clock()
-                counters.seconds, last = counters.seconds + now - last, now
+                stopping, seconds = self._agreed(bool(told_to_stop), now - last)
+                counters.seconds, last = counters.seconds + seconds, now
                 bar.set_postfix_str("  ".join(f"{name} {value:.3f}" for name, value in measures.items()))
-                bar.update(100 * self._progress(data) - bar.n)
+                bar.update(100 * self._progress() - bar.n)
                 if writer is not None:
                     for name, value in measures.items():
                         writer.add_scalar(f"train/{name}", value, counters.step)
-                due = self.plan.checkpoint_steps
-                if (due and counters.step % due == 0) or (not due and now - last_save >= self.plan.checkpoint_seconds):
+                by_steps, by_time = self.plan.checkpoint_steps, self.plan.checkpoint_seconds
+                if counters.step % by_steps == 0 if by_steps else counters.seconds - saved_at >= by_time:
                     self.save()
-                    last = last_save = clock()
+                    saved_at, saved_step, last = counters.seconds, counters.step, clock()
             if held_out is not None and (not counters.curve or counters.curve[-1]["progress"] < 1.0):
                 self._look(held_out, 1.0, writer)
+                saved_step = -1
+            if counters.step != saved_step:
                 self.save()
-        if writer is not None:
-            writer.close()
         return True
 
-    def update(self, data: MixedRows, multiplier: float) -> Measures:
+    def _agreed(self, stopping: bool, seconds: float) -> tuple[bool, float]:
+        """What all processes hold: whether one of them was told to stop, and their mean time. Else one would wait for
+        ever for another that went on."""
+        if self.accelerator.num_processes == 1:
+            return stopping, seconds
+        own = torch.tensor([float(stopping), seconds], device=self.device)
+        told, total = self.accelerator.reduce(own, reduction="sum").tolist()
+        return told > 0, total / self.accelerator.num_processes
+
+    def update(self, multiplier: float) -> Measures:
         """One update of `rows_per_step` rows, each process taking its share."""
         plan, accelerator, counters = self.plan, self.accelerator, self.counters
-        num_parts = plan.accumulate * accelerator.num_processes
-        if plan.rows_per_step % num_parts:
-            raise InvalidPlan(
-                f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {accelerator.num_processes} processes "
-                f"times the {plan.accumulate} parts of an update."
-            )
-        rows = plan.rows_per_step // num_parts
+        rows = plan.rows_per_step // self.num_parts
         first = counters.step * plan.rows_per_step
         # Every process sees all parts' sizes, so that means are over the whole update.
-        parts = [train_batch(data, plan, first + number * rows, rows) for number in range(num_parts)]
+        starts = range(first, first + plan.rows_per_step, rows)
+        parts = [train_batch(self.data, plan, start, rows) for start in starts]
         num_targets = max(1, sum(part.num_targets for part in parts))
         num_masks = max(1, sum(part.num_learning_masks for part in parts))
-        mine = parts[accelerator.process_index * plan.accumulate :][: plan.accumulate]
+        mine = range(self.num_parts)[accelerator.process_index * plan.accumulate :][: plan.accumulate]
         sums = torch.zeros(3, device=self.device)
-        for number, part in enumerate(mine):
-            last = number == len(mine) - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped), accelerator.autocast():
-                losses = self.wrapped(part.to(self.device), counters.step)
+        for number in mine:
+            torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # of the base's dropout, where it has some
+            waits = number != mine[-1]
+            with accelerator.no_sync(self.wrapped) if waits else contextlib.nullcontext(), accelerator.autocast():
+                losses = self.wrapped(parts[number].to(self.device))
                 total = losses.next_token / num_targets
                 total = total + plan.mask_loss_weight * losses.masks / num_masks
                 total = total + plan.head_loss_weight * losses.head / num_masks
@@ -278,7 +305,7 @@ class Run:
             self.accelerator.save_state(str(self.out / "sharded"))
         if not self.accelerator.is_main_process:
             return
-        state: dict[str, Any] = {"counters": asdict(self.counters), "plan": json.dumps(self.plan.as_json())}
+        state: dict[str, Any] = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
         if not self.is_sharded:
             state |= {"trained": _trained(self.trainee), "optimiser": self.optimiser.state_dict()}
         save_atomically(state, self.out / STATE_FILE)
@@ -288,7 +315,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         folder = self.out / "model"
         if self.accelerator.is_main_process:
-            write_checkpoint(self.trainee, self.source, folder, dtype=dtype)
+            write_checkpoint(self.trainee, self.checkpoint, folder, dtype=dtype)
         self.accelerator.wait_for_everyone()
         return folder
 
@@ -298,9 +325,18 @@ class Run:
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _progress(self, data: MixedRows) -> float:
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this run the one that a state belongs to."""
+        rows = hashlib.blake2b(self.data.rows(0, 1).ids.numpy().tobytes(), digest_size=8).hexdigest()
+        return self.plan.as_json() | {
+            "model": self.checkpoint.model_hash()[:16],
+            "data": f"{len(self.data)} rows, {rows}",
+        }
+
+    def _progress(self) -> float:
         counters = self.counters
-        epoch = counters.step * self.plan.rows_per_step / len(data)
+        epoch = counters.step * self.plan.rows_per_step / len(self.data)
         return self.plan.budget.progress(
             counters.seconds, counters.num_tokens, step=counters.step, epoch=epoch, flops=counters.flops
         )
@@ -310,7 +346,8 @@ class Run:
         counters = self.counters
         was_training = self.trainee.training
         self.trainee.eval()
-        figures = held_out_figures(self.trainee, held_out)
+        with self.accelerator.autocast():
+            figures = held_out_figures(self.trainee, held_out)
         self.trainee.train(was_training)
         if self.plan.has_masks:
             figures["tokens_per_step"] = tokens_per_step(figures)
@@ -325,7 +362,7 @@ class Run:
         if not file.is_file():
             return
         state = load_checkpoint(file)
-        _check_same(json.loads(state["plan"]), self.plan.as_json(), self.out)
+        _check_same(json.loads(state["plan"]), self.identity, self.out)
         self.counters = Counters(**state["counters"])
         if self.is_sharded:
             self.accelerator.load_state(str(self.out / "sharded"))
@@ -344,11 +381,11 @@ RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "eval
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    for name in sorted(set(before) | set(now)):
-        if name not in RESUMABLE and before.get(name) != now.get(name):
+    for name in sorted(set(before) & set(now)):
+        if name not in RESUMABLE and before[name] != now[name]:
             raise InvalidPlan(
-                f"{out} holds a run with {name} = {before.get(name)}; this one has {now.get(name)}. "
-                "Give the same value, another --out, or --restart."
+                f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "
+                "Give the same, another --out, or --restart."
             )
 
 
@@ -358,45 +395,60 @@ def _trained(trainee: Trainee) -> dict[str, Tensor]:
 
 def _trainee(
     model: PreTrainedModel,
-    source: Path,
+    checkpoint: Checkpoint,
     plan: TrainPlan,
     generator: torch.Generator,
     tokenizer_size: int,
     given: list[int] | None,
 ) -> Trainee:
-    """Masks and head as they start: the checkpoint's own where it has some, else fresh."""
-    section = json.loads((source / "config.json").read_text(encoding="utf-8")).get("space") or {}
+    """What is trained, as it starts. Masks that have ids, and all of method head, start as the checkpoint has them."""
+    size = len(model.get_input_embeddings().weight)
+    section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=size)
+    adapter: GatedLora | None = None
+    own: list[int] | None = None
     ids: list[int] = []
     if plan.method is Method.HEAD:
-        ids = _own_masks(section, plan, source)
+        hidden = int(model.config.hidden_size)
+        if section.adapter is not None:
+            file = checkpoint.home / section.adapter
+            adapter = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden, dtype=torch.float32)
+            plan = replace(plan, lora_rank=adapter.rank, lora_alpha=adapter.scale * adapter.rank)
+        ids = list(section.mask_ids)
+        _check_masks(len(ids) if adapter is None else adapter.num_masks, plan, checkpoint)
     elif plan.method is Method.FULL:
-        ids = mask_ids(model, plan.num_masks, shared=plan.shared_mask_id, given=given, tokenizer_size=tokenizer_size)
-        if set(ids) != set(section.get("mask_token_ids") or []):
+        own = list(section.mask_ids) if len(section.mask_ids) == plan.num_masks else None
+        ids = mask_ids(
+            model, plan.num_masks, shared=plan.shared_mask_id, given=given or own, tokenizer_size=tokenizer_size
+        )
+        if ids != own:
             start_masks(model, ids, generator)
     trainee = Trainee(model, plan, ids)
     if trainee.adapters is not None:
-        if plan.method is Method.HEAD:
-            hidden = trainee.decoder.hidden_size
-            file = source / section["adapter"]
-            adapter = GatedLora.load(file, num_masks=plan.num_masks, hidden_size=hidden, dtype=torch.float32)
+        if adapter is not None:
             trainee.adapters.take(adapter)
         else:
             mean, spread = embedding_spread(model)
             trainee.adapters.initialise(generator, mean, 0.5 * spread)
     if trainee.head is not None:
         trainee.head.initialise(generator)
+        if plan.method is Method.HEAD or (ids and ids == own):
+            _go_on(trainee.head, section.draft_head, checkpoint)
     return trainee
 
 
-def _own_masks(section: dict[str, Any], plan: TrainPlan, source: Path) -> list[int]:
-    """The mask ids of a SPACE checkpoint; none where they are private."""
-    ids = list(section.get("mask_token_ids") or [])
-    if not ids and not section.get("adapter"):
+def _go_on(head: DraftHead, section: DraftHeadSection | None, checkpoint: Checkpoint) -> None:
+    """Start from the head that the checkpoint has, where it is of the same form and size."""
+    if section is None:
+        return
+    own = (section.hidden, section.embedding_scale, section.form)
+    if own == (len(head.w1), head.embedding_scale, head.form.value):
+        read_head(head, checkpoint.home / section.file)
+
+
+def _check_masks(num_masks: int, plan: TrainPlan, checkpoint: Checkpoint) -> None:
+    if not num_masks:
         raise InvalidPlan(
-            f"{source} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
+            f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
         )
-    if section.get("num_masks", len(ids)) != plan.num_masks:
-        raise InvalidPlan(
-            f"{source} has {section.get('num_masks')} masks; give --num-masks {section.get('num_masks')}."
-        )
-    return (ids * plan.num_masks)[: plan.num_masks] if len(ids) == 1 else ids
+    if num_masks != plan.num_masks:
+        raise InvalidPlan(f"{checkpoint.name} has {num_masks} masks: give --num-masks {num_masks}.")
