@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint import Checkpoint
 from space_model.gated_lora import GATED_LORA_FILE
@@ -88,10 +87,7 @@ def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | No
     }
     # transformers refuses to write some generation configs that it reads; the source's is copied as it is.
     model.generation_config = GenerationConfig()
-    try:
-        model.save_pretrained(folder, state_dict=state)
-    except SafetensorError as error:
-        raise OSError(f"The weights cannot be written to {folder}: {error}") from error
+    model.save_pretrained(folder, state_dict=state)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 

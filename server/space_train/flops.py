@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from space_train.train_batch import TrainBatch
 from space_train.train_plan import HeadForm, Method
@@ -30,28 +31,36 @@ class ModelCost:
     def of(cls, trainee: Trainee) -> ModelCost:
         model = trainee.decoder.model
         config = model.config
-        linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
         heads = int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         adapted = 0 if trainee.adapters is None else sum(pair.numel() for pair in trainee.adapters.pairs)
         head = 0 if trainee.head is None else trainee.head.w1.numel() + trainee.head.w2.numel()
-        body = sum(linear.weight.numel() for linear in linears)
+        body = sum(_active(module, config) for module in model.base_model.modules())
         attention = 4 * heads * head_dim * int(config.num_hidden_layers)
         return cls(body, trainee.decoder.embedding.numel(), adapted, head, attention)
+
+
+def _active(module: nn.Module, config: PreTrainedConfig) -> int:
+    """Weights that a row is multiplied with; of experts, those of the few that it goes to."""
+    if isinstance(module, nn.Linear):
+        return module.weight.numel()
+    stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # [experts, out, in]
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return sum(weight.numel() // len(weight) * min(chosen, len(weight)) for weight in stacked)
 
 
 def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
     """Operations of one batch, forward and backward."""
     plan, total = trainee.plan, 0.0
     if batch.plain is not None and plan.trains_base:
-        keys = batch.plain.num_real * batch.plain.ids.shape[1] / 2
+        keys = batch.plain.num_before.sum().item()
         total += 6 * cost.body * batch.plain.num_real + 3 * cost.attention * keys
         total += 6 * cost.output * int(batch.plain.is_ordinary_target.sum())
     if batch.masked is None or batch.anchors is None:
         return total
-    real, masks = batch.masked.num_real, batch.anchors.depth.numel()
-    length = real / len(batch.masked.ids)
-    real_keys, mask_keys = real * length / 2, float(batch.anchors.root.sum()) + masks
+    real, masks, before = batch.masked.num_real, batch.anchors.depth.numel(), batch.masked.num_before
+    real_keys = before.sum().item()
+    mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
     learning = batch.num_learning_masks
     # 1: forward alone; 2: and the rows' gradients; 3: and the weights'.
     moved = 3 if plan.trains_base else 1

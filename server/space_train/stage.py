@@ -47,12 +47,18 @@ DEFAULT_PACE = Pace()
 
 
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    """Write, flush to disk, rename: a reader sees the old file or the new one, never half of one. Raises OSError."""
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        partial.unlink(missing_ok=True)  # half a state would only keep a full disk full
+        if isinstance(error, RuntimeError):  # how torch says that a write failed
+            raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
+        raise
     partial.replace(path)
 
 

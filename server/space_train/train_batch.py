@@ -42,6 +42,15 @@ class Texts:
         """Tokens without padding."""
         return int((self.document >= 0).sum())
 
+    @property
+    def num_before(self) -> Tensor:
+        """[B, L] tokens that each token sees: those of its document up to itself; 0 for padding."""
+        places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        begins = torch.ones_like(self.learned)
+        begins[:, 1:] = self.document[:, 1:] != self.document[:, :-1]
+        own = places - torch.where(begins, places, 0).cummax(dim=1).values + 1
+        return torch.where(self.document >= 0, own, 0)
+
     def to(self, device: torch.device) -> Texts:
         return Texts(*(part.to(device) for part in (self.ids, self.learned, self.document, self.teaches)))
 

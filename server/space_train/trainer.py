@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from space_model.checkpoint import Checkpoint
 from space_model.gated_lora import GatedLora
 from space_model.space_section import DraftHeadSection, SpaceSection
@@ -315,7 +316,10 @@ class Run:
         self.accelerator.wait_for_everyone()
         folder = self.out / "model"
         if self.accelerator.is_main_process:
-            write_checkpoint(self.trainee, self.checkpoint, folder, dtype=dtype)
+            try:
+                write_checkpoint(self.trainee, self.checkpoint, folder, dtype=dtype)
+            except SafetensorError as error:  # how it says that a write failed
+                raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()
         return folder
 

@@ -1,0 +1,453 @@
+"""A run goes the same way however it is cut, ends where its budget does, and loses nothing."""
+
+import contextlib
+import json
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+from space_train.run_report import write_report
+from space_train.schedule import Budget
+from space_train.stage import Measures, load_checkpoint
+from space_train.testing import decoder_rows, random_examples, random_ids, read_model, rows_for, tiny_plan
+from space_train.train_batch import Texts
+from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
+from space_train.trainer import STATE_FILE, Interrupted, Run, TrainResult, train
+from torch.nn import functional
+
+TOKENIZER_SIZE = 100  # ids from there on mean nothing to the tokenizer of a tiny checkpoint
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three masks with ids, no head."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
+
+
+def held_out(plan: TrainPlan) -> Texts:
+    rows = rows_for(plan, random_examples(5, 20, 32)).rows(0, 2)
+    return Texts(rows.ids, rows.learned, rows.document, torch.ones(2, dtype=torch.bool))
+
+
+def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
+    given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
+    data = keywords.pop("data", None) or rows_for(plan)
+    return train(read_model(source), source, data, plan, out, **given | keywords)
+
+
+def trained(out: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_checkpoint(out / STATE_FILE)["trained"]
+    return weights
+
+
+def assert_same_run(one: Path, other: Path, *, exact: bool = True) -> None:
+    """The same weights, optimiser and figures."""
+    states = [load_checkpoint(out / STATE_FILE) for out in (one, other)]
+    for name, tensor in states[0]["trained"].items():
+        if exact:
+            assert torch.equal(tensor, states[1]["trained"][name]), name
+        else:
+            torch.testing.assert_close(tensor, states[1]["trained"][name], rtol=1e-3, atol=1e-5)
+    counters = [state["counters"] for state in states]
+    assert counters[0]["losses"] == (counters[1]["losses"] if exact else pytest.approx(counters[1]["losses"], rel=1e-5))
+    for figure in ("step", "num_tokens", "num_masks", "flops"):
+        assert counters[0][figure] == counters[1][figure]
+    if exact:
+        assert str(states[0]["optimiser"]) == str(states[1]["optimiser"])
+        curves = [[{k: v for k, v in look.items() if k != "seconds"} for look in c["curve"]] for c in counters]
+        assert curves[0] == curves[1]
+
+
+def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the middle of an update."""
+    update = Run.update
+
+    def dying(self: Run, multiplier: float) -> Measures:
+        if self.counters.step == step:
+            raise MemoryError("killed")
+        return update(self, multiplier)
+
+    monkeypatch.setattr(Run, "update", dying)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "killed_at"),
+    [
+        (Method.FULL, {"optimiser": "adamw", "accumulate": 2}, 3),
+        (Method.FULL, {"optimiser": "muon", "ar_share": 0.25}, 5),
+        (Method.GATED_LORA, {"scheduled_drafting": 0.5, "survival": True}, 1),
+        (Method.GATED_LORA, {"optimiser": "muon", "accumulate": 2}, 4),
+        (Method.HEAD, {"optimiser": "muon", "scheduled_drafting": 0.5}, 2),
+        (Method.HEAD, {"head": HeadForm.LOW_RANK}, 5),
+        (Method.SFT, {"accumulate": 4}, 3),
+    ],
+)
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_by_bit(
+    method: Method,
+    changes: dict[str, Any],
+    killed_at: int,
+    base: Path,
+    space: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = tiny_plan(method, budget=Budget(steps=6), checkpoint_steps=2, evaluations=3, **changes)
+    source = space if method is Method.HEAD else base
+    run(source, plan, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        die_at(killed_at, patch)
+        with pytest.raises(MemoryError, match="killed"):
+            run(source, plan, tmp_path / "killed")
+    # Half a state, as a kill in the middle of writing it leaves.
+    (tmp_path / "killed").mkdir(exist_ok=True)
+    (tmp_path / "killed" / "state.partial").write_bytes(b"half")
+    result = run(source, plan, tmp_path / "killed")
+    assert result.counters.step == 6
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_dropout_is_that_of_the_update_also_behind_a_resume(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "base", num_masks=0, attention_dropout=0.3)
+    plan = tiny_plan(Method.FULL, budget=Budget(steps=4))
+    run(source, plan, tmp_path / "whole")
+    torch.manual_seed(77)
+    run(source, plan, tmp_path / "cut", stop_after_steps=2)
+    torch.manual_seed(78)
+    run(source, plan, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.GATED_LORA])
+def test_an_update_in_parts_is_the_update(method: Method, base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(method, ar_share=0.25, scheduled_drafting=0.5)
+    run(base, plan, tmp_path / "one")
+    run(base, replace(plan, accumulate=2), tmp_path / "two")
+    run(base, replace(plan, accumulate=4), tmp_path / "four")  # one row each: some parts have no masks
+    assert_same_run(tmp_path / "one", tmp_path / "two", exact=False)
+    assert_same_run(tmp_path / "one", tmp_path / "four", exact=False)
+
+
+def test_a_finished_run_is_not_trained_again(base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan()
+    first = run(base, plan, tmp_path, held_out=None)
+    written = (tmp_path / STATE_FILE).stat().st_mtime_ns
+    again = run(base, plan, tmp_path, held_out=None)
+    assert again.counters == first.counters
+    assert (tmp_path / STATE_FILE).stat().st_mtime_ns == written
+
+
+def test_a_longer_budget_goes_on_with_a_finished_run(base: Path, tmp_path: Path) -> None:
+    run(base, tiny_plan(), tmp_path)
+    result = run(base, tiny_plan(budget=Budget(steps=5)), tmp_path)
+    assert result.counters.step == 5
+    assert len(result.counters.losses) == 5
+
+
+def test_another_plan_model_or_text_in_the_same_folder_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    plan, out = tiny_plan(), tmp_path / "out"
+    run(base, plan, out)
+    other = tiny_checkpoint(tmp_path / "other", num_masks=0, rms_norm_eps=1e-3)
+    cases: list[tuple[str, Path, TrainPlan, dict[str, Any]]] = [
+        ("lora_rank = 4; this one has 8", base, replace(plan, lora_rank=8), {}),
+        ("seed = 0; this one has 1", base, replace(plan, seed=1), {}),
+        ("holds a run with model = ", other, plan, {}),
+        ("holds a run with data = ", base, plan, {"data": rows_for(plan, random_examples(9, 16, 32))}),
+    ]
+    for message, source, changed, keywords in cases:
+        with pytest.raises(InvalidPlan, match=message):
+            run(source, changed, out, **keywords)
+
+
+def test_the_result_never_overwrites_the_model_it_is_trained_from(base: Path, tmp_path: Path) -> None:
+    folder = run(base, tiny_plan(), tmp_path).folder
+    assert folder == tmp_path / "model"
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(InvalidPlan, match="would overwrite the model"):
+        run(folder, tiny_plan(Method.HEAD), tmp_path)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+# ------------------------------------------------------------------------------------------------------ the budget
+
+
+def seconds_per_call() -> Callable[[], float]:
+    """A clock that goes on by a second whenever it is looked at."""
+    ticks = iter(range(10**9))
+    return lambda: float(next(ticks))
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_used"),
+    [
+        (Budget(steps=3), lambda c: c.step == 3),
+        (Budget(tokens=300), lambda c: 300 <= c.num_tokens < 300 + 128),
+        (Budget(flops=3e8), lambda c: 3e8 <= c.flops < 3e8 + 1.1 * c.flops / c.step),
+        (Budget(minutes=0.1), lambda c: 6 <= c.seconds <= 7),
+        (Budget(epochs=1.5, steps=1000), lambda c: c.step == -(-1.5 * 12 // 4)),
+        (Budget(steps=0), lambda c: c.step == 0),
+    ],
+    ids=["steps", "tokens", "flops", "minutes", "epochs", "none"],
+)
+def test_a_run_ends_with_the_update_that_uses_its_budget_up(
+    budget: Budget, is_used: Callable[[Any], bool], base: Path, tmp_path: Path
+) -> None:
+    plan = tiny_plan(budget=budget, pack=False)
+    assert len(rows_for(plan)) == 12
+    result = run(base, plan, tmp_path, clock=seconds_per_call())
+    assert is_used(result.counters), result.counters
+    assert result.folder is not None
+    assert result.counters.curve[-1]["progress"] == 1.0
+
+
+def test_compute_spent_before_counts(base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(budget=Budget(flops=3e8))
+    whole = run(base, plan, tmp_path / "whole").counters
+    less = run(base, plan, tmp_path / "less", before={"flops": 2e8, "seconds": 5.0}).counters
+    assert less.step < whole.step
+    assert less.seconds > 5.0
+
+
+def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) -> None:
+    """A text that repeats itself: masks can know what is behind the bonus."""
+    plan = tiny_plan(budget=Budget(steps=60), rows_per_step=8, evaluations=1, distill=False, anchors_per_token=0.5)
+    pattern = random_ids(7, 3)
+    from space_train.example import Example
+
+    texts = [Example((pattern * 8)[start : start + 32], [True] * 32) for start in range(7)]
+    data = rows_for(plan, texts)
+    rows = data.rows(0, 4)
+    seen = Texts(rows.ids, rows.learned, rows.document, torch.ones(4, dtype=torch.bool))
+    counters = run(base, plan, tmp_path, data=data, held_out=seen).counters
+    first, last = sum(counters.losses[:5]), sum(counters.losses[-5:])
+    assert last < 0.3 * first
+
+
+# ------------------------------------------------------------------------------------------------- stops and disks
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    plan = tiny_plan(budget=Budget(steps=5))
+    run(base, plan, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        update = Run.update
+
+        def told(self: Run, multiplier: float) -> Measures:
+            if self.counters.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return update(self, multiplier)
+
+        patch.setattr(Run, "update", told)
+        with pytest.raises(Interrupted, match=r"Stopped behind update 3 \(60 %\)"):
+            run(base, plan, tmp_path / "cut", progress=True)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    run(base, plan, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@contextlib.contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """Files of at most so many bytes: writes fail as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_and_the_last_state_stays(base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(Method.FULL, budget=Budget(steps=4), checkpoint_steps=1)
+    run(base, plan, tmp_path / "whole")
+    run(base, plan, tmp_path / "full", stop_after_steps=2)
+    with room_for(100_000), pytest.raises(OSError, match=r"state\.pt cannot be written: .*File too large"):
+        run(base, plan, tmp_path / "full")
+    assert load_checkpoint(tmp_path / "full" / STATE_FILE)["counters"]["step"] == 2
+    assert not list((tmp_path / "full").glob("*.partial")), "half a state would keep the disk full"
+    run(base, plan, tmp_path / "full")
+    assert_same_run(tmp_path / "whole", tmp_path / "full")
+
+
+def test_a_disk_that_is_full_at_the_end_is_named_and_the_checkpoint_is_written_later(
+    base: Path, tmp_path: Path
+) -> None:
+    plan = tiny_plan(Method.FULL)
+    run(base, plan, tmp_path, export=False)
+    with room_for(100_000), pytest.raises(OSError, match=r"model cannot be written: .*File too large"):
+        run(base, plan, tmp_path)
+    folder = run(base, plan, tmp_path).folder
+    assert folder is not None
+    assert load_model(folder).facts.num_masks == 3
+
+
+# ----------------------------------------------------------------------------------------------------- the results
+
+
+def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_path: Path) -> None:
+    result = run(base, tiny_plan(), tmp_path)
+    assert result.folder is not None
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, result.folder))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (result.folder / "model.safetensors").samefile(base / "model.safetensors")
+    ids = random_ids(30, 5)
+    plain, adapted = load_model(base), load_model(result.folder)
+    assert adapted.facts.adapters[0].num_masks == 3
+    alone, beside = decoder_rows(plain, ids, 0), decoder_rows(adapted, ids, 3, 0)
+    assert torch.equal(plain.logits(alone), adapted.logits(beside[:30]))
+
+
+def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(
+    base: Path, space: Path, tmp_path: Path
+) -> None:
+    for method, source, frozen in ((Method.FULL, base, False), (Method.HEAD, space, True), (Method.SFT, base, False)):
+        folder = run(source, tiny_plan(method), tmp_path / method, dtype=torch.bfloat16).folder
+        assert folder is not None
+        dtypes = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+        assert dtypes == {torch.float32 if frozen else torch.bfloat16}
+        config = json.loads((folder / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == ("float32" if frozen else "bfloat16")
+        assert load_model(folder).facts.dtype == dtypes.pop()
+        if method is not Method.SFT:
+            head = load_file(folder / "draft_head.safetensors")
+            assert {tensor.dtype for tensor in head.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_grown_vocabulary_is_written_whole_and_tied_weights_once(tied: bool, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "base", num_masks=0, tie_word_embeddings=tied)
+    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out", tokenizer_size=127, dtype=torch.float32).folder
+    assert folder is not None
+    weights = load_file(folder / "model.safetensors")
+    assert len(weights["model.embed_tokens.weight"]) == 130
+    assert ("lm_head.weight" in weights) != tied
+    model = load_model(folder)
+    assert (model.facts.vocab_size, model.facts.mask_ids) == (130, (127, 128, 129))
+
+
+def test_masks_that_the_checkpoint_has_are_trained_on_not_replaced(space: Path, tmp_path: Path) -> None:
+    """Others in their place would leave the old ids in the vocabulary, to be written into texts."""
+    plan = tiny_plan(Method.FULL, budget=Budget(steps=0))
+    folder = run(space, plan, tmp_path, dtype=torch.float32).folder
+    assert folder is not None
+    assert load_model(folder).facts.mask_ids == load_model(space).facts.mask_ids == (4, 5, 6)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(space / "model.safetensors")[name])
+
+
+def test_a_head_is_trained_on_an_adapter_of_any_rank_which_it_leaves_as_it_is(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "gated", num_masks=3, adapter_rank=2)
+    folder = run(source, tiny_plan(Method.HEAD, lora_rank=8), tmp_path / "out", dtype=torch.float32).folder
+    assert folder is not None
+    before, after = (load_file(place / "gated_lora.safetensors") for place in (source, folder))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor)
+    assert load_model(folder).facts.adapters[0].has_draft_head
+
+
+def test_a_head_needs_masks_and_as_many_as_there_are(base: Path, space: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlan, match="has no masks, so no draft head can stand on them"):
+        run(base, tiny_plan(Method.HEAD), tmp_path)
+    with pytest.raises(InvalidPlan, match="has 3 masks: give --num-masks 3"):
+        run(space, tiny_plan(Method.HEAD, num_masks=2), tmp_path)
+
+
+def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "base", num_masks=0)
+    text = json.dumps({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 0})  # as Llama 2's
+    (source / "generation_config.json").write_text(text)
+    (source / "merges.txt").write_text("#version")
+    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out").folder
+    assert folder is not None
+    assert (folder / "generation_config.json").read_text() == text
+    assert (folder / "merges.txt").exists()
+    (source / "generation_config.json").unlink()
+    run(source, tiny_plan(Method.FULL), tmp_path / "out")
+    assert not (folder / "generation_config.json").exists()
+
+
+def test_runs_of_several_precisions_fit_into_one_process(base: Path, tmp_path: Path) -> None:
+    for precision in ("no", "bf16", "no"):
+        run(base, tiny_plan(precision=precision, budget=Budget(steps=1)), tmp_path / precision)
+
+
+def test_bf16_products_are_near_those_in_float32(base: Path, tmp_path: Path) -> None:
+    losses = []
+    for precision in ("no", "bf16"):
+        plan = tiny_plan(Method.FULL, precision=precision, budget=Budget(steps=2))
+        losses.append(run(base, plan, tmp_path / precision).counters.losses)
+        assert {tensor.dtype for tensor in trained(tmp_path / precision).values()} == {torch.float32}
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_report_is_written_for_people_and_programs(base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(evaluations=2)
+    result = run(base, plan, tmp_path, progress=True)
+    write_report(tmp_path, plan, result)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert TrainPlan.from_json(record["plan"]) == plan
+    assert len(record["losses"]) == record["step"] == 3
+    assert {"loss", "mask_1", "mask_3", "head_1", "tokens_per_step"} <= set(record["curve"][-1])
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    words = (tmp_path / "run.md").read_text()
+    assert "# gated-lora, 3 updates" in words
+    assert "| mask_1 | " in words
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"train/masks", "train/head", "held_out/mask_1"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("train/masks")] == [1, 2, 3]
+    masks = [event.value for event in events.Scalars("train/masks")]
+    heads = [event.value for event in events.Scalars("train/head")]
+    assert [m + h for m, h in zip(masks, heads, strict=True)] == pytest.approx(record["losses"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- held-out figures
+
+
+def test_held_out_figures_are_counted_within_documents_by_hand(base: Path, tmp_path: Path) -> None:
+    """Two packed texts: the loss is that of each alone, and no draft is judged across their border."""
+    plan = tiny_plan(Method.SFT, budget=Budget(steps=0))
+    one, two = random_ids(15, 1), random_ids(17, 2)
+    ids = torch.tensor([one + two])
+    learned = torch.ones_like(ids, dtype=torch.bool)
+    texts = Texts(ids, learned, torch.tensor([[0] * 15 + [1] * 17]), torch.ones(1, dtype=torch.bool))
+    model, nats = read_model(base), 0.0
+    with torch.no_grad():
+        for text in (one, two):
+            row = torch.tensor(text)
+            nats += float(functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum"))
+    for method in (Method.SFT, Method.GATED_LORA):
+        changed = tiny_plan(method, budget=plan.budget)
+        figures = run(base, changed, tmp_path / method, held_out=texts).final
+        assert figures["loss"] == pytest.approx(nats / (14 + 16), rel=1e-4)
+
+
+def test_more_than_nine_masks_are_counted_in_their_order() -> None:
+    from space_train.agreement import tokens_per_step
+
+    shares = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
+    product, expected = 1.0, 1.0
+    for share in shares:
+        product *= share
+        expected += product
+    assert tokens_per_step({f"mask_{j + 1}": share for j, share in enumerate(shares)}) == pytest.approx(expected)
