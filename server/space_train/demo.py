@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 
 from space_train.agreement import held_out_figures
 from space_train.card import CardFacts, StageRecord, card, current_commit, read_corpus
-from space_train.checkpoint_writer import take_head
+from space_train.checkpoint_writer import HEAD_FILE, read_head
 from space_train.corpus import build_corpus, read_texts
 from space_train.export import export, load_llama
 from space_train.held_out import bytes_of_ids, characters_per_token, held_out_windows
@@ -39,8 +40,9 @@ from space_train.train_batch import Texts
 from space_train.train_plan import Method, TrainPlan
 from space_train.trainee import Trainee
 from space_train.trainer import train
+from space_train.unlearn_loops import UnlearnPlan, unlearn_loops
 
-STAGES = ("corpus", "tokenizer", "tokens", "next-token", "own-text", "space", "head", "export")
+STAGES = ("corpus", "tokenizer", "tokens", "next-token", "unlearn-loops", "own-text", "space", "head", "export")
 STREAMS = ("files", "functions")
 FUNCTION_SHARE = 0.4
 OWN_SHARE = 1 / 3
@@ -52,9 +54,9 @@ DESCRIPTION = """\
 Train the embedded model from nothing: gather permissively licensed Python, train a tokenizer, a small Llama, its mask
 tokens and its draft head, and export a checkpoint with its card.
 
-Stages, in order: corpus, tokenizer, tokens, next-token, own-text, space, head, export. Each leaves its result under
---out; a stage whose result is there is not run again, and a stage that was killed continues from its last checkpoint
-(at most 90 seconds old). To repeat a stage, delete its result and those after it.
+Stages, in order: corpus, tokenizer, tokens, next-token, unlearn-loops, own-text, space, head, export. Each leaves its
+result under --out; a stage whose result is there is not run again, and a stage that was killed continues from its last
+checkpoint (at most 90 seconds old). To repeat a stage, delete its result and those after it.
 
 Budgets are minutes of work: time between a kill and a restart does not count. The learning rate follows the share of
 the budget that is used, so a shorter budget gives a smaller but finished model.
@@ -83,6 +85,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
+    budget.add_argument("--unlearn-minutes", type=float, default=10, help="against loops, minutes (default: 10)")
     budget.add_argument("--own-texts", type=int, default=1024, help="texts the base writes itself (default: 1024)")
     budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
     budget.add_argument(
@@ -138,6 +141,17 @@ def network_shape(options: argparse.Namespace, vocab_size: int) -> NetworkShape:
     )
 
 
+def keep_masks(source: Path, base: Path) -> None:
+    """Let `base` have the masks and the draft head of `source`, to be trained on: their rows are among its weights."""
+    section = json.loads((source / "config.json").read_text()).get("space")
+    if section is None:
+        return
+    if section["draft_head"] is not None:
+        shutil.copyfile(source / section["draft_head"]["file"], base / section["draft_head"]["file"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"space": section}, indent=1) + "\n")
+
+
 class Recipe:
     """The training stages of one run: next tokens with this module's own network, masks and head as anybody's model."""
 
@@ -176,8 +190,24 @@ class Recipe:
         counters = pretrain(network, self.streams, losses, plan, budget, checkpoint, ends_line=ends_line)
         record = StageRecord("next token", counters.elapsed_seconds / 60, counters.num_tokens, counters.history)
         self.stages.append(record)
+        self.network = network
+
+    def unlearn_loops(self) -> None:
+        """Let the network leave its loops, and write it to `base`, a plain checkpoint."""
+        options, network = self.options, self.network
+        if options.unlearn_minutes:
+
+            def losses() -> Measures:
+                return bits_per_byte(network, self.held_out, self.bytes_of_id)
+
+            plan, budget = UnlearnPlan(seed=options.seed), Budget(minutes=options.unlearn_minutes)
+            counters = unlearn_loops(network, self.streams, losses, plan, budget, self.out / "unlearn_loops.pt")
+            minutes = counters.elapsed_seconds / 60
+            self.stages.append(StageRecord("unlearn loops", minutes, counters.num_tokens, counters.history))
         if not (self.out / "base" / "config.json").exists():
             export(network, self.tokenizer_folder, self.out / "base", dtype=torch.float32)
+            if options.start_from is not None:
+                keep_masks(options.start_from, self.out / "base")
 
     def own_text(self) -> None:
         """Let the base write texts for the masks to learn from."""
@@ -198,6 +228,7 @@ class Recipe:
     def space(self, *, head_alone: bool) -> Path:
         """Masks and head on the base, or the head alone on what that gave; the folder of the checkpoint."""
         options = self.options
+        share = 1.0 if options.start_from is None else 0.4  # of the rates: what has settled is not thrown about
         plan = TrainPlan(
             method=Method.HEAD if head_alone else Method.FULL,
             budget=Budget(minutes=options.head_minutes if head_alone else options.space_minutes),
@@ -208,8 +239,8 @@ class Recipe:
             mask_loss_weight=0.5,
             weight_decay=0.1,
             optimiser="muon",
-            muon_rate=0.005 if head_alone else 0.01,
-            learning_rate=2e-3,
+            muon_rate=0.005 if head_alone else 0.01 * share,
+            learning_rate=2e-3 * share,
             seed=options.seed + head_alone,
             compile=self.compile and not head_alone and can_compile(),
             checkpoint_seconds=90,
@@ -267,7 +298,8 @@ class Recipe:
         plan = TrainPlan(method=Method.HEAD, num_masks=options.masks, precision="no")
         shipped = load_base(Checkpoint.open(folder), plan)
         trainee = Trainee(shipped, plan, self.mask_ids)
-        take_head(trainee, folder)
+        assert trainee.head is not None
+        read_head(trainee.head, folder / HEAD_FILE)
         figures = held_out_figures(trainee, self.held_out_texts())
         facts = CardFacts(
             command=command,
@@ -297,6 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     recipe = Recipe(options)
     recipe.next_token()
+    if last >= STAGES.index("unlearn-loops"):
+        recipe.unlearn_loops()
     if last >= STAGES.index("own-text"):
         recipe.own_text()
     if last < STAGES.index("space"):
