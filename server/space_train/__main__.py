@@ -68,6 +68,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("rows").add_argument
     add("--num-masks", type=int, help=f"mask tokens k: most drafts a step can have (default: {own.num_masks})")
     add("--mask-ids", type=int, nargs="+", help="ids for them, one or k (default: spare ids, else new ones)")
+    add("--shared-mask-id", action="store_true", default=None, help="one id for all masks, as published")
     add("--length", type=int, help=f"ids of one row (default: {own.length})")
     add("--rows-per-step", type=int, help=f"rows of one update, over all processes (default: {own.rows_per_step})")
     add("--accumulate", type=int, help=f"parts an update is computed in, to save memory (default: {own.accumulate})")
@@ -75,6 +76,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--anchors", choices=[a.value for a in Anchors], help="many places of a text get masks, or one (default: many)")
     add("--anchors-per-token", type=float, help=f"places with masks per token (default: {own.anchors_per_token})")
     add("--keep", type=float, help=f"share of the places that keep each next mask; 1: all (default: {own.keep})")
+    add("--least", type=float, help=f"share that keeps every mask (default: {own.least})")
     add("--fixed-cuts", action="store_true", default=None, help="the same places in every epoch")
 
     add = parser.add_argument_group("losses").add_argument
@@ -90,6 +92,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("draft head").add_argument
     add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
     add("--head-hidden", type=int, help=f"its width, or rank (default: {own.head_hidden})")
+    add("--head-scale", type=float, help=f"of the embedding it is told (default: {own.head_scale:g})")
     add("--scheduled-drafting", type=float, help="share of masks told the head's own draft before (default: 0)")
 
     add = parser.add_argument_group("adapters (gated-lora)").add_argument
@@ -101,6 +104,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--optimiser", choices=["adamw", "muon"], help="muon: for matrices of small models (default: adamw)")
     add("--muon-rate", type=float, help=f"peak, of Muon (default: {own.muon_rate})")
     add("--warmup", type=float, help=f"share of the run (default: {own.warmup})")
+    add("--decay-from", type=float, help=f"share from which the rate falls to 0 (default: {own.decay_from})")
+    add("--cosine", action="store_true", default=None, help="half a cosine behind the warm-up instead, as published")
+    add("--clip-norm", type=float, help=f"longest gradient of an update (default: {own.clip_norm:g})")
     add("--weight-decay", type=float, help=f"(default: {own.weight_decay:g})")
     add("--seed", type=int, help=f"initial weights, order and places (default: {own.seed})")
 

@@ -43,7 +43,7 @@ TRAINING_OPTIONS: tuple[PublishedOption, ...] = (
     PublishedOption("--model_name_or_path DIR", "--model DIR"),
     PublishedOption("--finetuning_type full", "--method full"),
     PublishedOption("--learning_rate 5e-5", "--learning-rate 5e-5"),
-    PublishedOption("--lr_scheduler_type cosine", "--preset paper", "cosine; other methods: flat, then to 0"),
+    PublishedOption("--lr_scheduler_type cosine", "--cosine", "else: flat, then linear to 0"),
     PublishedOption("--num_train_epochs 2.0", "--epochs 2"),
     PublishedOption("--per_device_train_batch_size 2", "--rows-per-step 32", "over all devices: 2 × 2 × 8 devices"),
     PublishedOption("--gradient_accumulation_steps 2", "--accumulate 2"),

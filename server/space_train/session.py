@@ -25,7 +25,7 @@ from space_train.packed_examples import PackedExamples
 from space_train.run_report import write_report
 from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.train_batch import Texts
-from space_train.train_plan import InvalidPlan, TrainPlan
+from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.trainer import TrainResult, train
 
 MOST_HELD_OUT_ROWS = 64
@@ -44,6 +44,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     out: Path = options.out
     if checkpoint.home.resolve().is_relative_to((out / "model").resolve()):
         raise InvalidPlan(f"{out} would overwrite the model it is trained from, {options.model}: give another --out.")
+    if options.mask_ids and plan.method is not Method.FULL:
+        raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:

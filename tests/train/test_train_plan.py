@@ -1,0 +1,89 @@
+"""The switches of a run: each that does not do is refused with its bound, its value and the cure."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from space_train.__main__ import arguments, plan_of
+from space_train.schedule import Budget
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"ar_share": 1.5}, "ar_share is a share and lies in 0..1; got 1.5"),
+        ({"keep": -0.1}, "keep is a share"),
+        ({"warmup": math.nan}, "warmup is a share and lies in 0..1; got nan"),
+        ({"num_masks": 0}, "num_masks must be at least 1; got 0"),
+        ({"lora_rank": 0}, "lora_rank must be at least 1"),
+        ({"lora_alpha": 0.0}, "lora_alpha must be above 0; got 0"),
+        ({"anchors_per_token": -1.0}, "anchors_per_token must be above 0; got -1"),
+        ({"learning_rate": 0.0}, "peak_rate must be above 0; got 0"),
+        ({"learning_rate": math.nan}, "peak_rate must be above 0; got nan"),
+        ({"mask_loss_weight": -1.0}, "mask_loss_weight must be 0 or more; got -1"),
+        ({"seed": -1}, "seed must be 0 or more; got -1"),
+        ({"checkpoint_steps": 0}, "checkpoint_steps must be at least 1; got 0"),
+        ({"rows_per_step": 8, "accumulate": 3}, r"rows_per_step \(8\) must be a multiple of 3 parts"),
+        ({"length": 12}, "Rows of 12 ids are too short for 5 masks"),
+        ({"method": Method.HEAD, "head": HeadForm.NONE}, "Method head trains the draft head alone: give it a form"),
+        ({"activation_checkpointing": True}, "Activation checkpointing is for methods that train all weights"),
+        ({"mask_loss_weight": 0.0, "head": HeadForm.NONE}, "Nothing would be learnt"),
+        ({"anchors": Anchors.ONE}, "One cut a text needs rows of one text each: leave packing off"),
+        ({"precision": "fp16"}, "precision is bf16 or no; got 'fp16'"),
+        ({"optimiser": "sgd"}, "The optimiser is adamw or muon; got 'sgd'"),
+    ],
+)
+def test_switches_that_do_not_do_are_refused_by_name(switches: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidPlan, match=message):
+        TrainPlan(**switches)
+
+
+@pytest.mark.parametrize("plan", [TrainPlan(), paper(TrainPlan()), TrainPlan(budget=Budget(minutes=3, tokens=10**7))])
+def test_a_plan_is_the_same_behind_json(plan: TrainPlan) -> None:
+    assert TrainPlan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+def planned(flags: str) -> TrainPlan:
+    return plan_of(arguments(["--model", "m", "--data", "d", "--out", "o", *flags.split()]))
+
+
+def test_without_flags_the_plan_is_the_default_one() -> None:
+    assert planned("") == TrainPlan()
+
+
+def test_flags_change_what_they_name_and_win_over_the_preset() -> None:
+    assert planned("--preset paper") == paper(TrainPlan())
+    plan = planned("--preset paper --ar-share 0 --anchors many --head mlp --steps 7")
+    assert plan.method is Method.FULL
+    assert (plan.ar_share, plan.anchors, plan.head, plan.budget) == (0.0, Anchors.MANY, HeadForm.MLP, Budget(steps=7))
+    assert planned("--method sft").head is HeadForm.NONE
+    assert planned("--no-pack --no-distill --survival --scheduled-drafting 0.25") == TrainPlan(
+        pack=False, distill=False, survival=True, scheduled_drafting=0.25
+    )
+
+
+def test_every_budget_has_a_flag_and_they_bound_a_run_together() -> None:
+    plan = planned("--epochs 0.5 --steps 3 --minutes 2 --tokens 1e7 --flops 1e15")
+    assert plan.budget == Budget(epochs=0.5, steps=3, minutes=2.0, tokens=10**7, flops=1e15)
+
+
+@pytest.mark.parametrize("flag", ["--steps -1", "--minutes nan", "--tokens inf", "--flops -2"])
+def test_a_budget_that_no_run_has_is_refused(flag: str) -> None:
+    with pytest.raises(InvalidPlan, match="A budget is 0 or more, and finite"):
+        planned(flag)
+
+
+def test_the_rate_is_the_methods_own_unless_given() -> None:
+    assert planned("--method full").peak_rate == planned("--method sft").peak_rate == 5e-5
+    assert planned("--method gated-lora").peak_rate == planned("--method head").peak_rate == 1e-3
+    assert planned("--learning-rate 2e-4").peak_rate == 2e-4
+
+
+def test_every_switch_that_has_no_flag_is_known() -> None:
+    """A switch that is forgotten on the command line is one that nobody has."""
+    options = vars(arguments(["--model", "m", "--data", "d", "--out", "o"]))
+    by_other_names = {"budget", "pack", "distill"}  # --steps …, --no-pack, --no-distill
+    without = set(TrainPlan.__dataclass_fields__) - set(options) - by_other_names
+    assert without == set()
