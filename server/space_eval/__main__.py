@@ -10,36 +10,52 @@ from space_model.model_error import ModelError
 from space_eval.prompts import PromptError
 
 COMMANDS = {
-    "acceptance": "space_eval.acceptance_command",
-    "quality": "space_eval.quality",
-    "paper": "space_eval.paper",
-    "speed": "space_eval.speed",
-    "verdicts": "space_eval.verdicts",
-    "explain": "space_eval.explain",
-    "equivalence": "space_eval.equivalence_command",
+    "acceptance": ("space_eval.acceptance_command", "tokens per step by k and temperature, loops apart"),
+    "speed": (
+        "space_eval.speed",
+        "plain decoding against SPACE in seconds, and transformers' assisted decoding",
+    ),
+    "quality": (
+        "space_eval.quality",
+        "HumanEval pass@k in a sandbox, ROUGE-L, bits per byte, against a base",
+    ),
+    "equivalence": ("space_eval.equivalence_command", "prove that drafts change no text"),
+    "verdicts": ("space_eval.verdicts", "five verification rules on the same weights, and which of them are exact"),
+    "explain": ("space_eval.explain", "which drafts stand: by position, entropy, kind of token, repetition"),
+    "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
+    "recipes": ("space_eval.recipes", "training recipes at equal compute (needs spaceserve[train])"),
 }
+"""The module of each command, which is loaded only when it is asked for, and what it measures."""
+
+
+def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The commands; the flags of the one that `arguments` begin with."""
+    top = argparse.ArgumentParser(prog="spaceserve eval", description="Measure a checkpoint.")
+    commands = top.add_subparsers(dest="command", required=True)
+    for name, (path, summary) in COMMANDS.items():
+        if name != next(iter(arguments), None):
+            commands.add_parser(name, help=summary)
+            continue
+        module = importlib.import_module(path)
+        description = getattr(module, "DESCRIPTION", (module.__doc__ or "").splitlines()[0])
+        kind = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=description, formatter_class=kind)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit status 0, or 2 with one line of explanation."""
-    top = argparse.ArgumentParser(prog="spaceserve eval", description="Measure a checkpoint.")
-    commands = top.add_subparsers(dest="command", required=True)
-    for name, path in COMMANDS.items():
-        module = importlib.import_module(path)
-        summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(
-            name,
-            help=summary[:1].lower() + summary[1:].rstrip("."),
-            description=getattr(module, "DESCRIPTION", summary),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    options = top.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        options = parser(given).parse_args(given)
         status: int = options.run(options)
     except (PromptError, ModelError) as error:
         print(f"spaceserve eval: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as missing:
+        print(f"spaceserve eval: {missing.name} is not installed: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2
     return status
 

@@ -6,10 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from space_eval.__main__ import COMMANDS as EVALUATIONS
+from space_eval.__main__ import parser as eval_parser
 from space_model.convert import _parser as convert_parser
 from space_router.config import ServeConfig, settings
 from space_router.metrics import Metrics
 from space_router.text.chat_template import BUILT_IN
+from space_train.__main__ import arguments as train_arguments
+from space_train.__main__ import plan_of
+from space_train.estimate import to_markdown
+from space_train.model_shape import ModelShape
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def test_make_help_lists_every_target_with_a_sentence(root: Path) -> None:
 
 
 def test_every_command_begins_with_a_program_that_is_known(commands: list[list[str]]) -> None:
-    known = {"make", "docker", "curl", ".venv/bin/spaceserve", ".venv/bin/hf", ".venv/bin/python"}
+    known = {"make", "docker", "curl", "docker/install.sh", ".venv/bin/spaceserve", ".venv/bin/hf", ".venv/bin/python"}
     assert {words[0] for words in commands} <= known
 
 
@@ -72,6 +78,26 @@ def test_every_convert_command_parses(commands: list[list[str]]) -> None:
         convert_parser().parse_args(words)
 
 
+def test_every_train_command_parses(commands: list[list[str]]) -> None:
+    training = [words[2:] for words in commands if words[1:2] == ["train"] and "--help" not in words]
+    assert training
+    for words in training:
+        plan_of(train_arguments(words))
+
+
+def test_every_eval_command_parses_and_none_is_missing(commands: list[list[str]]) -> None:
+    measuring = [words[2:] for words in commands if words[1:2] == ["eval"]]
+    assert {words[0] for words in measuring} == set(EVALUATIONS)
+    for words in measuring:
+        if "--help" not in words:
+            eval_parser(words).parse_args(words)
+
+
+def test_the_computed_table_is_what_the_command_computes(readme: str) -> None:
+    table = to_markdown([ModelShape.of(name) for name in ("1b", "7b", "13b")], 10_000_000)
+    assert table.strip() in readme
+
+
 def test_every_file_it_builds_from_exists(root: Path, commands: list[list[str]]) -> None:
     named = [words[n + 1] for words in commands if words[0] == "docker" for n, word in enumerate(words) if word == "-f"]
     assert named
@@ -79,8 +105,10 @@ def test_every_file_it_builds_from_exists(root: Path, commands: list[list[str]])
 
 
 def test_the_python_example_is_python_and_names_the_default_model(readme: str) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    compile(example, "README.md", "exec")
+    examples = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    for each in examples:
+        compile(each, "README.md", "exec")
+    (example,) = [each for each in examples if "OpenAI" in each]
     config = ServeConfig()
     assert f'model="{config.model_name}"' in example
     assert f"http://{config.host}:{config.port}/v1" in example
