@@ -122,7 +122,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             str(checkpoint.folder), trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UnusableTokenizer(f"The tokenizer of {checkpoint.name} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())  # of several lines
+        raise UnusableTokenizer(f"The tokenizer of {checkpoint.name} cannot be read: {reason}") from error
     return tokenizer
 
 

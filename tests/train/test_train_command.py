@@ -1,0 +1,219 @@
+"""`spaceserve train`, from its flags to a folder that is served; and what it says where it cannot."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+from space_train.__main__ import arguments, main
+from space_train.stage import load_checkpoint
+
+WORDS = "the cat sat on a mat and saw one dog run far away from home".split()
+TINY = "--steps 3 --length 48 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred records, of which a few are held out."""
+    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    records = [
+        {"instruction": f"Say {WORDS[n % 14]}", "output": " ".join(WORDS[n % 7 : n % 7 + 2 + n % 5])} for n in range(60)
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def train(model: Path | str, data: Path, out: Path, flags: str = "") -> int:
+    return main(["--model", str(model), "--data", str(data), "--out", str(out), *TINY.split(), *flags.split()])
+
+
+def assert_refused(capsys: pytest.CaptureFixture[str], code: int, message: str) -> None:
+    """Exit status 2, and one line behind what reading the data says."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("data: ")]
+    said = [line for line in lines if "%|" not in line]  # progress bars
+    assert code == 2
+    assert len(said) == 1, said
+    assert said[0].startswith("spaceserve train: ")
+    assert re.search(message, said[0]), said[0]
+
+
+@pytest.mark.parametrize("method", ["gated-lora", "full", "sft"])
+def test_a_run_ends_with_a_folder_that_is_served_and_a_report(
+    method: str, base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(base, chats, tmp_path, f"--method {method}") == 0
+    assert load_model(tmp_path / "model").facts.num_masks == (0 if method == "sft" else 3)
+    assert {"run.json", "run.md", "run.png", "state.pt", "tensorboard"} <= {file.name for file in tmp_path.iterdir()}
+    assert f"spaceserve serve --model {tmp_path / 'model'}" in capsys.readouterr().err
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert tokenizer["chat_template"]
+
+
+def test_a_head_is_trained_on_what_a_run_left(base: Path, chats: Path, tmp_path: Path) -> None:
+    assert train(base, chats, tmp_path / "masks", "--head none") == 0
+    assert load_model(tmp_path / "masks" / "model").facts.adapters[0].has_draft_head is False
+    assert train(tmp_path / "masks" / "model", chats, tmp_path / "head", "--method head") == 0
+    assert load_model(tmp_path / "head" / "model").facts.adapters[0].has_draft_head
+
+
+def test_the_same_command_goes_on_and_restart_forgets_only_what_the_run_wrote(
+    base: Path, chats: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert train(base, chats, tmp_path) == 0
+    assert train(base, chats, tmp_path, "--steps 5") == 0
+    assert load_checkpoint(tmp_path / "state.pt")["counters"]["step"] == 5
+    assert train(base, chats, tmp_path, "--seed 1 --restart") == 0
+    assert load_checkpoint(tmp_path / "state.pt")["counters"]["step"] == 3
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_without_held_out_records_there_are_no_figures_but_a_report(base: Path, chats: Path, tmp_path: Path) -> None:
+    assert train(base, chats, tmp_path, "--held-out-share 0") == 0
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["curve"] == []
+    assert len(record["losses"]) == 3
+    assert (tmp_path / "run.png").exists()
+
+
+def test_rows_are_as_long_as_the_model_has_positions_unless_asked_for(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tiny_checkpoint(tmp_path / "short", num_masks=0, window=40)
+    capsys.readouterr()
+    assert_refused(capsys, train(short, chats, tmp_path / "out"), r"Rows of 48 ids are longer than the 40 positions")
+    given = ["--model", str(short), "--data", str(chats), "--out", str(tmp_path / "out"), "--steps", "1"]
+    assert main([*given, "--num-masks", "2", "--precision", "no"]) == 0
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"]["length"] == 40
+
+
+def test_text_of_its_own_is_written_once_and_learnt_from(base: Path, chats: Path, tmp_path: Path) -> None:
+    flags = "--self-generate 4 --self-generate-tokens 8 --own-share 0.5"
+    assert train(base, chats, tmp_path, flags) == 0
+    assert len((tmp_path / "own_texts.jsonl").read_text().splitlines()) >= 4
+    record = json.loads((tmp_path / "run.json").read_text())
+    cost = json.loads((tmp_path / "own_texts.cost.json").read_text())
+    assert record["seconds"] > cost["seconds"] > 0
+    assert cost["rows"] > 0
+    before = (tmp_path / "own_texts.jsonl").read_bytes()
+    assert train(base, chats, tmp_path, flags + " --steps 4") == 0
+    assert (tmp_path / "own_texts.jsonl").read_bytes() == before
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_model_that_is_not_there_is_named(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = train(tmp_path / "nowhere", chats, tmp_path / "out")
+    assert_refused(capsys, code, "There is no folder .*nowhere")
+
+
+def test_a_model_without_a_tokenizer_is_named(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).hardlink_to(base / name)
+    assert_refused(capsys, train(bare, chats, tmp_path / "out"), "tokenizer of .*bare")
+
+
+def test_a_tokenizer_of_another_model_is_named(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = (tiny_checkpoint(tmp_path / str(size), vocab_size=size, num_masks=0) for size in (110, 300))
+    (small / "tokenizer.json").write_bytes((large / "tokenizer.json").read_bytes())
+    capsys.readouterr()
+    assert_refused(capsys, train(small, chats, tmp_path / "out"), "Use the tokenizer that belongs to the model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty: it holds no record"),
+        ('{"instruction": "Say it"}\n', "form|field|output"),
+        ("not json\n", "JSON"),
+        ('{"instruction": "Say it", "output": ""}\n', "nothing to learn"),
+    ],
+    ids=["empty", "missing field", "no json", "no answer"],
+)
+def test_data_that_cannot_be_used_is_named(
+    text: str, message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    assert_refused(capsys, train(base, tmp_path / "data.jsonl", tmp_path / "out"), message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps -1", "A budget is 0 or more"),
+        ("--num-masks 0", "num_masks must be at least 1"),
+        ("--method head", "has no masks"),
+        ("--mask-ids 5", "Method gated-lora gives no ids to masks: leave --mask-ids out"),
+        ("--method full --mask-ids 5000", "Mask id 5000 is outside the vocabulary"),
+        ("--rows-per-step 4 --accumulate 3", "must be a multiple of 3 parts"),
+        ("--held-out-share 1.5", "held_out_share must be from 0 to below 1"),
+        ("--self-generate 3 --self-generate-tokens 48", "--self-generate-tokens must be below --length, 48"),
+    ],
+)
+def test_flags_that_do_not_do_are_named(
+    flags: str, message: str, base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(capsys, train(base, chats, tmp_path, flags), message)
+
+
+def test_training_into_the_model_itself_is_refused_before_anything_is_lost(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(base, chats, tmp_path) == 0
+    before = sorted(file.name for file in (tmp_path / "model").iterdir())
+    capsys.readouterr()
+    assert_refused(capsys, train(tmp_path / "model", chats, tmp_path, "--restart"), "would overwrite the model")
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == before
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--help"])
+    words = capsys.readouterr().out
+    for fact in ("spaceserve train --model", "accelerate launch", "gated-lora", "goes on where it was"):
+        assert fact in words
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_run_that_is_interrupted_says_so_and_the_same_command_ends_it(
+    base: Path, chats: Path, tmp_path: Path
+) -> None:
+    """A real process, a real signal."""
+    command = [sys.executable, "-W", "ignore", "-m", "space_train", "--model", str(base), "--data", str(chats)]
+    command += ["--out", str(tmp_path), *TINY.split(), "--checkpoint-steps", "1"]
+    endless = subprocess.Popen(
+        [*command, "--steps", "1000000"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert endless.stderr is not None
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "state.pt").exists() and endless.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    endless.send_signal(signal.SIGINT)
+    _, said = endless.communicate(timeout=120)
+    assert endless.returncode == 130, said
+    assert "Stopped behind update" in said
+    assert "Traceback" not in said
+    done = int(load_checkpoint(tmp_path / "state.pt")["counters"]["step"])
+    torch.set_num_threads(1)
+    assert main([*command[5:], "--steps", str(done + 2)]) == 0
+    assert len(json.loads((tmp_path / "run.json").read_text())["losses"]) == done + 2
