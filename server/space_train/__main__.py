@@ -12,8 +12,9 @@ from space_model.model_error import ModelError
 
 from space_train.data_error import DataError
 from space_train.own_text_file import OwnTextError
+from space_train.published_options import options_table
 from space_train.schedule import Budget
-from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.train_plan import PUBLISHED_SIZES, Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
 
 DESCRIPTION = """\
 Turn a causal language model into a SPACE model: one that drafts for itself. The result is a folder that
@@ -39,12 +40,21 @@ folder of them, or the id of a dataset on the Hugging Face hub. Only answers are
 A run that is stopped or killed goes on where it was when the same command is given again.
 """
 
+EPILOG = f"""\
+The published training script's options, and ours:
+
+{options_table()}
+"""
+
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     own = TrainPlan()
     parser = argparse.ArgumentParser(
-        prog="spaceserve train", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="spaceserve train",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder or hub id of the model, or demo")
@@ -123,7 +133,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def plan_of(options: argparse.Namespace) -> TrainPlan:
     """The plan that the options make: the preset, with every flag that was given."""
-    plan = paper(TrainPlan()) if options.preset == "paper" else TrainPlan()
+    plan = paper(TrainPlan(**PUBLISHED_SIZES)) if options.preset == "paper" else TrainPlan()
     names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors"}
     given = {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
     for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors)):

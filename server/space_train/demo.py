@@ -86,6 +86,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
     budget.add_argument("--unlearn-minutes", type=float, default=10, help="against loops, minutes (default: 10)")
+    budget.add_argument(
+        "--unlearn-share", type=float, default=0.4, help="of the way that the weights go there (default: 0.4)"
+    )
     budget.add_argument("--own-texts", type=int, default=1024, help="texts the base writes itself (default: 1024)")
     budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
     budget.add_argument(
@@ -200,10 +203,15 @@ class Recipe:
             def losses() -> Measures:
                 return bits_per_byte(network, self.held_out, self.bytes_of_id)
 
+            before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
             plan, budget = UnlearnPlan(seed=options.seed), Budget(minutes=options.unlearn_minutes)
             counters = unlearn_loops(network, self.streams, losses, plan, budget, self.out / "unlearn_loops.pt")
             minutes = counters.elapsed_seconds / 60
-            self.stages.append(StageRecord("unlearn loops", minutes, counters.num_tokens, counters.history))
+            # Part of the way: the mean of the weights before and behind keeps most of what each has.
+            for name, tensor in network.state_dict().items():
+                tensor.copy_(torch.lerp(before[name], tensor, options.unlearn_share))
+            history = [*counters.history, {"tokens": float(counters.num_tokens), **losses()}]
+            self.stages.append(StageRecord("unlearn loops", minutes, counters.num_tokens, history))
         if not (self.out / "base" / "config.json").exists():
             export(network, self.tokenizer_folder, self.out / "base", dtype=torch.float32)
             if options.start_from is not None:

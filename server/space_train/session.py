@@ -51,9 +51,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     if options.restart and processes.is_main_process:
         forget(out)
     processes.wait_for_everyone()
-    model = load_base(checkpoint, plan)
+    # The data before the model: what is wrong with it is said at once.
     tokenizer = load_tokenizer(checkpoint)
-    vocab_size = len(model.get_input_embeddings().weight)
+    vocab_size = int(family.read_config(checkpoint).vocab_size)
     section = checkpoint.config.get("space") or {}
     loaded = read_examples(
         options.data,
@@ -64,8 +64,11 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         max_length=plan.length,
         held_out_share=options.held_out_share,
         vocab_size=vocab_size,
-        mask_ids=section.get("mask_token_ids") or (),
+        end_ids=checkpoint.eos_ids(vocab_size),
+        mask_ids=options.mask_ids or section.get("mask_token_ids") or (),
+        quiet=not processes.is_main_process,
     )
+    model = load_base(checkpoint, plan)
     fill = pad_id(tokenizer, vocab_size)
     streams, before = [Stream(packed(loaded.examples, plan, fill), 1.0)], dict[str, float]()
     if options.self_generate:
@@ -91,6 +94,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     )
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
+        if tokenizer.chat_template is None and loaded.report.template:
+            # What the chats were rendered with is what the server must render with.
+            (result.folder / "chat_template.jinja").write_text(loaded.report.template, encoding="utf-8")
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result
 

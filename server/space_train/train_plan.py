@@ -157,6 +157,10 @@ class TrainPlan:
         return cls(**parsed)
 
 
+PUBLISHED_SIZES: dict[str, Any] = {"length": 2048, "rows_per_step": 32, "warmup": 0.0}
+"""Sizes of the published run: they are the machine's and the model's as much as the recipe's."""
+
+
 def paper(plan: TrainPlan) -> TrainPlan:
     """The published recipe (arXiv 2402.11809): half of the texts are cut once, hard labels, one mask id, no head."""
     return replace(

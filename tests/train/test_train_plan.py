@@ -54,7 +54,7 @@ def test_without_flags_the_plan_is_the_default_one() -> None:
 
 
 def test_flags_change_what_they_name_and_win_over_the_preset() -> None:
-    assert planned("--preset paper") == paper(TrainPlan())
+    assert planned("--preset paper") == paper(TrainPlan(length=2048, rows_per_step=32, warmup=0.0))
     plan = planned("--preset paper --ar-share 0 --anchors many --head mlp --steps 7")
     assert plan.method is Method.FULL
     assert (plan.ar_share, plan.anchors, plan.head, plan.budget) == (0.0, Anchors.MANY, HeadForm.MLP, Budget(steps=7))
