@@ -52,8 +52,9 @@ reported beside it. Parts, in this order:
   balance   the share of rows without masks, and the weight of the masks' loss
   cost      seconds, rows, memory and loss at equal real tokens
 
-Each run has a process and a folder of its own under --out; one that was stopped or killed goes on when the same command
-is given again, and finished ones are kept. The report is written anew after every part.
+The sweep is run wherever there is more than one learning rate to choose from. Each run has a process and a folder of
+its own under --out; one that was stopped or killed goes on when the same command is given again, and finished ones are
+kept. The report is written anew after every part, and keeps the parts that were not asked for.
 
   spaceserve eval recipes --base BASE --data code.jsonl --held-out apart.jsonl --prompts humaneval.jsonl --out OUT
 """
@@ -171,7 +172,7 @@ class Comparison:
             "threads": options.threads,
             "keep_model": options.keep_models,
         }
-        found = Found(_facts(options, checkpoint, told, ingredients))
+        found = Found.kept(out / "report", _facts(options, checkpoint, told, ingredients))
         return cls(options, Queue(out / "runs", options.processes), fields, common, found)
 
     def run(self) -> None:

@@ -39,6 +39,25 @@ class Found:
     balance: list[Result] = field(default_factory=list)
     cost: list[Result] = field(default_factory=list)
 
+    @classmethod
+    def kept(cls, out: Path, facts: dict[str, object]) -> Found:
+        """With the parts that the report in `out` has, if it is of the same comparison."""
+        file = out / "recipes.json"
+        if not file.is_file():
+            return cls(facts)
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if any(record["facts"].get(name) != facts.get(name) for name in SAME):
+            return cls(facts)
+        parts = {part: record[part] for part in ("start", *LISTED)}
+        sweep = {kind: [(one.pop("rate"), one) for one in some] for kind, some in record["sweep"].items()}
+        return cls(facts, sweep=sweep, **parts)
+
+
+SAME = ("base", "training text", "compute of a run")
+"""Facts that make two reports one comparison."""
+
+LISTED = ("main", "levers", "balance", "cost")
+
 
 def write_report(out: Path, found: Found) -> Path:
     """Write both files; the path of recipes.md."""
@@ -47,7 +66,7 @@ def write_report(out: Path, found: Found) -> Path:
         "facts": found.facts,
         "start": found.start,
         "sweep": {kind: [{"rate": rate, **r} for rate, r in some] for kind, some in found.sweep.items()},
-        **{part: getattr(found, part) for part in ("main", "levers", "balance", "cost")},
+        **{part: getattr(found, part) for part in LISTED},
     }
     (out / "recipes.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     path = out / "recipes.md"

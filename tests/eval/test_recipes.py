@@ -17,7 +17,7 @@ from space_eval.recipes_figures import Spread, best_rate, ratios, total
 from space_eval.recipes_named import RESCORING, Kitchen, balance, cost, levers, main_recipes, sweep, with_rate
 from space_eval.recipes_plots import write_plots
 from space_eval.recipes_queue import Queue
-from space_eval.recipes_report import Found, as_markdown
+from space_eval.recipes_report import Found, as_markdown, write_report
 from space_eval.recipes_run import RESULT_FILE, Job, job_of, read_result, run_job
 from space_model.testing import tiny_checkpoint
 from space_train.train_plan import HeadForm, Method, TrainPlan
@@ -287,6 +287,14 @@ def test_the_report_has_a_row_for_every_recipe_and_pictures(tmp_path: Path) -> N
         "levers.png",
         "balance.png",
     }
+
+
+def test_a_report_keeps_the_parts_that_were_not_asked_for_again(tmp_path: Path) -> None:
+    facts: dict[str, object] = {"base": "tiny", "training text": "t", "compute of a run": "1", "commit": "a"}
+    first = Found(facts, main=[result("paper", 0, 4, 2)], sweep={"paper": [(0.1, result("a", 0, 1, 1))]})
+    write_report(tmp_path, first)
+    assert Found.kept(tmp_path, facts | {"commit": "b"}) == replace(first, facts=facts | {"commit": "b"})
+    assert Found.kept(tmp_path, facts | {"base": "another"}).main == []
 
 
 def test_prompts_are_cut_from_texts_that_are_long_enough() -> None:
