@@ -16,7 +16,8 @@ GIGABYTE = 1e9
 def write_report(out: Path, plan: TrainPlan, result: TrainResult) -> None:
     """Write the report of a finished run to its folder."""
     counters = result.counters
-    record = {"plan": plan.as_json(), "peak_bytes": result.peak_bytes, **asdict(counters)}
+    machine = {"num_processes": result.num_processes, "peak_bytes": result.peak_bytes}
+    record = {"plan": plan.as_json(), **machine, **asdict(counters)}
     (out / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (out / "run.md").write_text(as_markdown(plan, result), encoding="utf-8")
     plot(out / "run.png", plan, counters)

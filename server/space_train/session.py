@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel
@@ -26,7 +25,7 @@ from space_train.run_report import write_report
 from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.trainer import TrainResult, train
+from space_train.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS = 64
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
@@ -39,7 +38,7 @@ PATIENCE = timedelta(days=7)
 
 def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     """Read model and data, train, write `out/model` and the report."""
-    processes = PartialState(parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=PATIENCE)
+    processes = PartialState(on_cpu(), timeout=PATIENCE)
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
     if checkpoint.home.resolve().is_relative_to((out / "model").resolve()):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint import Checkpoint
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class TrainResult:
     folder: Path | None  # of the checkpoint; None where the run was stopped before its end
     counters: Counters
     peak_bytes: int  # most memory of the process, or of its GPU
+    num_processes: int = 1
 
     @property
     def final(self) -> Measures:
@@ -103,7 +104,12 @@ def train(
     with interruptions() as told_to_stop:
         finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
     folder = run.export(dtype) if finished and export else None
-    return TrainResult(folder, run.counters, run.peak_bytes())
+    return TrainResult(folder, run.counters, run.peak_bytes(), run.accelerator.num_processes)
+
+
+def on_cpu() -> bool:
+    """Whether to compute on the CPU. accelerate must be told, or several processes would not know of each other."""
+    return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
@@ -145,7 +151,7 @@ class Run:
         if (out / "model").exists() and self.checkpoint.home.resolve() == (out / "model").resolve():
             raise InvalidPlan(f"The result would overwrite the model it is trained from, {source}: give another --out.")
         AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
-        self.accelerator = Accelerator(mixed_precision=plan.precision)
+        self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
         self.device = self.accelerator.device
         self.num_parts = plan.accumulate * self.accelerator.num_processes
         if plan.rows_per_step % self.num_parts:
