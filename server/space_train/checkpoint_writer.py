@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 """Of the base, besides its weights: tokenizers of every kind, chat templates, how it generates."""
 
 
-def write_checkpoint(trainee: Trainee, source: Checkpoint, folder: Path, *, dtype: torch.dtype | None) -> None:
-    """Write `trainee` to `folder`. `source`: what it was trained from; `dtype` of the weights (None: as read).
+def write_checkpoint(
+    trainee: Trainee, weights: Mapping[str, Tensor], source: Checkpoint, folder: Path, *, dtype: torch.dtype | None
+) -> None:
+    """Write `trainee` to `folder`. `weights`: its state, whole; `source`: what it was trained from; `dtype` to write
+    (None: as read).
 
     Where the base did not move its files are linked, or copied where the file system has no links. Raises OSError where
     there is no room.
@@ -34,7 +38,7 @@ def write_checkpoint(trainee: Trainee, source: Checkpoint, folder: Path, *, dtyp
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     if plan.trains_base:
-        _write_weights(model, folder, dtype)
+        _write_weights(model, weights, folder, dtype)
         config["vocab_size"] = len(model.get_input_embeddings().weight)
         if dtype is not None:
             config.pop("dtype", None)
@@ -49,7 +53,7 @@ def write_checkpoint(trainee: Trainee, source: Checkpoint, folder: Path, *, dtyp
     if trainee.adapters is not None:
         trainee.adapters.export(number).save(folder / GATED_LORA_FILE)
     if trainee.head is not None:
-        _write_head(trainee.head, folder / HEAD_FILE, number)
+        _write_head(weights, folder / HEAD_FILE, number)
     for file in folder.glob("*.safetensors"):
         if file.stat().st_nlink == 1:
             file.chmod(0o644)  # safetensors writes files that only their owner can read
@@ -79,11 +83,15 @@ def space_section(trainee: Trainee) -> dict[str, Any]:
     }
 
 
-def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """All weights, in shards of transformers' own."""
-    state: dict[str, Tensor] = {
-        name: tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
-        for name, tensor in model.state_dict().items()
+def _write_weights(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None
+) -> None:
+    """All weights of the model, in shards of transformers' own."""
+    prefix = "decoder.model."
+    state = {
+        name.removeprefix(prefix): tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
     }
     # transformers refuses to write some generation configs that it reads; the source's is copied as it is.
     model.generation_config = GenerationConfig()
@@ -91,9 +99,11 @@ def _write_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | No
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def _write_head(head: DraftHead, file: Path, dtype: torch.dtype) -> None:
-    weights = {"draft_head.w1.weight": head.w1, "draft_head.w2.weight": head.w2}
-    tensors = {name: weight.detach().cpu().to(dtype).contiguous() for name, weight in weights.items()}
+def _write_head(weights: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        f"draft_head.{name}.weight": weights[f"head.{name}"].detach().cpu().to(dtype).contiguous()
+        for name in ("w1", "w2")
+    }
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -29,7 +29,7 @@ from space_train.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS = 64
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
-WRITTEN = ("state.pt", "sharded", "model", "tensorboard", "run.json", "run.md", "run.png", OWN_TEXT_FILE, LEDGER)
+WRITTEN = ("state.pt", "model", "tensorboard", "run.json", "run.md", "run.png", OWN_TEXT_FILE, LEDGER)
 """What a run leaves in its folder, and `--restart` forgets."""
 
 PATIENCE = timedelta(days=7)

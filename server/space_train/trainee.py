@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from space_train.draft_head import DraftHead
 from space_train.losses import Losses, best, chances, hard, soft, survival, weighted
 from space_train.train_batch import Texts, TrainBatch
 from space_train.train_plan import Method, TrainPlan
+
+T = TypeVar("T")
 
 
 class Trainee(nn.Module):
@@ -58,6 +61,10 @@ class Trainee(nn.Module):
         learning = [p for part in taught for p in part.parameters() if p.requires_grad]
         nothing = sum((0.0 * parameter.sum() for parameter in learning), start=losses.head)
         return Losses(losses.next_token, losses.masks, nothing)
+
+    def reading(self, work: Callable[[], T]) -> T:
+        """`work`, which reads the weights: where they are spread over processes, they are whole meanwhile."""
+        return work()
 
     def _plain(self, texts: Texts) -> Losses:
         """The ordinary loss alone. Where the base is frozen nothing is to be learnt from it."""

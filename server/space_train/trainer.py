@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint import Checkpoint
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from space_train import sharding
 from space_train.agreement import held_out_figures, tokens_per_step
 from space_train.checkpoint_writer import write_checkpoint
 from space_train.flops import ModelCost, flops_of
@@ -39,7 +41,6 @@ from space_train.stage import Measures, load_checkpoint, save_atomically
 from space_train.starting_point import starting_point
 from space_train.train_batch import Texts, train_batch
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.trainee import Trainee
 
 STATE_FILE = "state.pt"
 
@@ -150,6 +151,7 @@ class Run:
         self.checkpoint = Checkpoint.open(source)
         if (out / "model").exists() and self.checkpoint.home.resolve() == (out / "model").resolve():
             raise InvalidPlan(f"The result would overwrite the model it is trained from, {source}: give another --out.")
+        is_asked_to_shard = sharding.take_request()
         AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
         self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
         self.device = self.accelerator.device
@@ -166,28 +168,24 @@ class Run:
             trainee.train()
         else:
             trainee.eval()
-        wrapped = self.accelerator.prepare(trainee.to(self.device))
-        self.wrapped: nn.Module = wrapped
-        self.trainee: Trainee = self.accelerator.unwrap_model(wrapped)
-        muon_rate = plan.muon_rate if plan.optimiser == "muon" else None
-        if self.is_sharded and muon_rate is not None:
-            raise InvalidPlan("Muon needs whole matrices, which FSDP shards: use the optimiser adamw.")
-        trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+        self.trainee = trainee.to(self.device)
+        self.is_sharded = is_asked_to_shard and self.accelerator.num_processes > 1
+        if self.is_sharded:
+            sharding.check_can_shard(plan)
+            sharding.shard(trainee, self.device, self.accelerator.num_processes)
+            self.wrapped: nn.Module = trainee
+        else:
+            self.wrapped = self.accelerator.prepare(trainee)
         self.optimiser = Optimiser(
-            trained,
+            trainee.trained,
             adam_rate=plan.peak_rate,
-            muon_rate=muon_rate,
+            muon_rate=plan.muon_rate if plan.optimiser == "muon" else None,
             weight_decay=plan.weight_decay,
             clip_norm=plan.clip_norm,
         )
         self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
         self.counters = Counters()
         self._resume()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the weights are spread over processes."""
-        return bool(self.accelerator.distributed_type == DistributedType.FSDP)
 
     def steps(
         self,
@@ -269,14 +267,15 @@ class Run:
         # Every process sees all parts' sizes, so that means are over the whole update.
         starts = range(first, first + plan.rows_per_step, rows)
         parts = [train_batch(self.data, plan, start, rows) for start in starts]
+        if self.is_sharded:
+            sharding.check_parts(parts)
         num_targets = max(1, sum(part.num_targets for part in parts))
         num_masks = max(1, sum(part.num_learning_masks for part in parts))
         mine = range(self.num_parts)[accelerator.process_index * plan.accumulate :][: plan.accumulate]
         sums = torch.zeros(3, device=self.device)
         for number in mine:
             torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # of the base's dropout, where it has some
-            waits = number != mine[-1]
-            with accelerator.no_sync(self.wrapped) if waits else contextlib.nullcontext(), accelerator.autocast():
+            with self._adding_up(is_last=number == mine[-1]), self._in_precision():
                 losses = self.wrapped(parts[number].to(self.device))
                 total = losses.next_token / num_targets
                 total = total + plan.mask_loss_weight * losses.masks / num_masks
@@ -302,25 +301,36 @@ class Run:
         counters.losses.append(sum(weights[name] * value for name, value in measures.items()))
         return measures
 
+    def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """A part of an update: gradients are added up between processes in the last one alone."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(is_last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.wrapped)
+
+    def _in_precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.precision == "bf16")
+
     def save(self) -> None:
         """Write the run's state; the old one stays until the new one is whole."""
-        self.out.mkdir(parents=True, exist_ok=True)
+        weights = {name: parameter.detach() for name, parameter in self.trainee.trained.items()}
+        state: dict[str, Any] = {"trained": weights, "optimiser": self.optimiser.state_dict()}
         if self.is_sharded:
-            self.accelerator.save_state(str(self.out / "sharded"))
-        if not self.accelerator.is_main_process:
-            return
-        state: dict[str, Any] = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
-        if not self.is_sharded:
-            state |= {"trained": _trained(self.trainee), "optimiser": self.optimiser.state_dict()}
-        save_atomically(state, self.out / STATE_FILE)
+            state = sharding.whole(state)
+        if self.accelerator.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            run = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
+            save_atomically(run | state, self.out / STATE_FILE)
 
     def export(self, dtype: torch.dtype | None) -> Path | None:
         """Write the checkpoint to `out/model`, from the main process."""
-        self.accelerator.wait_for_everyone()
+        weights = self.trainee.state_dict()
+        if self.is_sharded:
+            weights = sharding.whole(weights)
         folder = self.out / "model"
         if self.accelerator.is_main_process:
             try:
-                write_checkpoint(self.trainee, self.checkpoint, folder, dtype=dtype)
+                write_checkpoint(self.trainee, weights, self.checkpoint, folder, dtype=dtype)
             except SafetensorError as error:  # how it says that a write failed
                 raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()
@@ -353,8 +363,10 @@ class Run:
         counters = self.counters
         was_training = self.trainee.training
         self.trainee.eval()
-        with self.accelerator.autocast():
-            figures = held_out_figures(self.trainee, held_out)
+        with self._in_precision():
+            figures = self.trainee.reading(lambda: held_out_figures(self.trainee, held_out))
+        if isinstance(self.trainee, FSDPModule):
+            self.trainee.reshard()
         self.trainee.train(was_training)
         if self.plan.has_masks:
             figures["tokens_per_step"] = tokens_per_step(figures)
@@ -371,13 +383,12 @@ class Run:
         state = load_checkpoint(file)
         _check_same(json.loads(state["plan"]), self.identity, self.out)
         self.counters = Counters(**state["counters"])
-        if self.is_sharded:
-            self.accelerator.load_state(str(self.out / "sharded"))
-            return
         own = self.trainee.trained
         with torch.no_grad():
             for name, tensor in state["trained"].items():
-                own[name].copy_(tensor)
+                own[name].copy_(sharding.shard_like(tensor, own[name]))
+        if self.is_sharded:
+            sharding.shard_moments(state["optimiser"], self.optimiser)
         self.optimiser.load_state_dict(state["optimiser"])
 
 
@@ -394,7 +405,3 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
                 f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "
                 "Give the same, another --out, or --restart."
             )
-
-
-def _trained(trainee: Trainee) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in trainee.trained.items()}

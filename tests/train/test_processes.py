@@ -35,13 +35,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def launch(command: list[str]) -> subprocess.Popen[str]:
+def launch(command: list[str], *, sharded: bool = False) -> subprocess.Popen[str]:
     """Two processes of the command. (`accelerate launch --cpu` starts several only through MPI.)"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(port), "-m", "space_train"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["ACCELERATE_USE_FSDP"] = str(sharded)
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *flags, *command],
         stderr=subprocess.PIPE,
@@ -56,9 +57,9 @@ def record(out: Path) -> dict[str, Any]:
     return found
 
 
-def assert_two_do_what_one_does(flags: str, base: Path, texts: Path, out: Path) -> None:
+def assert_two_do_what_one_does(flags: str, base: Path, texts: Path, out: Path, *, sharded: bool = False) -> None:
     command = ["--model", str(base), "--data", str(texts), *TINY.split(), *SWITCHES.split(), *flags.split()]
-    two = launch([*command, "--out", str(out / "two")])
+    two = launch([*command, "--out", str(out / "two")], sharded=sharded)
     _, said = two.communicate(timeout=280)
     assert two.returncode == 0, said
     assert main([*command, "--out", str(out / "one")]) == 0
@@ -70,7 +71,7 @@ def assert_two_do_what_one_does(flags: str, base: Path, texts: Path, out: Path) 
     assert both["curve"][-1]["loss"] == pytest.approx(one["curve"][-1]["loss"], abs=1e-4)
     weights = [load_checkpoint(out / name / "state.pt")["trained"] for name in ("one", "two")]
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name.removeprefix("module.")], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-4)
     assert load_model(out / "two" / "model").facts.num_masks == 3
 
 
@@ -98,3 +99,21 @@ def test_one_process_goes_on_where_two_were_stopped(base: Path, texts: Path, tmp
     done = int(load_checkpoint(tmp_path / "state.pt")["counters"]["step"])
     assert main([*command, "--steps", str(done + 1)]) == 0
     assert len(record(tmp_path)["losses"]) == done + 1
+
+
+@pytest.mark.slow
+def test_sharded_weights_learn_what_whole_ones_do_and_either_goes_on_with_the_others_run(
+    base: Path, texts: Path, tmp_path: Path
+) -> None:
+    """What `accelerate launch --use_fsdp` asks for, on the CPU: each process has half of every weight."""
+    assert_two_do_what_one_does("--method full --accumulate 2 --ar-share 0", base, texts, tmp_path, sharded=True)
+    command = ["--model", str(base), "--data", str(texts), *TINY.split(), *SWITCHES.split(), "--method", "full"]
+    command += ["--ar-share", "0", "--steps", "5"]
+    assert main([*command, "--out", str(tmp_path / "two")]) == 0
+    two = launch([*command, "--out", str(tmp_path / "one")], sharded=True)
+    _, said = two.communicate(timeout=280)
+    assert two.returncode == 0, said
+    both, one = record(tmp_path / "one"), record(tmp_path / "two")
+    assert (one["num_processes"], both["num_processes"]) == (1, 2)
+    assert both["losses"] == pytest.approx(one["losses"], abs=1e-3)
+    assert len(one["losses"]) == 5
