@@ -33,6 +33,7 @@ Examples
   spaceserve train --model BASE --data alpaca.json --preset paper --out runs/paper
   spaceserve train --model published-space --data chats.jsonl --method head --minutes 30 --out runs/head
   accelerate launch --num_processes 8 -m space_train --model BASE --data chats.jsonl --out runs/many
+  accelerate launch --num_processes 8 --use_fsdp -m space_train --method full --model BASE --data ... --out runs/large
 
 Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prompt/completion or text; a text file, a
 folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
