@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
+from space_train.interruption import Interrupted
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.schedule import Budget
 from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.session import held_out_rows, load_base, packed
 from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.trainer import Interrupted, TrainResult, train
+from space_train.trainer import TrainResult, train
 from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 

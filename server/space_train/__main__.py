@@ -161,8 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
     options = arguments(argv)
     try:
+        from space_train.interruption import Interrupted
         from space_train.session import run_session
-        from space_train.trainer import Interrupted
     except ModuleNotFoundError as missing:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2

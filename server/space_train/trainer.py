@@ -11,9 +11,8 @@ import contextlib
 import hashlib
 import json
 import resource
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from space_train import sharding
 from space_train.agreement import held_out_figures, tokens_per_step
 from space_train.checkpoint_writer import write_checkpoint
 from space_train.flops import ModelCost, flops_of
+from space_train.interruption import Interrupted, interruptions
 from space_train.mixed_rows import MixedRows
 from space_train.optimiser import Optimiser
 from space_train.schedule import LearningRate
@@ -73,10 +73,6 @@ class TrainResult:
         return self.counters.curve[-1] if self.counters.curve else {}
 
 
-class Interrupted(RuntimeError):
-    """The run was told to stop; it can be resumed."""
-
-
 def train(
     model: PreTrainedModel,
     source: Path,
@@ -111,26 +107,6 @@ def train(
 def on_cpu() -> bool:
     """Whether to compute on the CPU. accelerate must be told, or several processes would not know of each other."""
     return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
-
-
-@contextlib.contextmanager
-def interruptions() -> Iterator[list[int]]:
-    """A list that holds the signal once SIGINT or SIGTERM came: the run ends behind the update it is in."""
-    received: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        received.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are its own
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Run:

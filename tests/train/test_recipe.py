@@ -57,6 +57,6 @@ def test_a_second_run_trains_nothing_again(out: Path) -> None:
 def test_help_says_what_happens_in_which_order_and_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.arguments(["--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "corpus, tokenizer, tokens, next-token, unlearn-loops, own-text, space, head, export" in text
     assert "continues from its last checkpoint" in text

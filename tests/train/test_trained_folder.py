@@ -1,0 +1,202 @@
+"""What a run leaves is a checkpoint that serves, and a report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+from space_train.run_report import write_report
+from space_train.schedule import Budget
+from space_train.stage import load_checkpoint
+from space_train.testing import decoder_rows, random_examples, random_ids, read_model, rows_for, tiny_plan
+from space_train.train_batch import Texts
+from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.trainer import STATE_FILE, TrainResult, train
+from torch.nn import functional
+
+TOKENIZER_SIZE = 100  # ids from there on mean nothing to the tokenizer of a tiny checkpoint
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three masks with ids, no head."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
+
+
+def held_out(plan: TrainPlan) -> Texts:
+    rows = rows_for(plan, random_examples(5, 20, 32)).rows(0, 2)
+    return Texts(rows.ids, rows.learned, rows.document, torch.ones(2, dtype=torch.bool))
+
+
+def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
+    given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
+    data = keywords.pop("data", None) or rows_for(plan)
+    return train(read_model(source), source, data, plan, out, **given | keywords)
+
+
+def trained(out: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = load_checkpoint(out / STATE_FILE)["trained"]
+    return weights
+
+
+def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_path: Path) -> None:
+    result = run(base, tiny_plan(), tmp_path)
+    assert result.folder is not None
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, result.folder))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (result.folder / "model.safetensors").samefile(base / "model.safetensors")
+    ids = random_ids(30, 5)
+    plain, adapted = load_model(base), load_model(result.folder)
+    assert adapted.facts.adapters[0].num_masks == 3
+    alone, beside = decoder_rows(plain, ids, 0), decoder_rows(adapted, ids, 3, 0)
+    assert torch.equal(plain.logits(alone), adapted.logits(beside[:30]))
+
+
+def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(
+    base: Path, space: Path, tmp_path: Path
+) -> None:
+    for method, source, frozen in ((Method.FULL, base, False), (Method.HEAD, space, True), (Method.SFT, base, False)):
+        folder = run(source, tiny_plan(method), tmp_path / method, dtype=torch.bfloat16).folder
+        assert folder is not None
+        dtypes = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+        assert dtypes == {torch.float32 if frozen else torch.bfloat16}
+        config = json.loads((folder / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == ("float32" if frozen else "bfloat16")
+        assert load_model(folder).facts.dtype == dtypes.pop()
+        if method is not Method.SFT:
+            head = load_file(folder / "draft_head.safetensors")
+            assert {tensor.dtype for tensor in head.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_grown_vocabulary_is_written_whole_and_tied_weights_once(tied: bool, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "base", num_masks=0, tie_word_embeddings=tied)
+    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out", tokenizer_size=127, dtype=torch.float32).folder
+    assert folder is not None
+    weights = load_file(folder / "model.safetensors")
+    assert len(weights["model.embed_tokens.weight"]) == 130
+    assert ("lm_head.weight" in weights) != tied
+    model = load_model(folder)
+    assert (model.facts.vocab_size, model.facts.mask_ids) == (130, (127, 128, 129))
+
+
+def test_masks_that_the_checkpoint_has_are_trained_on_not_replaced(space: Path, tmp_path: Path) -> None:
+    """Others in their place would leave the old ids in the vocabulary, to be written into texts."""
+    plan = tiny_plan(Method.FULL, budget=Budget(steps=0))
+    folder = run(space, plan, tmp_path, dtype=torch.float32).folder
+    assert folder is not None
+    assert load_model(folder).facts.mask_ids == load_model(space).facts.mask_ids == (4, 5, 6)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(space / "model.safetensors")[name])
+
+
+def test_a_head_is_trained_on_an_adapter_of_any_rank_which_it_leaves_as_it_is(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "gated", num_masks=3, adapter_rank=2)
+    folder = run(source, tiny_plan(Method.HEAD, lora_rank=8), tmp_path / "out", dtype=torch.float32).folder
+    assert folder is not None
+    before, after = (load_file(place / "gated_lora.safetensors") for place in (source, folder))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor)
+    assert load_model(folder).facts.adapters[0].has_draft_head
+
+
+def test_a_head_needs_masks_and_as_many_as_there_are(base: Path, space: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlan, match="has no masks, so no draft head can stand on them"):
+        run(base, tiny_plan(Method.HEAD), tmp_path)
+    with pytest.raises(InvalidPlan, match="has 3 masks: give --num-masks 3"):
+        run(space, tiny_plan(Method.HEAD, num_masks=2), tmp_path)
+
+
+def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "base", num_masks=0)
+    text = json.dumps({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 0})  # as Llama 2's
+    (source / "generation_config.json").write_text(text)
+    (source / "merges.txt").write_text("#version")
+    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out").folder
+    assert folder is not None
+    assert (folder / "generation_config.json").read_text() == text
+    assert (folder / "merges.txt").exists()
+    (source / "generation_config.json").unlink()
+    run(source, tiny_plan(Method.FULL), tmp_path / "out")
+    assert not (folder / "generation_config.json").exists()
+
+
+def test_runs_of_several_precisions_fit_into_one_process(base: Path, tmp_path: Path) -> None:
+    for precision in ("no", "bf16", "no"):
+        run(base, tiny_plan(precision=precision, budget=Budget(steps=1)), tmp_path / precision)
+
+
+def test_bf16_products_are_near_those_in_float32(base: Path, tmp_path: Path) -> None:
+    losses = []
+    for precision in ("no", "bf16"):
+        plan = tiny_plan(Method.FULL, precision=precision, budget=Budget(steps=2))
+        losses.append(run(base, plan, tmp_path / precision).counters.losses)
+        assert {tensor.dtype for tensor in trained(tmp_path / precision).values()} == {torch.float32}
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_report_is_written_for_people_and_programs(base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(evaluations=2)
+    result = run(base, plan, tmp_path, progress=True)
+    write_report(tmp_path, plan, result)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert TrainPlan.from_json(record["plan"]) == plan
+    assert len(record["losses"]) == record["step"] == 3
+    assert {"loss", "mask_1", "mask_3", "head_1", "tokens_per_step"} <= set(record["curve"][-1])
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    words = (tmp_path / "run.md").read_text()
+    assert "# gated-lora, 3 updates" in words
+    assert "| mask_1 | " in words
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"train/masks", "train/head", "held_out/mask_1"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("train/masks")] == [1, 2, 3]
+    masks = [event.value for event in events.Scalars("train/masks")]
+    heads = [event.value for event in events.Scalars("train/head")]
+    assert [m + h for m, h in zip(masks, heads, strict=True)] == pytest.approx(record["losses"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- held-out figures
+
+
+def test_held_out_figures_are_counted_within_documents_by_hand(base: Path, tmp_path: Path) -> None:
+    """Two packed texts: the loss is that of each alone, and no draft is judged across their border."""
+    plan = tiny_plan(Method.SFT, budget=Budget(steps=0))
+    one, two = random_ids(15, 1), random_ids(17, 2)
+    ids = torch.tensor([one + two])
+    learned = torch.ones_like(ids, dtype=torch.bool)
+    texts = Texts(ids, learned, torch.tensor([[0] * 15 + [1] * 17]), torch.ones(1, dtype=torch.bool))
+    model, nats = read_model(base), 0.0
+    with torch.no_grad():
+        for text in (one, two):
+            row = torch.tensor(text)
+            nats += float(functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum"))
+    for method in (Method.SFT, Method.GATED_LORA):
+        changed = tiny_plan(method, budget=plan.budget)
+        figures = run(base, changed, tmp_path / method, held_out=texts).final
+        assert figures["loss"] == pytest.approx(nats / (14 + 16), rel=1e-4)
+
+
+def test_more_than_nine_masks_are_counted_in_their_order() -> None:
+    from space_train.agreement import tokens_per_step
+
+    shares = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
+    product, expected = 1.0, 1.0
+    for share in shares:
+        product *= share
+        expected += product
+    assert tokens_per_step({f"mask_{j + 1}": share for j, share in enumerate(shares)}) == pytest.approx(expected)
