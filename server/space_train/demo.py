@@ -85,7 +85,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
     budget = parser.add_argument_group("budgets")
     budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
-    budget.add_argument("--unlearn-minutes", type=float, default=10, help="against loops, minutes (default: 10)")
+    budget.add_argument(
+        "--loops-every",
+        type=int,
+        default=0,
+        help="of so many updates, one unlearns made-up loops; 0: none (default: 0)",
+    )
+    budget.add_argument(
+        "--unlearn-minutes",
+        type=float,
+        default=0,
+        help="unlearn loops of its own, minutes; mask training takes most of it back (default: 0)",
+    )
     budget.add_argument(
         "--unlearn-share", type=float, default=0.4, help="of the way that the weights go there (default: 0.4)"
     )
@@ -175,7 +186,12 @@ class Recipe:
     def next_token(self) -> None:
         """Train the network and write it to `base`, a plain checkpoint."""
         options, network = self.options, Network(self.shape)
-        plan = PretrainPlan(seed=options.seed, tokens_per_step=options.tokens_per_step, compile=self.compile)
+        plan = PretrainPlan(
+            seed=options.seed,
+            tokens_per_step=options.tokens_per_step,
+            loops_every=options.loops_every,
+            compile=self.compile,
+        )
         if options.start_from is not None:
             # Weights that have settled once are not thrown about again (measured: at half the rate two million tokens
             # raised the held-out loss from 2.78 to 3.15).

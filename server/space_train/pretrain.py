@@ -37,7 +37,7 @@ class PretrainPlan:
     adam_rate: float = 3e-3
     learning_rate: LearningRate = field(default_factory=lambda: LearningRate(decay_from=0.4, final=0.1))
     # Of so many steps, one also takes a batch of loops to unlearn (0: none does).
-    loops_every: int = 1
+    loops_every: int = 0
     loop_tokens: int = 2048
     loop_length: int = 256
     compile: bool = True

@@ -95,7 +95,7 @@ def test_a_low_rank_head_adds_a_correction_made_of_the_scaled_embedding_alone() 
 def test_loops_are_unlearnt_beside_the_next_token(tmp_path: Path) -> None:
     network = Network(SHAPE)
     network.initialise(torch.Generator().manual_seed(0))
-    plan = replace(PRETRAIN, loop_length=64, loop_tokens=128)
+    plan = replace(PRETRAIN, loops_every=1, loop_length=64, loop_tokens=128)
     lines = np.zeros(40, dtype=np.bool_)
     checkpoint = tmp_path / "c.pt"
     counters = pretrain(network, STREAMS, no_measures, plan, Budget(tokens=600), checkpoint, ends_line=lines)
