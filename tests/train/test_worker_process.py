@@ -64,7 +64,8 @@ def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]
 
 
 def test_a_worker_that_was_killed_is_said_to_have_been(script: Callable[[str], str]) -> None:
-    module = script("import sys, time; print('step 9', file=sys.stderr, flush=True); print('ready x', flush=True); time.sleep(9)")
+    said = "print('step 9', file=sys.stderr, flush=True)"
+    module = script(f"import sys, time; {said}; print('ready x', flush=True); time.sleep(9)")
     with WorkerProcess({}, module=module) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert process.obituary("It is gone") == "It is gone: it was ended by SIGKILL. It said last:\n    step 9"
