@@ -16,7 +16,9 @@ from space_train.example import Example
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
 from space_train.schedule import Budget
+from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, Method, TrainPlan
+from space_train.trainer import TrainResult, train
 
 FIRST_ID, VOCABULARY = 16, 128
 """Random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint."""
@@ -82,3 +84,20 @@ def decoder_rows(model: SpaceModel, prefix: list[int], num_masks: int, adapter: 
         adapter_masks=[facts.num_masks for facts in model.facts.adapters],
     )
     return model.forward(batch, model.allocate_kv(len(pages), _BLOCK))[: len(prefix) + num_masks]
+
+
+TOKENIZER_SIZE = 100
+"""Ids from there on mean nothing to the tokenizer of a tiny checkpoint."""
+
+
+def held_out(plan: TrainPlan) -> Texts:
+    """Two rows that training does not see."""
+    rows = rows_for(plan, random_examples(5, 20, 32)).rows(0, 2)
+    return Texts(rows.ids, rows.learned, rows.document, torch.ones(2, dtype=torch.bool))
+
+
+def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
+    """Train the checkpoint `source` as `plan` says, on random text."""
+    given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
+    data = keywords.pop("data", None) or rows_for(plan)
+    return train(read_model(source), source, data, plan, out, **given | keywords)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,17 @@ from space_model.testing import tiny_checkpoint
 from space_train.run_report import write_report
 from space_train.schedule import Budget
 from space_train.stage import load_checkpoint
-from space_train.testing import decoder_rows, random_examples, random_ids, read_model, rows_for, tiny_plan
+from space_train.testing import (
+    decoder_rows,
+    random_ids,
+    read_model,
+    run,
+    tiny_plan,
+)
 from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.trainer import STATE_FILE, TrainResult, train
+from space_train.trainer import STATE_FILE
 from torch.nn import functional
-
-TOKENIZER_SIZE = 100  # ids from there on mean nothing to the tokenizer of a tiny checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +33,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three masks with ids, no head."""
     return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
-
-
-def held_out(plan: TrainPlan) -> Texts:
-    rows = rows_for(plan, random_examples(5, 20, 32)).rows(0, 2)
-    return Texts(rows.ids, rows.learned, rows.document, torch.ones(2, dtype=torch.bool))
-
-
-def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
-    given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
-    data = keywords.pop("data", None) or rows_for(plan)
-    return train(read_model(source), source, data, plan, out, **given | keywords)
 
 
 def trained(out: Path) -> dict[str, torch.Tensor]:
@@ -133,8 +125,11 @@ def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_pat
 
 
 def test_runs_of_several_precisions_fit_into_one_process(base: Path, tmp_path: Path) -> None:
-    for precision in ("no", "bf16", "no"):
-        run(base, tiny_plan(precision=precision, budget=Budget(steps=1)), tmp_path / precision)
+    losses = []
+    for number, precision in enumerate(("no", "bf16", "no")):
+        plan = tiny_plan(precision=precision, budget=Budget(steps=1))
+        losses.append(run(base, plan, tmp_path / str(number)).counters.losses)
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_bf16_products_are_near_those_in_float32(base: Path, tmp_path: Path) -> None:

@@ -14,12 +14,16 @@ from space_model.testing import tiny_checkpoint
 from space_train.interruption import Interrupted
 from space_train.schedule import Budget
 from space_train.stage import Measures, load_checkpoint
-from space_train.testing import random_examples, random_ids, read_model, rows_for, tiny_plan
+from space_train.testing import (
+    random_examples,
+    random_ids,
+    rows_for,
+    run,
+    tiny_plan,
+)
 from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.trainer import STATE_FILE, Run, TrainResult, train
-
-TOKENIZER_SIZE = 100  # ids from there on mean nothing to the tokenizer of a tiny checkpoint
+from space_train.trainer import STATE_FILE, Run
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +35,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three masks with ids, no head."""
     return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
-
-
-def held_out(plan: TrainPlan) -> Texts:
-    rows = rows_for(plan, random_examples(5, 20, 32)).rows(0, 2)
-    return Texts(rows.ids, rows.learned, rows.document, torch.ones(2, dtype=torch.bool))
-
-
-def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
-    given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
-    data = keywords.pop("data", None) or rows_for(plan)
-    return train(read_model(source), source, data, plan, out, **given | keywords)
 
 
 def trained(out: Path) -> dict[str, torch.Tensor]:
