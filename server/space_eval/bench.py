@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -28,6 +29,12 @@ from space_eval.load_client import Endpoint, LoadError, get_json
 from space_eval.prompts import PromptError, load_prompts
 
 PLAIN = "off"
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
+    "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
+}
+"""What may follow `spaceserve bench`: the module, loaded only when asked for, whose `main(argv)` gives the exit code."""
 
 _EXAMPLES = """\
 examples:
@@ -66,7 +73,11 @@ SMOKE = Settings((1, 4), 1, None, 16, 0.0, 1, "auto", None)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 after a measurement, 1 where the server failed, 2 for unusable flags."""
-    options, serve_flags = _options(list(sys.argv[1:] if argv is None else argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+        return status
+    options, serve_flags = _options(given)
     try:
         settings = _settings(options)
         api_key = _api_key(options.api_key_file)
@@ -184,13 +195,18 @@ def _api_key(file: Path | None) -> str | None:
         raise BenchError(f"--api-key-file {file}: there is no key in it.") from None
 
 
+def _commands() -> str:
+    lines = [f"  spaceserve bench {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["\nother benchmarks, each with a --help of its own:", *lines])
+
+
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and those of `serve` behind `--`."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="spaceserve bench",
         description=(__doc__ or "").partition(":")[2].strip(),
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES + _commands(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,6 +1,8 @@
 """The arithmetic of the load benchmark, and its flags."""
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,21 @@ def test_a_record_is_json() -> None:
     pair = (a_round("off", 1.0, exchange((0.1, (1,)))), a_round("auto", 1.0, exchange((0.1, (1,)))))
     made = bench.record({"machine": "m"}, {"max_tokens": 1}, rows(1, [pair]))
     assert json.loads(json.dumps(made))["rows"][1]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_a_word_before_the_flags_goes_to_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    module = types.ModuleType("space_eval.never")
+    module.main = lambda argv: given.append(argv) or 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(bench, "COMMANDS", {"never": (module.__name__, "")})
+    assert bench.main(["never", "--flag", "1"]) == 7
+    assert given == [["--flag", "1"]]
+
+
+@pytest.mark.parametrize("word", ["overhead", "simulate"])
+def test_the_other_benchmarks_are_shown_in_the_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--help"])
+    assert ended.value.code == 0
+    assert f"spaceserve bench {word}" in capsys.readouterr().out
