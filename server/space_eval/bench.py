@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
 }
-"""What may follow `spaceserve bench`: the module, loaded only when asked for, whose `main(argv)` gives the exit code."""
+"""What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
 
 _EXAMPLES = """\
 examples:
