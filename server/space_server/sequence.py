@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from space_kernels.law import Law
 from space_kernels.processors import TokenCounts
 
+from space_server.acceptance import Acceptance
 from space_server.limits import Limits
 
 
@@ -31,6 +32,8 @@ class Sequence:
     adapter: int | None  # whose masks it drafts from; None: the checkpoint's own, by their ids
     num_masks: int  # masks per group that there are
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
+    draft_depth: int = 1  # mask number that the first of them came from; 0: from no mask
+    acceptance: Acceptance | None = None  # of drafts that came from its masks; None: nobody asks
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so
 
@@ -52,7 +55,7 @@ class Sequence:
         """A prefill chunk that did not reach the root is computed."""
         self.num_computed += num_rows
 
-    def emit(self, tokens: list[int], num_accepted: int, drafts: list[int]) -> None:
+    def emit(self, tokens: list[int], num_accepted: int, drafts: list[int], draft_depth: int = 1) -> None:
         """The root's step is over: `tokens` are new ids, the K and V of the root and the accepted drafts are in place.
 
         Rejected drafts wrote the slots behind; the next step overwrites them. Nothing is moved.
@@ -60,6 +63,6 @@ class Sequence:
         self.num_computed = min(len(self.ids) + num_accepted, len(self.ids) + len(tokens) - 1)
         self.ids += tokens
         self.num_emitted += len(tokens)
-        self.drafts = drafts
+        self.drafts, self.draft_depth = drafts, draft_depth
         if self.counts is not None:
             self.counts.extend(tokens)

@@ -38,6 +38,7 @@ class Advance:
     num_accepted: int = 0  # drafts among them that were accepted
     end: End | None = None
     drafts: list[int] = field(default_factory=list)  # for the next step
+    draft_depth: int = 1  # mask number of the first of them; 0: from no mask
     logprobs: list[IdLogprobs] = field(default_factory=list)
     prompt_logprobs: list[IdLogprobs] = field(default_factory=list)
     error: str | None = None  # the sequence cannot go on
@@ -48,7 +49,7 @@ class Advance:
         if self.error is not None:
             return
         if self.plan.closes:
-            sequence.emit(self.tokens, self.num_accepted, self.drafts)
+            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth)
         else:
             sequence.advance(self.plan.num_pending)
 
@@ -189,12 +190,13 @@ class Stepper:
                 known = [*sequence.ids, *advance.tokens]
                 proposed = self._draft_source.propose(sequence.seq_id, known, wanted)
                 if proposed is not None:
-                    advance.drafts = self._valid(list(proposed[:wanted]))
+                    advance.drafts, advance.draft_depth = self._valid(list(proposed[:wanted])), 0
                     continue
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             if group is not None:
                 first = group.first_mask - 1
                 rows = batch.mask_rows[number][group.group][first : first + min(group.num_drafts, wanted)]
+                advance.draft_depth = group.first_mask
                 by_masks.append(advance)
                 runs.append(MaskRun(sequence, advance.tokens, rows))
         for advance, drafts in zip(by_masks, draft(self.model, hidden, runs, self._banned), strict=True):

@@ -1,0 +1,97 @@
+"""How likely drafts are accepted: a shape that all sequences share, and what one sequence is beyond it. Torch-free.
+
+p_j is the chance that draft j is accepted, given that those before it are. The shape holds p_1, p_2, … as decayed
+averages over everything that was verified. A sequence differs from it by one number, the shift of all its log-odds,
+which follows its own verdicts: with few of them the sequence stays what the average is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+TYPICAL = (0.70, 0.65, 0.62, 0.60, 0.58, 0.57, 0.56, 0.55)
+"""p_1, p_2, … of a checkpoint that nothing is known about; missing ones repeat the last."""
+
+PRIOR_WEIGHT = 40.0
+"""Verdicts on a draft that the prior counts for."""
+
+SHAPE_MEMORY = 0.998
+"""What a verdict on a draft still weighs at the next one: the shape follows about the last 500."""
+
+STEP = 0.12
+"""How far one verdict moves a sequence, in log-odds per unit of surprise."""
+
+FORGET = 0.004
+"""Share of a sequence's shift that is forgotten at each of its steps: who is not drafted for is tried again."""
+
+LEVELS_PER_UNIT = 2
+MOST_LEVEL = 8
+"""Shifts are told apart in halves of a unit of log-odds, up to 4 either way."""
+
+_LEAST, _MOST = 0.02, 0.98
+
+
+class AcceptanceShape:
+    """p_1, p_2, … of a model's masks, or of another source of drafts, over all sequences."""
+
+    def __init__(self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL)) -> None:
+        """`prior`: p_1, p_2, … as the checkpoint's card has them."""
+        filled = [prior[min(j, len(prior) - 1)] for j in range(num_drafts)]
+        self._accepted = [PRIOR_WEIGHT * min(max(p, _LEAST), _MOST) for p in filled]
+        self._verified = [PRIOR_WEIGHT] * num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        """Depths that are told apart."""
+        return len(self._verified)
+
+    def log_odds(self, depth: int) -> float:
+        """Of p_depth; depths count from 1, those behind the last one are as it is."""
+        at = min(depth, len(self._verified)) - 1
+        p = min(max(self._accepted[at] / self._verified[at], _LEAST), _MOST)
+        return math.log(p / (1.0 - p))
+
+    def chance(self, depth: int, level: int = 0) -> float:
+        """p_depth of a sequence of this level."""
+        return 1.0 / (1.0 + math.exp(-self.log_odds(depth) - level / LEVELS_PER_UNIT))
+
+    def learn(self, depth: int, accepted: bool) -> None:
+        """One verdict."""
+        at = min(depth, len(self._verified)) - 1
+        self._accepted[at] = SHAPE_MEMORY * self._accepted[at] + accepted
+        self._verified[at] = SHAPE_MEMORY * self._verified[at] + 1.0
+
+    def as_json(self) -> list[float]:
+        """p_1, p_2, …"""
+        return [
+            round(accepted / verified, 4) for accepted, verified in zip(self._accepted, self._verified, strict=True)
+        ]
+
+
+class Acceptance:
+    """What one sequence's drafts of one source are worth."""
+
+    __slots__ = ("shape", "shift")
+
+    def __init__(self, shape: AcceptanceShape) -> None:
+        self.shape = shape
+        self.shift = 0.0  # of all log-odds
+
+    @property
+    def level(self) -> int:
+        """The shift, rounded: sequences of one level are treated alike."""
+        return max(-MOST_LEVEL, min(MOST_LEVEL, round(LEVELS_PER_UNIT * self.shift)))
+
+    def chance(self, depth: int) -> float:
+        """That a draft of this depth is accepted, given that those before it are."""
+        return 1.0 / (1.0 + math.exp(-self.shape.log_odds(depth) - self.shift))
+
+    def step(self, first_depth: int, num_verified: int, num_accepted: int) -> None:
+        """One step's verdict: drafts of depth first_depth, first_depth+1, … of which the first `num_accepted` stand."""
+        self.shift *= 1.0 - FORGET
+        for number in range(min(num_accepted + 1, num_verified)):
+            accepted = number < num_accepted
+            surprise = accepted - self.chance(first_depth + number)
+            self.shape.learn(first_depth + number, accepted)
+            self.shift += STEP * surprise

@@ -1,0 +1,140 @@
+"""What a step costs on this machine, by what it lays out. Torch-free.
+
+Measured points give a sum of parts that each only grow: a fixed part, one for each sequence, for each sampled row, for
+each sequence that drafts, for keys that are read, and a part for the rows that bends where the machine's ridge is.
+While the server runs, every step corrects it: the whole (the machine is slower today), and the place (this shape is
+cheaper than its neighbours say).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Rows at which the cost of a row may change."""
+
+DRIFT_RATE, PLACE_RATE = 0.02, 0.06
+"""How fast the whole, and the place, follow what is measured, per step."""
+
+OUTLIER = 2.0
+"""A step that took more than so many times what was expected teaches no more than this: the machine was away."""
+
+_KEYS = 1024.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one step lays out, over all sequences."""
+
+    num_sequences: int  # that reach their root: an id is chosen for each
+    num_chain_rows: int  # roots and drafts
+    num_mask_rows: int = 0
+    num_drafting: int = 0  # sequences with masks: drafts are chosen for each
+    num_prefill_rows: int = 0
+    num_context: int = 0  # ids computed before, over all sequences
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.num_chain_rows + self.num_mask_rows + self.num_prefill_rows
+
+    @classmethod
+    def plain(cls, num_sequences: int, num_context: int = 0) -> StepShape:
+        """A root each."""
+        return cls(num_sequences, num_sequences, num_context=num_context)
+
+
+Point = tuple[StepShape, float]
+
+
+class StepCost:
+    """Seconds of a step."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """`weights`: seconds for one of each of the parts."""
+        self._weights = [float(weight) for weight in weights]
+        self._drift = 0.0  # log of measured / expected
+        self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
+
+    @classmethod
+    def from_points(cls, points: Sequence[Point]) -> StepCost:
+        """The parts that come nearest to the measured `points` (at least one), by relative distance."""
+        parts = np.array([_parts(shape) for shape, _ in points])
+        seconds = np.array([seconds for _, seconds in points])
+        return cls(_least_squares(parts / seconds[:, None], np.ones(len(points))))
+
+    @classmethod
+    def typical(cls, device_type: str) -> StepCost:
+        """Before anything is measured: a small model on two cores, or a device that is never short of rows."""
+        per_row = 1.2e-4 if device_type == "cpu" else 2e-6
+        row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
+        return cls([1.5e-3, 1e-5, 1e-5, 1e-4, 1e-5, *row_parts])
+
+    def seconds(self, shape: StepShape) -> float:
+        """Expected, as things stand now."""
+        return self._base(shape) * math.exp(self._drift + self._places.get(_place(shape), 0.0))
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        """One measured step."""
+        surprise = math.log(max(seconds, 1e-9) / self.seconds(shape))
+        surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
+        place = _place(shape)
+        self._drift += DRIFT_RATE * surprise
+        self._places[place] = self._places.get(place, 0.0) + PLACE_RATE * surprise
+
+    def as_json(self) -> list[float]:
+        """What `StepCost` is made of, for a file."""
+        return list(self._weights)
+
+    def _base(self, shape: StepShape) -> float:
+        total = sum(weight * part for weight, part in zip(self._weights, _parts(shape), strict=True))
+        return max(total, 1e-6)
+
+
+def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
+    """Points as `write_points` wrote them."""
+    return [(StepShape(*map(int, numbers)), float(seconds)) for *numbers, seconds in values]
+
+
+def write_points(points: Iterable[Point]) -> list[list[float]]:
+    """Points as plain numbers: the shape's, then the seconds."""
+    return [[*astuple(shape), seconds] for shape, seconds in points]
+
+
+def _parts(shape: StepShape) -> list[float]:
+    rows = shape.num_rows
+    bent = [
+        max(0.0, min(rows, end) - begin)
+        for begin, end in zip(BENDS, (*BENDS[1:], math.inf), strict=True)  # grows from bend to bend
+    ]
+    return [
+        1.0,
+        shape.num_sequences,
+        shape.num_chain_rows - shape.num_sequences,
+        shape.num_drafting,
+        shape.num_context / _KEYS,
+        *bent,
+    ]
+
+
+def _place(shape: StepShape) -> tuple[int, int]:
+    """Shapes of about the same size, to an eighth of a doubling."""
+    return round(8 * math.log2(max(shape.num_sequences, 1))), round(8 * math.log2(max(shape.num_rows, 1)))
+
+
+def _least_squares(parts: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> list[float]:
+    """Weights of 0 or more that bring parts·weights nearest to `wanted`: coordinate descent, which cannot diverge."""
+    scale = np.maximum(np.linalg.norm(parts, axis=0), 1e-12)
+    scaled = parts / scale
+    gram, target = scaled.T @ scaled, scaled.T @ wanted
+    gram += 1e-9 * np.eye(len(gram))
+    weights = np.zeros(len(gram))
+    for _ in range(2000):
+        for at in range(len(weights)):
+            weights[at] = max(0.0, weights[at] + (target[at] - gram[at] @ weights) / gram[at, at])
+    return [float(weight) for weight in weights / scale]
