@@ -56,6 +56,30 @@ FINISH_ERROR: Finish.ValueType  # 4
 """`error` says why; only this sequence is harmed"""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
+class _DraftSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_SOURCE_MASKS: _DraftSource.ValueType  # 0
+    """the model's masks, or its adapter's"""
+    DRAFT_SOURCE_LOOKUP: _DraftSource.ValueType  # 1
+    """what followed the same ids earlier in the sequence"""
+    DRAFT_SOURCE_PREDICTION: _DraftSource.ValueType  # 2
+    """Admit.prediction"""
+
+class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
+    """Who proposed drafts. All are verified by the same rule."""
+
+DRAFT_SOURCE_MASKS: DraftSource.ValueType  # 0
+"""the model's masks, or its adapter's"""
+DRAFT_SOURCE_LOOKUP: DraftSource.ValueType  # 1
+"""what followed the same ids earlier in the sequence"""
+DRAFT_SOURCE_PREDICTION: DraftSource.ValueType  # 2
+"""Admit.prediction"""
+Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
+
 @_typing.final
 class RouterMessage(_message.Message):
     """---------------------------------------------------------------------------------------------- router -> worker
@@ -185,6 +209,7 @@ class Admit(_message.Message):
     WANT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
     num_prompt: _builtins.int
@@ -217,6 +242,10 @@ class Admit(_message.Message):
     def limits(self) -> Global___Limits:
         """when to end"""
 
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids the client expects the output to have, from its start: drafted from where the output agrees. The text is the same without"""
+
     def __init__(
         self,
         *,
@@ -232,10 +261,11 @@ class Admit(_message.Message):
         want_logprobs: _builtins.bool = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "sampling", b"sampling", "seq_id", b"seq_id", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
@@ -726,6 +756,9 @@ class SequenceReport(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     DECODED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_MASK_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_PREDICTED_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """which"""
     num_drafted: _builtins.int
@@ -742,6 +775,12 @@ class SequenceReport(_message.Message):
     """no free slot: waits for Extend (or for Release)"""
     decoded: _builtins.bool
     """a decode step (not a prefill chunk): counts for tokens per step"""
+    draft_source: Global___DraftSource.ValueType
+    """who proposed the drafts verified in this step"""
+    num_mask_drafts: _builtins.int
+    """of a draft_source other than masks: leading drafts that came from masks; the source's go on behind them"""
+    num_predicted: _builtins.int
+    """ids of Admit.prediction found in the output with this step, each counted once in the life of a sequence"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """emitted ids, after the cut at EOS, stop id or limit"""
@@ -768,10 +807,13 @@ class SequenceReport(_message.Message):
         paused: _builtins.bool = ...,
         decoded: _builtins.bool = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        draft_source: Global___DraftSource.ValueType = ...,
+        num_mask_drafts: _builtins.int = ...,
+        num_predicted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoded", b"decoded", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_computed", b"num_computed", "num_drafted", b"num_drafted", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoded", b"decoded", "draft_source", b"draft_source", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_computed", b"num_computed", "num_drafted", b"num_drafted", "num_mask_drafts", b"num_mask_drafts", "num_predicted", b"num_predicted", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
