@@ -24,6 +24,7 @@ from space_server.drafting import MaskRun, draft
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.step_model import StepModel
+from space_server.synthetic import SyntheticAcceptance
 
 _LOGPROB_ROWS = 64
 """Prompt rows whose whole vocabulary is held at once."""
@@ -72,11 +73,13 @@ class Stepper:
         kv: PagedKV,
         *,
         draft_source: DraftSource | None = None,
+        synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.kv = model, kv
         self.num_forwards = 0  # forward passes run; one per step
         self._draft_source = draft_source
+        self._synthetic = synthetic
         self._clock = clock
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
@@ -181,6 +184,8 @@ class Stepper:
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
             plan, sequence = advance.plan, advance.plan.sequence
+            if advance.end is not None and self._synthetic is not None:
+                self._synthetic.ended(sequence, advance.tokens)
             if not plan.closes or advance.end is not None or advance.error is not None:
                 continue
             wanted = min(sequence.max_drafts, sequence.num_left - len(advance.tokens) - 1)
@@ -201,6 +206,11 @@ class Stepper:
                 runs.append(MaskRun(sequence, advance.tokens, rows))
         for advance, drafts in zip(by_masks, draft(self.model, hidden, runs, self._banned), strict=True):
             advance.drafts = self._valid(drafts)
+        if self._synthetic is not None:
+            for advance in by_masks:
+                advance.drafts = self._synthetic.drafts(
+                    advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
+                )
 
     def _valid(self, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""
