@@ -66,6 +66,8 @@ def tiny_checkpoint(
     num_masks: int = 5,
     shared_mask: bool = False,
     draft_head: bool = True,
+    draft_head_width: int = 32,
+    words: bool = False,
     adapter_rank: int | None = None,
     dtype: str = "float32",
     window: int = 512,
@@ -80,8 +82,9 @@ def tiny_checkpoint(
     """Write a random checkpoint of `family` to the folder `path` (made if absent) and return it.
 
     It has a byte-level tokenizer (printable ASCII and newline where the vocabulary has no room for all bytes), a chat
-    template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config. With
-    an `adapter_rank` the masks have no ids: they are a random gated adapter's, on every linear of the decoder layers.
+    template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config.
+    `words`: ids that the tokenizer would leave over are made-up words, so that every id is some text. With an
+    `adapter_rank` the masks have no ids: they are a random gated adapter's, on every linear of the decoder layers.
     The weights do not depend on masks, adapter or draft head.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +123,9 @@ def tiny_checkpoint(
             "num_masks": num_masks,
             "mask_token_ids": list(range(FIRST_MASK, FIRST_MASK + mask_tokens)),
             "adapter": None,
-            "draft_head": _write_draft_head(path, hidden_size, dtype, generator) if draft_head else None,
+            "draft_head": (
+                _write_draft_head(path, hidden_size, dtype, generator, draft_head_width) if draft_head else None
+            ),
         }
         if adapter_rank is not None:
             random_gated_lora(model, num_masks=num_masks, rank=adapter_rank, seed=seed).save(path / GATED_LORA_FILE)
@@ -128,7 +133,7 @@ def tiny_checkpoint(
         config_file = path / "config.json"
         written = json.loads(config_file.read_text(encoding="utf-8"))
         config_file.write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
-    _write_tokenizer(path, vocab_size, mask_tokens)
+    _write_tokenizer(path, vocab_size, mask_tokens, words=words)
     return path
 
 
@@ -183,9 +188,10 @@ def random_gated_lora(
     return GatedLora(normal(num_masks, model.config.hidden_size, 2.0), pairs, scale=2.0)
 
 
-def _write_draft_head(path: Path, hidden: int, dtype: str, generator: torch.Generator) -> dict[str, Any]:
+def _write_draft_head(
+    path: Path, hidden: int, dtype: str, generator: torch.Generator, width: int = 32
+) -> dict[str, Any]:
     """A random draft head, and its part of the `space` section."""
-    width = 32
     weights = {
         "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
         "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
@@ -195,14 +201,15 @@ def _write_draft_head(path: Path, hidden: int, dtype: str, generator: torch.Gene
     return {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
 
 
-def _write_tokenizer(path: Path, vocab_size: int, num_masks: int) -> None:
-    """Byte-level, without merges: one token per byte."""
+def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool = False) -> None:
+    """Byte-level, without merges: one token per byte; with `words` behind them, which no text is encoded as."""
     masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
     specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
     letter_of = _byte_letters()
     room = vocab_size - len(specials)
     letters = [letter_of[byte] for byte in (range(256) if room >= 256 else _ASCII)]
-    vocabulary = {token: id for id, token in enumerate([*specials, *letters])}
+    more = [_word(number, letter_of[ord(" ")]) for number in range(room - len(letters))] if words else []
+    vocabulary = {token: id for id, token in enumerate([*specials, *letters, *more])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -218,6 +225,16 @@ def _write_tokenizer(path: Path, vocab_size: int, num_masks: int) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _word(number: int, space: str) -> str:
+    """A space and syllables, another word for each number."""
+    consonants, vowels = "bcdfghjklmnpqrstvwxz", "aeiou"
+    syllables = ""
+    while number or not syllables:
+        number, syllable = divmod(number, len(consonants) * len(vowels))
+        syllables += consonants[syllable // len(vowels)] + vowels[syllable % len(vowels)]
+    return space + syllables
 
 
 def _byte_letters() -> dict[int, str]:

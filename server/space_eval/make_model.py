@@ -1,0 +1,108 @@
+"""`spaceserve bench make-model`: a checkpoint with random weights, for measuring speed at a size one has no model of.
+
+Its text means nothing and its masks predict nothing: ask for synthetic acceptance, and ignore EOS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from space_model.testing import tiny_checkpoint
+from transformers.utils import logging as transformers_logging
+
+NUM_MASKS = 5
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama's shape; embedding and output head share their weights."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    vocab_size: int
+    window: int
+    draft_head_width: int
+
+    @property
+    def num_weights(self) -> int:
+        """Without norms and draft head."""
+        per_layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
+        return self.vocab_size * self.hidden_size + self.num_layers * per_layer
+
+
+SIZES: Mapping[str, Size] = {
+    "15m": Size(288, 6, 6, 768, 32000, 2048, 96),
+    "125m": Size(768, 12, 12, 2560, 32000, 8192, 256),
+}
+"""By what the command calls them."""
+
+_EPILOG = """\
+examples:
+  spaceserve bench make-model --size 125m llama-125m
+  spaceserve bench overhead --model llama-125m --synthetic-acceptance .78
+  spaceserve serve --model llama-125m --synthetic-acceptance .78
+"""
+
+
+def random_llama(
+    folder: Path, size: Size, *, num_masks: int = NUM_MASKS, draft_head: bool = True, seed: int = 0
+) -> Path:
+    """Write a random bfloat16 Llama of this size to `folder`, with mask ids and a byte-level tokenizer."""
+    return tiny_checkpoint(
+        folder,
+        "llama",
+        vocab_size=size.vocab_size,
+        num_masks=num_masks,
+        draft_head=draft_head,
+        draft_head_width=size.draft_head_width,
+        words=True,
+        dtype="bfloat16",
+        window=size.window,
+        hidden_size=size.hidden_size,
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        kv_heads=size.num_heads,
+        head_dim=size.hidden_size // size.num_heads,
+        seed=seed,
+        intermediate_size=size.intermediate_size,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for a folder that cannot be had."""
+    parser = argparse.ArgumentParser(
+        prog="spaceserve bench make-model",
+        description="Write a Llama with random weights, five mask ids and a byte-level tokenizer, ready to be served.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shapes = ", ".join(f"{name} ({size.num_weights / 1e6:.0f} million weights)" for name, size in SIZES.items())
+    parser.add_argument("--size", choices=SIZES, default="125m", help=f"{shapes} [125m]")
+    parser.add_argument("--no-draft-head", action="store_true", help="masks alone, as the paper has them [with one]")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights [0]")
+    parser.add_argument("folder", type=Path, metavar="OUT", help="folder to make; it must not hold a checkpoint yet")
+    options = parser.parse_args(argv)
+    if (options.folder / "config.json").exists() or options.folder.is_file():
+        return _fail(f"{options.folder} exists already; name a new folder.")
+    transformers_logging.disable_progress_bar()
+    try:
+        random_llama(options.folder, SIZES[options.size], draft_head=not options.no_draft_head, seed=options.seed)
+    except OSError as error:
+        return _fail(f"{options.folder} cannot be written: {error.strerror or error}.")
+    print(options.folder)
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"spaceserve bench make-model: {reason}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
