@@ -184,6 +184,16 @@ class ServeConfig:
         "K",
         own_workers=True,
     )
+    synthetic_acceptance: str | None = setting(
+        None,
+        _SPECULATION,
+        "for measuring without trained masks, off by default: when a request comes again, its drafts from mask 1 to 5 "
+        "come true with these chances: .78 (.84 .81 .78 .75 .72), .57 (.63 .60 .57 .54 .51), or five numbers separated "
+        "by commas. The text is the same; the speed is no measurement of the checkpoint's masks, and /info says so",
+        parse.chances,
+        ".78|.57|P,P,P,P,P",
+        own_workers=True,
+    )
 
     kv_memory: str = setting(
         "auto",

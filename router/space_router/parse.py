@@ -17,6 +17,19 @@ def text(value: str) -> str:
     return value.strip()
 
 
+def chances(value: str) -> str:
+    """What the worker's --synthetic-acceptance takes."""
+    words = value.split(",")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    named = numbers in ([0.78], [0.57])
+    if not named and not (len(numbers) == 5 and all(0 <= number <= 1 for number in numbers)):
+        raise ValueError("must be .78, .57, or five chances from 0 to 1 separated by commas")
+    return value.strip()
+
+
 def one_of(*allowed: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value not in allowed:

@@ -123,7 +123,9 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
 def _description(facts: ModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
-    return f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
+    decree = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
+    said = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
+    return said + decree if facts.synthetic_acceptance else said
 
 
 def _workers(config: ServeConfig) -> str:

@@ -26,6 +26,7 @@ from space_server.config import WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 from space_server.service import WorkerService, start_server
+from space_server.synthetic import SyntheticAcceptance, label
 from space_server.worker import Worker
 
 BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
@@ -85,8 +86,19 @@ def build_worker(config: WorkerConfig) -> Worker:
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
+    synthetic = None
+    if config.synthetic_acceptance is not None:
+        synthetic = SyntheticAcceptance(
+            config.synthetic_acceptance, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids
+        )
+        _log.warning(
+            "%s: drafts of a request that comes again are right or wrong by decree. The text is exact; its speed is "
+            "no measurement of this checkpoint's masks.",
+            label(synthetic.chances),
+        )
     worker = Worker(
         model,
+        synthetic=synthetic,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_sequences=config.max_sequences,

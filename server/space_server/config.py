@@ -10,6 +10,7 @@ from typing import Literal
 from space_kernels.attention_plan import KEY_BLOCK
 
 from space_server.memory import NotEnoughMemory, parse_amount
+from space_server.synthetic import parse_chances
 
 Speculation = Literal["auto", "off"] | int
 
@@ -31,6 +32,7 @@ class WorkerConfig:
     space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
     space_num_masks: int | None
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
+    synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
     attention: str
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
     parent_pid: int | None  # end when this process is gone
@@ -74,6 +76,13 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         dest="adapters",
         metavar="NAME=FOLDER",
         help="a gated adapter that drafts for requests naming it; repeatable",
+    )
+    parser.add_argument(
+        "--synthetic-acceptance",
+        type=_chances,
+        metavar="P",
+        help="for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 come true "
+        "with these chances (.78, .57, or five numbers separated by commas); off by default",
     )
     parser.add_argument("--attention", default="auto", help="attention implementation (default: %(default)s)")
     parser.add_argument(
@@ -132,6 +141,13 @@ def _speculation(text: str) -> Speculation:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be auto, off, or a number of drafts; got {text!r}")
     return int(text)
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    try:
+        return parse_chances(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ids(text: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from space_server.plan import Plan, plan_step
 from space_server.running_batch import RunningBatch
 from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_model import StepModel
+from space_server.synthetic import SyntheticAcceptance
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 1
@@ -54,6 +55,7 @@ class Worker:
         max_prefill_rows: int = 512,
         controller: Controller | None = None,
         draft_source: DraftSource | None = None,
+        synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: as many as the checkpoint has masks.
@@ -68,7 +70,8 @@ class Worker:
         most = max(facts.most_masks, by_source) if max_draft_length is None else max_draft_length
         self.max_draft_length = most if draft_source is not None else min(most, facts.most_masks)
         self.kv = model.allocate_kv(num_blocks, block_size)
-        self.stepper = Stepper(model, self.kv, draft_source=draft_source, clock=clock)
+        self.stepper = Stepper(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
+        self.synthetic = synthetic
         self.draining = False
         self._controller = controller or RowBudget.for_device(facts.device.type)
         self._clock = clock
@@ -106,6 +109,7 @@ class Worker:
             max_sequences=self.max_sequences,
             attention=facts.attention,
             eos_ids=facts.eos_ids,
+            synthetic_acceptance=self.synthetic.chances if self.synthetic is not None else (),
             adapters=[
                 pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
                 for adapter in facts.adapters

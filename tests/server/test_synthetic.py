@@ -6,11 +6,14 @@ import math
 from collections import Counter
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 import pytest
 from space_model.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_server.__main__ import build_worker
+from space_server.config import parse
 from space_server.controller import Controller, FixedLayout
 from space_server.synthetic import SyntheticAcceptance, label, parse_chances
 from space_server.testing import Ran, ScriptedModel, SmallRouter
@@ -209,3 +212,19 @@ def test_chances_that_make_no_sense_are_refused(text: str) -> None:
 
 def test_the_label_shouts() -> None:
     assert label(CHANCES) == "SYNTHETIC ACCEPTANCE .63 .60 .57 .54 .51"
+
+
+def test_the_worker_says_so_in_its_log_and_to_the_router(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ["--listen", "h:1", "--model", str(tiny_path), "--num-blocks", "4", "--num-threads", "1"]
+    for flag, chances, said in ((["--synthetic-acceptance", ".57"], CHANCES, 1), ([], (), 0)):
+        caplog.clear()
+        worker = build_worker(parse([*words, *flag]))
+        assert tuple(worker.hello("x").synthetic_acceptance) == chances
+        assert caplog.text.count(label(CHANCES)) == said
+
+
+def test_a_flag_that_makes_no_sense_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--listen", "h:1", "--synthetic-acceptance", "high"])
+    assert left.value.code == 2
+    assert "must be .78, .57, or five chances p_1,…,p_5 from 0 to 1; got 'high'" in capsys.readouterr().err

@@ -29,6 +29,7 @@ class ModelFacts:
     device: str
     attention: str
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
+    synthetic_acceptance: tuple[float, ...] = ()  # not empty: drafts come true by decree, to measure with
 
     @property
     def num_slots(self) -> int:
@@ -71,4 +72,5 @@ class ModelFacts:
             device=hello.device,
             attention=hello.attention,
             adapters=tuple(adapter.name for adapter in hello.adapters),
+            synthetic_acceptance=tuple(hello.synthetic_acceptance),
         )

@@ -32,6 +32,8 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         flags["--space-mask-ids"] = ",".join(map(str, config.space_mask_ids))
     if config.space_num_masks is not None:
         flags["--space-num-masks"] = config.space_num_masks
+    if config.synthetic_acceptance is not None:
+        flags["--synthetic-acceptance"] = config.synthetic_acceptance
     if config.num_threads is not None:
         flags["--num-threads"] = config.num_threads
     words = [str(word) for flag in flags.items() for word in flag]

@@ -31,6 +31,7 @@ def test_what_was_said_is_passed_on() -> None:
         space_mask_ids=(5, 6),
         space_num_masks=2,
         num_threads=1,
+        synthetic_acceptance=".78",
         adapter=(("code", "/a"), ("prose", "b")),
     )
     assert worker_command(config, "h:1")[-4:] == ["--adapter", "code=/a", "--adapter", "prose=b"]
@@ -42,3 +43,4 @@ def test_what_was_said_is_passed_on() -> None:
     assert flags["--space-mask-ids"] == "5,6"
     assert flags["--space-num-masks"] == "2"
     assert flags["--num-threads"] == "1"
+    assert flags["--synthetic-acceptance"] == ".78"
