@@ -1,0 +1,91 @@
+"""Drafts from a sequence's own past: the longest match, followed, and nothing where there is none."""
+
+import random
+
+import pytest
+from space_server.lookup import SHORTEST_MATCH, Lookup
+from space_server.suffix_index import LONGEST, RUNS, SuffixIndex
+
+
+def longest_by_search(ids: list[int]) -> int:
+    """The longest end of `ids` that stands somewhere before, by trying every place."""
+    best = 0
+    for place in range(1, len(ids)):
+        length = 0
+        while length < min(place, LONGEST) and ids[place - 1 - length] == ids[-1 - length]:
+            length += 1
+        best = max(best, length)
+    return best
+
+
+def remembered(length: int) -> int:
+    """The longest run within a match of this length that an index knows."""
+    return max((run for run in RUNS if run <= length), default=0)
+
+
+def test_what_followed_the_last_ids_is_proposed() -> None:
+    lookup = Lookup([1, 2, 3, 4, 5, 9, 9, 2, 3])
+    assert lookup.propose(3) == [4, 5, 9]
+    assert lookup.match_length == 2
+
+
+def test_the_longest_match_wins_over_a_later_one() -> None:
+    ids = [1, 2, 3, 4, 70, 8, 3, 4, 80, 1, 2, 3, 4]
+    assert Lookup(ids).propose(1) == [70]
+
+
+def test_the_latest_of_equal_matches_wins() -> None:
+    assert Lookup([3, 4, 70, 3, 4, 80, 3, 4]).propose(1) == [80]
+
+
+@pytest.mark.parametrize("ids", [[], [5], [1, 2, 3, 4], [1, 2, 3, 2], [7, 8, 9, 8]])
+def test_without_a_match_of_two_ids_nothing_is_proposed(ids: list[int]) -> None:
+    assert SHORTEST_MATCH == 2
+    assert Lookup(ids).propose(8) == []
+
+
+def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
+    lookup = Lookup([6, 7, 8, 6, 7])
+    assert lookup.propose(8) == [8, 6, 7, 8, 6, 7, 8, 6]
+    assert Lookup([4, 4, 4]).propose(5) == [4] * 5
+
+
+def test_a_match_is_followed_and_grows_until_the_text_strays() -> None:
+    lookup = Lookup([1, 2, 3, 4, 5, 6, 50, 1, 2])
+    assert lookup.propose(2) == [3, 4]
+    lookup.extend([3, 4])
+    assert lookup.propose(2) == [5, 6]
+    assert lookup.match_length == 4
+    lookup.extend([99])
+    assert lookup.propose(2) == []
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 2, 3, 7, 8, 9, 40])
+def test_an_index_built_at_once_is_one_that_grew(num_ids: int) -> None:
+    rng = random.Random(num_ids)
+    text = [rng.randrange(3) for _ in range(60)]
+    grown = SuffixIndex([])
+    for id_ in text[:num_ids]:
+        grown.push(id_)
+    built = SuffixIndex(text[:num_ids])
+    for id_ in text[num_ids:]:
+        assert built.find(built.ids) == grown.find(grown.ids)
+        built.push(id_)
+        grown.push(id_)
+
+
+def test_whatever_is_found_is_there_and_as_long_as_said() -> None:
+    rng = random.Random(1)
+    index = SuffixIndex([])
+    found = wanted = 0
+    for _ in range(1500):  # past several tables: 256 slots at first
+        index.push(rng.choice((1, 2, 3, 1 << 31)))
+        match, best = index.find(index.ids), longest_by_search(index.ids[-300:])
+        wanted += best >= SHORTEST_MATCH
+        if match is None:
+            continue
+        place, length = match
+        found += remembered(length) >= remembered(best)
+        assert 0 < place < len(index.ids)
+        assert index.ids[place - length : place] == index.ids[-length:]
+    assert found > 0.97 * wanted  # a collision may cost a match, seldom
