@@ -160,12 +160,21 @@ class ServeConfig:
     speculation: str = setting(
         "auto",
         _SPECULATION,
-        "drafts per step: auto shares a fixed number of rows per step (24 on a CPU, 128 elsewhere) among the "
-        "sequences, so that each drafts less the more there are; off decodes plainly; a number lays out that many "
+        "drafts per step: auto lays out what brings most tokens per second by the measured cost of steps, down to "
+        "plain decoding where drafts do not pay; off decodes plainly; a number lays out that many "
         "drafts with all their masks, whatever it costs (with --worker-address it is a bound on what the workers do). "
         "Requests may ask for fewer. The text is the same with each",
         parse.speculation,
         "auto|off|K",
+    )
+    calibration_seconds: float = setting(
+        3.0,
+        _SPECULATION,
+        "seconds of measuring what steps cost, at the first start of a model on a machine (then kept in "
+        "~/.cache/spaceserve); 0 learns it while serving",
+        parse.seconds(0),
+        "SECONDS",
+        own_workers=True,
     )
     space_mask_ids: tuple[int, ...] = setting(
         (),
@@ -228,6 +237,15 @@ class ServeConfig:
         "SEQUENCES",
         own_workers=True,
     )
+    prefill_budget: str = setting(
+        "0.1",
+        _MEMORY,
+        "longest step, in seconds, that prompts may make while others decode: bounds the gap between their tokens "
+        "while a long prompt is read; off: as many rows as --max-prefill-rows",
+        parse.seconds_or_off,
+        "SECONDS|off",
+        own_workers=True,
+    )
     max_prefill_rows: int = setting(
         512,
         _MEMORY,
@@ -242,6 +260,14 @@ class ServeConfig:
         "most requests waiting; the next one gets 429 with Retry-After at once instead of waiting unboundedly",
         parse.whole(0, 1_000_000),
         "REQUESTS",
+    )
+    priority_ageing: float = setting(
+        30.0,
+        _LIMITS,
+        "seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody "
+        "waits in; so no priority starves. Shorter: priorities mean less under load",
+        parse.seconds(0.001),
+        "SECONDS",
     )
     max_choices: int = setting(
         16, _LIMITS, "largest `n` or `best_of` of a request, and most prompts in one", parse.whole(1, 1024), "CHOICES"

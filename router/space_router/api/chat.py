@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from space_router.api.access import key_of
 from space_router.api.body import read_object, validate
 from space_router.api.completions import common_parameters
 from space_router.api.connection import beside
@@ -117,7 +118,7 @@ def routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         received = await read_object(request, service.config.max_body)
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
-        made = await beside(received.size, plan, service.door(), body)
+        made = await beside(received.size, plan, service.door(key_of(request)), body)
         shape = ChatShape(service.text.tokenizer, body)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from space_router.api.access import key_of
 from space_router.api.body import read_object, validate
 from space_router.api.connection import beside
 from space_router.api.door import Door, Parameters
@@ -117,7 +118,7 @@ def routes(service: Service) -> APIRouter:
         """Continue a text."""
         received = await read_object(request, service.config.max_body)
         body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
-        made = await beside(received.size, plan, service.door(), body)
+        made = await beside(received.size, plan, service.door(key_of(request)), body)
         shape = CompletionShape(service.text.tokenizer, body, made)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 

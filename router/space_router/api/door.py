@@ -78,6 +78,7 @@ class Door:
     config: ServeConfig
     text: ModelText
     facts: ModelFacts
+    key: str = ""  # name of the API key that its requests come with
 
     def adapter(self, name: str | None, param: str = "model") -> str:
         """The adapter that is asked for by its name; "" for the model itself. Raises NotFound for other names."""
@@ -179,6 +180,8 @@ class Door:
                 cache_salt=wanted.cache_salt or "",
                 adapter=wanted.adapter,
                 share_prefix=wanted.num_prompt_logprobs is None or choice > 0,
+                key=self.key,
+                stops_on_text=bool(rules.stops),
             )
             choices.append(Choice(index, prompt, request, rules))
         return Plan(request_id, seed, tuple(prompts), tuple(choices), wanted.num_shown, answered=max_tokens != 0)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from space_router.api.access import key_of
 from space_router.api.answers import answer, tgi_error, unforeseen
 from space_router.api.body import Body, read_object, validate
 from space_router.api.connection import EventStream, beside, while_connected
@@ -284,7 +285,9 @@ def routes(service: Service) -> APIRouter:
         received = await read_object(request, service.config.max_body)
         body = validate(model, received.values, {})
         streamed = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        return body, await beside(received.size, Generation.read, service.door(), body, since, stream=streamed)
+        return body, await beside(
+            received.size, Generation.read, service.door(key_of(request)), body, since, stream=streamed
+        )
 
     async def whole(request: Request, generation: Generation) -> tuple[dict[str, Any], dict[str, str]]:
         async with service.run(generation.plan) as running:

@@ -30,14 +30,14 @@ class Service:
         """New work is taken and a worker is there to do it."""
         return self.engine.ready and not self.draining
 
-    def door(self) -> Door:
-        """Raises Unavailable while the model is not known yet, or no more."""
+    def door(self, key: str = "") -> Door:
+        """For requests of one API key, by its name. Raises Unavailable while the model is not known yet, or no more."""
         if self.draining:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")
         facts = self.engine.facts
         if facts is None:
             raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
-        return Door(self.config, self.text, facts)
+        return Door(self.config, self.text, facts, key)
 
     def name_of(self, plan: Plan) -> str:
         """The model name of a plan's answer: its adapter's, or the model's own."""

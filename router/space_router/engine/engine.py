@@ -13,6 +13,7 @@ from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
 from space_router.engine import wire
+from space_router.engine.admission import Admission, Admitted
 from space_router.engine.door import LoadFigures, allowed_tokens, worth_waiting
 from space_router.engine.errors import (
     DeadlineExceeded,
@@ -27,11 +28,13 @@ from space_router.engine.errors import (
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.observer import Observer
+from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
-from space_router.engine.scheduler import Advance, Scheduler, best_placement
+from space_router.engine.scheduler import Advance, Scheduler
 from space_router.engine.seat import Seat, WorkerSource
 from space_router.engine.stream import Stream
+from space_router.engine.timer import CallLater, on_the_loop
 from space_router.metrics import Metrics
 from space_router.workers.command import worker_command
 from space_router.workers.link import WorkerMismatch
@@ -41,6 +44,7 @@ from space_router.workers.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
+NEAR = 2.0  # a deadline is near once no more is left than so many times what the request takes at the present pace
 MAX_WORKER_LOSSES = 3  # a request that saw so many workers die may be what kills them
 
 
@@ -64,19 +68,24 @@ class Engine:
         worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
         max_lag: int = MAX_LAG,
         clock: Callable[[], float] = time.monotonic,
+        call_later: CallLater | None = None,
     ) -> None:
         """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
         `worker_argv`: how a worker is started on an address; `max_lag`: tokens a reader may be behind; `clock`:
-        seconds, for measuring only.
+        seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
         """
         self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
         self._config = config
         self._clock = clock
+        self._call_later = call_later or on_the_loop
         self._max_lag = max_lag
         self._worker_argv = worker_argv
         self._observer = Observer(metrics)
-        self._queue = RequestQueue(config.max_queue)
+        self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing)
+        self._pace = Pace()
+        self._admission = Admission(self._queue, self._pace)
         self._open: dict[Stream, LiveRequest] = {}  # not ended yet
+        self._by_name: dict[str, set[LiveRequest]] = {}  # of these
         self._num_submitted = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -153,7 +162,8 @@ class Engine:
         raise self._hopeless or WorkerStartFailed("No worker is left.")
 
     def submit(self, request: ValidRequest, *, leader: Stream | None = None) -> Stream:
-        """Queue a request, or raise PromptTooLong, CacheTooSmall, QueueFull, NotReady or Draining.
+        """Queue a request, or raise PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, or DeadlineExceeded
+        where its time is too short for it even if it began now.
 
         `leader`: a stream with the same prompt (choice 0); this request waits until the leader's prompt is computed,
         and shares its blocks.
@@ -164,6 +174,9 @@ class Engine:
             raise NotReady("No worker is up yet. Try again when /health says so.")
         max_tokens = allowed_tokens(request, self.facts)
         live = LiveRequest(request, max_tokens, self._num_submitted, self._clock())
+        if hopeless := self._admission.hopeless(live, 1, live.submitted):  # all but one prompt id may be cached
+            raise hopeless
+        live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, max_tokens)
         self._num_submitted += 1
         stream = live.stream = Stream(
             request,
@@ -175,24 +188,26 @@ class Engine:
         first = self._open.get(leader) if leader is not None else None
         parked = first is not None and worth_waiting(first, live, self.facts.block_size)
         self._open[stream] = live
+        self._by_name.setdefault(request.request_id, set()).add(live)
         self._idle.clear()
         self._queue.push(live, parked=parked)
+        if first is not None and parked:
+            live.awaited_ids = live.num_prompt
+            first.followers.append(live)
         self._schedule()
         if len(self._queue) > self._queue.max_waiting and live in self._queue:
             self._queue.remove(live)
             self._forget(live)
             raise self._queue.full()
-        if first is not None and parked:
-            first.followers.append(live)
-        if request.deadline is not None:
+        if request.deadline is not None and stream in self._open:
             too_late = DeadlineExceeded(request.deadline)
-            live.deadline = asyncio.get_running_loop().call_later(request.deadline, self._end, live, too_late)
+            live.deadline = self._call_later(request.deadline, lambda: self._end(live, too_late))
         self._settle()
         return stream
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its name with RequestCancelled; False where there is none."""
-        found = [live for live in self._open.values() if live.request.request_id == request_id]
+        found = sorted(self._by_name.get(request_id, ()), key=lambda live: live.age)
         for live in found:
             self._end(live, RequestCancelled(f"Request {request_id} was cancelled."))
         return bool(found)
@@ -269,6 +284,8 @@ class Engine:
             self._deliver(advance, now)
         for live in outcome.readmit:
             self._queue.push(live, parked=live.lagging)
+            self._release_followers(live)
+        self._pace.learn(report)
         self._observer.step(report)
         self._schedule()
         if seat.scheduler.num_preemptions > num_preemptions:
@@ -289,6 +306,7 @@ class Engine:
                 )
             else:
                 self._queue.push(live, parked=live.lagging)
+                self._release_followers(live)
         self._observer.workers(len(self._schedulers()))
         self._schedule()
         self._settle()
@@ -299,26 +317,15 @@ class Engine:
         return [seat.scheduler for seat in self._seats if seat.scheduler is not None]
 
     def _schedule(self) -> None:
-        """Admit from the head of the queue as long as there is room; nobody overtakes within a priority."""
-        schedulers = self._schedulers()
-        while schedulers and (live := self._queue.head()) is not None:
-            best = best_placement(live, schedulers)
-            if best is None:
-                if len(schedulers) == len(self._seats) and not any(s.fits(live) for s in schedulers):
-                    self._break_off(
-                        live, RequestFailed("The workers came back with less cache than this request needs.")
-                    )
-                    continue
-                for scheduler in schedulers:
-                    scheduler.preempt_stalled()
-                break
-            scheduler, placement = best
-            now = self._clock()
-            self._queue.admitted(live, now)
-            sequence = scheduler.admit(live, placement)
-            if live.statistics.queue_seconds is None:
+        """Admit whom there is room for, in the queue's order."""
+        now, schedulers = self._clock(), self._schedulers()
+        for gone in self._admission.admit(schedulers, now, complete=len(schedulers) == len(self._seats)):
+            live = gone.live
+            if not isinstance(gone, Admitted):
+                self._break_off(live, gone.error)
+            elif live.statistics.queue_seconds is None:
                 live.statistics.queue_seconds = now - live.submitted
-                live.statistics.num_cached = min(sequence.computed, live.num_prompt)
+                live.statistics.num_cached = gone.num_cached
                 self._observer.admitted(live)
 
     def _settle(self) -> None:
@@ -346,15 +353,18 @@ class Engine:
         delta = wire.delta(part, advance.num_prompt_logprobs_known)
         if delta.tokens or delta.prompt_logprobs or delta.finish:
             stream.push(delta)
-        if part.tokens:
-            self._release_followers(live)
+        if live.followers:
+            self._release_followers(live, None if part.tokens else part.num_computed)
         if delta.finish is not None:
             self._forget(live)
 
-    def _release_followers(self, live: LiveRequest) -> None:
+    def _release_followers(self, live: LiveRequest, num_computed: int | None = None) -> None:
+        """Let those go on that wait for no more than `num_computed` ids of this request; None: all of them."""
         followers, live.followers = live.followers, []
         for follower in followers:
-            if follower in self._queue:
+            if num_computed is not None and follower.awaited_ids > num_computed:
+                live.followers.append(follower)
+            elif follower in self._queue:
                 self._queue.unpark(follower)
 
     def _caught_up(self, live: LiveRequest) -> None:
@@ -392,6 +402,11 @@ class Engine:
         """A request has ended, one way or the other."""
         if live.stream is not None:
             del self._open[live.stream]
+            named = self._by_name[live.request.request_id]
+            named.remove(live)
+            if not named:
+                del self._by_name[live.request.request_id]
+        self._queue.ended(live)
         if live.deadline is not None:
             live.deadline.cancel()
         self._release_followers(live)

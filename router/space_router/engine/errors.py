@@ -9,7 +9,7 @@ EngineError
 │   └── Draining            the router is stopping
 ├── Broken                  later: raised out of the stream's iterator
 │   ├── WorkerFailed        workers died with this request in hand, too often to try again
-│   ├── DeadlineExceeded    the request's own time is over
+│   ├── DeadlineExceeded    the request's own time is over, or too short (then also raised by Engine.submit)
 │   ├── RequestFailed       this request alone failed in the worker
 │   └── RequestCancelled    somebody cancelled it by its name
 └── WorkerStartFailed       no worker can be started at all (a bad model path, for example)
@@ -86,11 +86,20 @@ class WorkerFailed(Broken):
 
 
 class DeadlineExceeded(Broken):
-    """The request's own time is over."""
+    """The request's own time is over, or too short for what is still to be done."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request did not finish within its {seconds:g} s. Ask for less or raise `timeout`.")
+    def __init__(self, seconds: float, *, least: float | None = None) -> None:
+        """`least`: seconds it would take at least from now on, where it is refused before it has begun."""
+        if least is None:
+            message = f"The request did not finish within its {seconds:g} s. Ask for less or raise `timeout`."
+        else:
+            message = (
+                f"The request cannot finish within its {seconds:g} s any more: it takes at least {least:.3g} s from "
+                "now on. Ask for less or raise `timeout`."
+            )
+        super().__init__(message)
         self.seconds = seconds
+        self.least = least
 
 
 class RequestFailed(Broken):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from enum import Enum
 
 from space_router.engine.block_key import BlockKeys
 from space_router.engine.request import Statistics, ValidRequest
 from space_router.engine.stream import Stream
+from space_router.engine.timer import Timer
 
 
 class Phase(Enum):
     """Where a request is."""
 
-    PARKED = "parked"  # waits for its leader's prompt, or for its reader, outside the queue's order
+    PARKED = "parked"  # waits for a prefix that another computes, or for its reader, outside the queue's order
     QUEUED = "queued"
     RUNNING = "running"  # admitted to a worker
     LEAVING = "leaving"  # preempted: admitted again once the worker has acknowledged the release
@@ -30,10 +31,14 @@ class LiveRequest:
         self.submitted = submitted  # seconds on the engine's clock
         self.ids = list(request.prompt_ids)  # prompt, then what was emitted
         self.phase = Phase.QUEUED
-        self.followers: list[LiveRequest] = []  # parked until this one's prompt is computed
+        self.followers: list[LiveRequest] = []  # parked until this one has computed what they wait for
+        self.awaited_ids = 0  # how many ids the one it follows is to compute first
+        self.num_waits = 0  # times it has waited for a prefix that another was computing
+        self.near_at = math.inf  # seconds on the engine's clock: its deadline counts from then on
+        self.num_charged: float | None = None  # tokens that its key was charged for; None before its first admission
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs the reader has
         self.last_token: float | None = None  # seconds on the engine's clock
-        self.deadline: asyncio.TimerHandle | None = None
+        self.deadline: Timer | None = None
         self.statistics = Statistics(num_prompt=len(request.prompt_ids))
         self.stream: Stream | None = None  # the reader's end; None only in tests of the schedule
         self._keys: dict[int, BlockKeys] = {}
@@ -45,6 +50,23 @@ class LiveRequest:
     @property
     def num_generated(self) -> int:
         return len(self.ids) - self.num_prompt
+
+    @property
+    def deadline_at(self) -> float:
+        """Seconds on the engine's clock."""
+        return math.inf if self.request.deadline is None else self.submitted + self.request.deadline
+
+    @property
+    def num_left(self) -> int:
+        """Most ids that may still be generated."""
+        return self.max_tokens - self.num_generated
+
+    @property
+    def least_left(self) -> int:
+        """Fewest ids that must still be generated before it is done."""
+        if not self.request.can_end_early:
+            return self.num_left
+        return max(1, self.request.sampling.min_tokens - self.num_generated)
 
     @property
     def final_slots(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 
@@ -17,12 +19,15 @@ class PagePool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last given back is taken first
-        self._num_holders = [0] * num_blocks
+        # Arrays, because the garbage collector does not look into them: a list of a million it would.
+        self._free = array("q", range(num_blocks - 1, -1, -1))  # a stack: the last given back is taken first
+        self._num_holders = array("q", bytes(8 * num_blocks))
         self._num_held = 0
-        self._key: list[bytes | None] = [None] * num_blocks
+        self._key: dict[int, bytes] = {}  # of known blocks
         self._block: dict[bytes, int] = {}  # key -> block
-        self._cached: dict[int, None] = {}  # known blocks without holder; the first is the longest unused
+        # Known blocks without holder; the first is the longest unused. Of a dict, the first is found only behind the
+        # places of all that were first before it.
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -75,9 +80,8 @@ class PagePool:
         if num_blocks > self.num_available:
             raise ValueError(f"{num_blocks} blocks asked for, {self.num_available} available")
         while len(self._free) < num_blocks:
-            block = next(iter(self._cached))
-            del self._cached[block]
-            self._forget(block)
+            block, _ = self._cached.popitem(last=False)
+            del self._block[self._key.pop(block)]
             self._free.append(block)
         taken = [self._free.pop() for _ in range(num_blocks)]
         for block in taken:
@@ -92,7 +96,7 @@ class PagePool:
             if self._num_holders[block]:
                 continue
             self._num_held -= 1
-            if self._key[block] is None:
+            if block not in self._key:
                 self._free.append(block)
             else:
                 self._cached[block] = None
@@ -107,11 +111,11 @@ class PagePool:
         states = [0] * self.num_blocks
         for block in self._free:
             states[block] += 1
-            if self._num_holders[block] or self._key[block] is not None:
+            if self._num_holders[block] or block in self._key:
                 raise ValueError(f"block {block} is free but held or known")
         for block in self._cached:
             states[block] += 1
-            if self._num_holders[block] or self._key[block] is None:
+            if self._num_holders[block] or block not in self._key:
                 raise ValueError(f"block {block} is cached but held or unknown")
         for block, num_holders in enumerate(self._num_holders):
             states[block] += num_holders > 0
@@ -120,11 +124,5 @@ class PagePool:
                 f"free {self.num_free} + held {self.num_held} + cached {self.num_cached} != {self.num_blocks} blocks"
             )
         for key, block in self._block.items():
-            if self._key[block] != key:
+            if self._key.get(block) != key:
                 raise ValueError(f"block {block} is known for another content")
-
-    def _forget(self, block: int) -> None:
-        key = self._key[block]
-        if key is not None:
-            del self._block[key]
-            self._key[block] = None

@@ -49,6 +49,13 @@ class ValidRequest:
     cache_salt: str = ""  # prefixes are shared only among requests of the same salt
     adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. No text and no cache depends on it
     share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
+    key: str = ""  # whose it is: the name of an API key, never the key; "": nobody's. Keys share the server fairly
+    stops_on_text: bool = False  # its reader may leave before max_tokens, because a stop string appeared
+
+    @property
+    def can_end_early(self) -> bool:
+        """It may be done before its last token is."""
+        return bool(self.eos_ids or self.stop_ids) or self.stops_on_text
 
 
 class Finish(Enum):

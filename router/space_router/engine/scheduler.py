@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,10 +13,9 @@ from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.pages import PagePool
 from space_router.engine.report_check import check_distinct, check_released, check_report_no, check_sequence
-from space_router.engine.sequence import Sequence, Step
+from space_router.engine.sequence import MAX_BLOCKS_AHEAD, Sequence, Step
 
-MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
-STEPS_AHEAD = 8  # full steps that fit the granted slots, so that a router that is late does not shorten the drafts
+FORGETTING = 0.02  # weight of one decode step in the average of drafts
 PREFILL_STEPS_AHEAD = 2  # steps' worth of prompt that may wait in the worker, so that it never idles
 
 
@@ -25,6 +25,14 @@ class Placement:
 
     shared: list[int]  # known blocks of its prefix
     num_fresh: int  # blocks it needs besides
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A running request's prefill is about to compute a prefix that another could share."""
+
+    leader: LiveRequest
+    num_ids: int  # leading ids, in whole blocks, that both have in common
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,15 @@ class Scheduler:
         self.num_preemptions = 0
         bound = facts.max_draft_length if max_draft_length is None else max_draft_length
         self.max_draft_length = min(bound, facts.max_draft_length)
-        self._max_prefill = PREFILL_STEPS_AHEAD * max_prefill_rows
-        self._num_prefill_left = 0  # ids, over all running sequences
+        self._max_prefill_rows = max_prefill_rows
+        self._prefill_ahead = 0  # prompt ids that wait in the worker, of each sequence those of one step at most
         self._num_expected = 0  # blocks that come back with the releases under way
         self._next_seq_id = 1
         self._last_report_no = 0
         self._hungry: dict[int, Sequence] = {}  # want more pages than they have
         self._by_request: dict[LiveRequest, Sequence] = {}
+        self._promised: dict[bytes, Sequence] = {}  # keys of blocks that a prefill under way is to compute
+        self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
         self._blocked: LiveRequest | None = None  # found no room since pages last came back
         self._commands: list[worker_pb2.Command] = []
 
@@ -80,6 +90,10 @@ class Scheduler:
     def fits(self, live: LiveRequest) -> bool:
         """Could this request finish here, if it were alone?"""
         return live.final_slots <= self.facts.num_slots and live.num_prompt < self.facts.window
+
+    def is_blocked(self, live: LiveRequest) -> bool:
+        """It has found no room here, and nothing has come back since."""
+        return live is self._blocked
 
     def placement(self, live: LiveRequest) -> Placement | None:
         """Where `live` would stand if it were admitted now; None where there is no room yet."""
@@ -97,7 +111,9 @@ class Scheduler:
             # The last id is always computed, into a block of its own: its row gives the next token.
             num_whole = (num_ids - 1) // size
             shared = self.pool.known(live.keys(size, num_whole)[:num_whole])
-        if self._num_prefill_left and self._num_prefill_left + num_ids - len(shared) * size > self._max_prefill:
+        # A long prompt takes the place of one step's rows only, so that short ones are not kept out by it.
+        room = PREFILL_STEPS_AHEAD * self._max_prefill_rows - self._prefill_ahead
+        if self._prefill_ahead and num_ids - len(shared) * size > room:
             return None
         num_fresh = _blocks(min(num_ids + 1, self._most_slots(live)), size) - len(shared)
         # A block for each that runs, so that the new one is not the next to be preempted; a worker that is empty
@@ -106,6 +122,23 @@ class Scheduler:
         if num_fresh + self.pool.num_unheld(shared) + reserve > self.pool.num_available:
             return None
         return Placement(shared, num_fresh)
+
+    def num_ids(self, placement: Placement) -> int:
+        """Ids whose keys and values the request would find."""
+        return len(placement.shared) * self.facts.block_size
+
+    def promise(self, live: LiveRequest) -> Promise | None:
+        """Whose prefill will compute blocks that `live` could share, beyond those that are known; None: nobody's."""
+        if not self._promised or not live.request.share_prefix or live.wants_prompt_logprobs:
+            return None
+        size = self.facts.block_size
+        num_whole = (len(live.ids) - 1) // size
+        keys = live.keys(size, num_whole)
+        start = num_promised = len(self.pool.known(keys[:num_whole]))
+        leader = self._promised.get(keys[start]) if start < num_whole else None
+        while leader and num_promised < num_whole and self._promised.get(keys[num_promised]) is leader:
+            num_promised += 1
+        return Promise(leader.live, num_promised * size) if leader else None
 
     def admit(self, live: LiveRequest, placement: Placement) -> Sequence:
         """Run a request where `placement` said just now."""
@@ -118,14 +151,15 @@ class Scheduler:
             pages,
             num_cached,
             block_size=self.facts.block_size,
-            slots_ahead=self._slots_ahead(live),
+            num_drafted=min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
             most_slots=self._most_slots(live),
         )
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
         self._by_request[live] = sequence
         self.num_running += 1
-        self._num_prefill_left += sequence.num_prefill_left
+        self._prefill_ahead += self._share(sequence)
+        self._promise(sequence)
         live.phase = Phase.RUNNING
         self._commands.append(wire.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
         self._want(sequence)
@@ -153,14 +187,17 @@ class Scheduler:
     def _advance(self, sequence: Sequence, part: worker_pb2.SequenceReport) -> Advance:
         live = sequence.live
         live.ids.extend(part.tokens)
-        num_prefill_left = sequence.num_prefill_left
+        num_prefill_left, share = sequence.num_prefill_left, self._share(sequence)
         sequence.computed = max(sequence.computed, part.num_computed)
         if part.tokens and sequence.step is Step.PREFILL:
             sequence.step = Step.DECODE
         if sequence.num_prefill_left < num_prefill_left:
-            self._num_prefill_left += sequence.num_prefill_left - num_prefill_left
+            self._prefill_ahead += self._share(sequence) - share
             self._blocked = None
         self._publish(sequence)
+        if part.decoded:
+            sequence.drafted(part.num_drafted)
+            self._num_drafted += (part.num_drafted - self._num_drafted) * FORGETTING
         if part.finish:
             sequence.finished = True
             self._release(sequence)
@@ -179,7 +216,25 @@ class Scheduler:
             keys = live.keys(self.facts.block_size, num_whole)
             for i in range(sequence.num_published, num_whole):
                 self.pool.publish(sequence.pages[i], keys[i])
+            self._unpromise(sequence, num_whole)
             sequence.num_published = num_whole
+
+    def _promise(self, sequence: Sequence) -> None:
+        """Whole blocks of the prompt will be known."""
+        live, size = sequence.live, self.facts.block_size
+        if not live.request.share_prefix:
+            return
+        sequence.num_promised = sequence.num_admitted // size
+        for key in live.keys(size, sequence.num_promised)[sequence.num_published : sequence.num_promised]:
+            self._promised.setdefault(key, sequence)
+
+    def _unpromise(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first blocks are known now, or will not be computed here any more."""
+        num_blocks = min(num_blocks, sequence.num_promised)
+        keys = sequence.live.keys(self.facts.block_size, num_blocks)
+        for key in keys[sequence.num_published : num_blocks]:
+            if self._promised.get(key) is sequence:
+                del self._promised[key]
 
     def _released(self, sequence: Sequence, outcome: Outcome) -> None:
         """No launched step refers to the pages any more: they may be used again."""
@@ -218,14 +273,10 @@ class Scheduler:
         self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
 
     def _want(self, sequence: Sequence) -> None:
-        if sequence.step is not Step.RELEASED and sequence.num_wanted(scarce=self._scarce):
+        """Pages beyond its ids are of use once the next step may be the last of its prompt."""
+        near = sequence.num_prefill_left <= self._max_prefill_rows
+        if near and sequence.step is not Step.RELEASED and sequence.num_wanted(scarce=self._scarce):
             self._hungry[sequence.seq_id] = sequence
-
-    def _slots_ahead(self, live: LiveRequest) -> int:
-        """Slots granted beyond the known ids, so that the worker goes on while reports are read; few blocks, so that
-        it cannot go far where they are not.
-        """
-        return min(STEPS_AHEAD * (self._draft_bound(live) + 1), MAX_BLOCKS_AHEAD * self.facts.block_size)
 
     @property
     def _scarce(self) -> bool:
@@ -276,7 +327,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.step is Step.RELEASED:
             return
-        self._num_prefill_left -= sequence.num_prefill_left
+        self._prefill_ahead -= self._share(sequence)
+        self._unpromise(sequence, sequence.num_promised)
         sequence.step = Step.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
         self._num_expected += sequence.num_expected
@@ -301,8 +353,14 @@ class Scheduler:
         if len(held) != self.pool.num_held:
             raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")
         running = [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
-        if self.num_running != len(running) or self._num_prefill_left != sum(s.num_prefill_left for s in running):
+        if self.num_running != len(running) or self._prefill_ahead != sum(self._share(s) for s in running):
             raise ValueError("the counts of running sequences or of their prompts are wrong")
+        if any(s.step is Step.RELEASED for s in self._promised.values()):
+            raise ValueError("a sequence that was released still promises blocks")
+
+    def _share(self, sequence: Sequence) -> int:
+        """What a sequence's prompt takes of the rows to be computed next."""
+        return min(sequence.num_prefill_left, self._max_prefill_rows)
 
     def _draft_bound(self, live: LiveRequest) -> int:
         wanted = live.request.max_draft_length

@@ -6,6 +6,8 @@ from enum import Enum
 
 from space_router.engine.live_request import LiveRequest
 
+MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
+STEPS_AHEAD = 8  # steps that fit the granted slots, so that a router that is late does not shorten the drafts
 SCARCE_SHARE = 4  # of the slots ahead at ease, one in so many where pages are scarce
 
 
@@ -32,22 +34,23 @@ class Sequence:
         num_cached: int,
         *,
         block_size: int,
-        slots_ahead: int,
+        num_drafted: int,
         most_slots: int,
     ) -> None:
-        """`slots_ahead`: to be granted beyond the known ids, at ease; `most_slots`: more it can never use."""
+        """`num_drafted`: drafts it will probably lay out in a step; `most_slots`: more it can never use."""
         self.seq_id = seq_id
         self.live = live
         self.pages = pages
         self.computed = num_cached
         self.num_published = num_cached // block_size  # leading blocks that are known to the pool
+        self.num_promised = self.num_published  # leading blocks that are known or being computed by its prefill
         self.num_admitted = len(live.ids)  # ids at admission: computed once the first token is there
         self.step = Step.PREFILL
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
         self.finished = False  # the worker says it has ended
         self.num_expected = 0  # once released: blocks that will come back with the acknowledgement
         self._block_size = block_size
-        self._slots_ahead = slots_ahead
+        self._num_drafted = num_drafted
         self._most_slots = most_slots
 
     @property
@@ -64,11 +67,22 @@ class Sequence:
         """Ids the worker must still compute before the first token of this admission."""
         return self.num_admitted - self.computed if self.step is Step.PREFILL else 0
 
+    def drafted(self, num_drafted: int) -> None:
+        """A decode step laid out so many drafts: more are expected at once, fewer one by one."""
+        self._num_drafted = max(num_drafted, self._num_drafted - 1)
+
+    @property
+    def slots_ahead(self) -> int:
+        """Slots to grant beyond the known ids, at ease: some steps as it drafts now. With the slots that plain decoding
+        gets for eight steps the worker can lay out seven drafts at any time, and so show that it wants more.
+        """
+        return min(STEPS_AHEAD * (self._num_drafted + 1), MAX_BLOCKS_AHEAD * self._block_size)
+
     def num_wanted(self, *, scarce: bool) -> int:
         """Blocks to add, so that the worker can go on while a report is being read: fewer where pages are scarce, none
         for a reader that lags.
         """
-        ahead = self._slots_ahead // SCARCE_SHARE if scarce else self._slots_ahead
+        ahead = self.slots_ahead // SCARCE_SHARE if scarce else self.slots_ahead
         slots = min(len(self.live.ids) + ahead, self._most_slots)
         if slots <= self.num_slots or self.live.lagging:
             return 0

@@ -80,12 +80,26 @@ class Stream:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.read()
+
+    def read(self) -> Delta:
+        """The next delta, which must be there already: see `num_ready`."""
         delta = self._deltas.popleft()
         self._num_unread -= len(delta.tokens)
         if self._lagging and self._num_unread <= self._max_lag // 2:
             self._lagging = False
             self._on_caught_up()
         return delta
+
+    @property
+    def num_ready(self) -> int:
+        """Deltas that can be read without waiting."""
+        return len(self._deltas)
+
+    @property
+    def error(self) -> EngineError | None:
+        """What comes out behind the last delta."""
+        return self._error
 
     # The engine's side.
 

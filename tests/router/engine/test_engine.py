@@ -271,7 +271,8 @@ def test_a_failed_request_harms_no_other(in_house: InHouse, request_of: Make, an
 def test_what_is_submitted_in_one_moment_goes_to_the_worker_in_one_message(in_house: InHouse, request_of: Make) -> None:
     async def body(house: House) -> None:
         await house.until(lambda: house.worker.figures.num_messages == 1)  # Start
-        streams = [house.engine.submit(request_of(6, 1, name=str(i))) for i in range(20)]
+        prompts = [(20 + i, 11, 12, 13, 14, 15) for i in range(20)]  # nothing to share, so nobody waits for another
+        streams = [house.engine.submit(request_of(prompt, 1)) for prompt in prompts]
         await house.until(lambda: house.worker.figures.num_admits == 20)
         assert house.worker.figures.num_messages == 2
         for stream in streams:

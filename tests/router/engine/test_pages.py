@@ -94,7 +94,7 @@ class AnyTraffic(RuleBasedStateMachine):
     def publish(self, which: int, depth: int) -> None:
         if which < len(self.holders):
             for i, block in enumerate(self.holders[which][:depth]):
-                if self.pool._key[block] is None:
+                if block not in self.pool._key:
                     self.pool.publish(block, b"%d %d" % (which % 2, i))
 
     @rule(which=st.integers(0, 1))

@@ -351,7 +351,7 @@ def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, r
 @pytest.mark.parametrize(("scarce", "num_wanted"), [(False, 4), (True, 1)])
 def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted: int, request_of: Make) -> None:
     live = LiveRequest(request_of(4, 60), 60, 0, 0.0)
-    sequence = Sequence(1, live, [0], 0, block_size=4, slots_ahead=16, most_slots=65)
+    sequence = Sequence(1, live, [0], 0, block_size=4, num_drafted=3, most_slots=65)
     assert sequence.num_wanted(scarce=scarce) == num_wanted
 
 

@@ -1,0 +1,179 @@
+"""Levels that age, keys that share, deadlines that come near: who goes next."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.queue import RequestQueue
+from space_router.engine.request import ValidRequest
+
+Make = Callable[..., ValidRequest]
+
+
+def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> LiveRequest:
+    live = LiveRequest(request, request.max_tokens or 1, age, submitted)
+    queue.push(live)
+    return live
+
+
+def served(queue: RequestQueue, now: float = 0.0, num_tokens: int = 12) -> LiveRequest:
+    """The next one, admitted and done in a moment."""
+    live = queue.head(now)
+    assert live is not None
+    queue.admitted(live, now, live.num_prompt)
+    live.ids += [5] * num_tokens
+    queue.ended(live)
+    return live
+
+
+def test_a_single_request_waits_for_one_of_a_key_with_a_thousand(request_of: Make) -> None:
+    queue = RequestQueue(2000)
+    for age in range(1000):
+        waiting(queue, request_of(key="many"), age, submitted=0.001 * age)
+    for _ in range(10):
+        served(queue, now=100.0)
+    single = waiting(queue, request_of(key="one"), 1000, submitted=100.0)
+    assert single in [served(queue, now=100.0) for _ in range(2)]
+
+
+def test_a_key_does_not_save_up_what_it_did_not_use(request_of: Make) -> None:
+    queue = RequestQueue(2000)
+    for age in range(200):
+        waiting(queue, request_of(key="busy"), age)
+    for _ in range(100):
+        served(queue)
+    for age in range(200, 300):
+        waiting(queue, request_of(key="late"), age)
+    assert Counter(served(queue).request.key for _ in range(40)) == {"busy": 20, "late": 20}
+
+
+@pytest.mark.parametrize(("factor", "share"), [(1, 0.5), (3, 0.25)])
+def test_keys_share_tokens_and_not_requests(factor: int, share: float, request_of: Make) -> None:
+    queue = RequestQueue(4000)
+    for age in range(2000):
+        waiting(queue, request_of(4, 100, key="long" if age % 2 else "short"), age)
+    taken: Counter[str] = Counter()
+    for _ in range(400):
+        key = (queue.head() or pytest.fail("nobody waits")).request.key
+        served(queue, num_tokens=96 if key == "long" else 100 // factor - 4)
+        taken[key] += 1
+    assert taken["long"] / 400 == pytest.approx(share, abs=0.03)
+
+
+def test_requests_without_a_key_share_one(request_of: Make) -> None:
+    queue = RequestQueue(99)
+    for age in range(10):
+        waiting(queue, request_of(), age)
+    waiting(queue, request_of(key="a"), 10)
+    assert [served(queue).request.key for _ in range(3)] in (["", "a", ""], ["a", "", ""])
+
+
+def test_a_level_is_gained_per_time_of_waiting(request_of: Make) -> None:
+    queue = RequestQueue(99, ageing=30.0)
+    old = waiting(queue, request_of(priority=2, key="old"), 0, submitted=0.0)
+    young = waiting(queue, request_of(priority=0, key="young"), 1, submitted=59.0)
+    assert queue.head(59.9) is young
+    waiting(queue, request_of(priority=0, key="young"), 2, submitted=59.9)
+    served(queue, now=59.9)
+    assert queue.head(60.0) is old  # on the first level now, and its key has had nothing
+
+
+def test_ageing_goes_up_to_the_most_urgent_level_and_so_leaves_keys_equal(request_of: Make) -> None:
+    queue = RequestQueue(99, ageing=1.0)
+    for age in range(50):
+        waiting(queue, request_of(key="flood"), age, submitted=0.0)
+    served(queue, now=1000.0)
+    late = waiting(queue, request_of(key="late"), 50, submitted=1000.0)
+    assert late in [served(queue, now=1000.0) for _ in range(2)]
+
+
+def test_nobody_starves_under_a_stream_of_urgent_requests(request_of: Make) -> None:
+    queue = RequestQueue(99999, ageing=30.0)
+    patient = waiting(queue, request_of(priority=3), 0, submitted=0.0)
+    for second in range(1, 200):
+        waiting(queue, request_of(priority=0), second, submitted=float(second))
+        waiting(queue, request_of(priority=0), 1000 + second, submitted=float(second))
+        if served(queue, now=float(second)) is patient:
+            break
+    assert (
+        90 <= second <= 181
+    )  # three levels, then those that came before it was there: every other second one is served
+
+
+def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not(request_of: Make) -> None:
+    queue = RequestQueue(99)
+    first = waiting(queue, request_of(), 0)
+    far, near = (LiveRequest(request_of(deadline=50.0 - age), 12, age, 0.0) for age in (1, 2))
+    far.near_at, near.near_at = 40.0, 5.0
+    urgent = LiveRequest(request_of(priority=-1), 12, 3, 0.0)
+    for live in (far, near, urgent):
+        queue.push(live)
+    assert queue.head(6.0) is urgent  # a deadline buys no level
+    queue.remove(urgent)
+    assert [served(queue, now=6.0) for _ in range(3)] == [near, first, far]
+
+
+def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
+    queue = RequestQueue(99)
+    lives = [LiveRequest(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
+    for live in lives:
+        live.near_at = 1.0
+        queue.push(live)
+    assert [served(queue, now=2.0).age for _ in range(3)] == [1, 2, 0]
+
+
+def test_a_near_deadline_takes_nothing_from_other_keys(request_of: Make) -> None:
+    queue = RequestQueue(99)
+    for age in range(10):
+        hasty = LiveRequest(request_of(deadline=9.0, key="hasty"), 12, age, 0.0)
+        hasty.near_at = 0.0
+        queue.push(hasty)
+        waiting(queue, request_of(key="calm"), 10 + age)
+    assert Counter(served(queue, now=1.0).request.key for _ in range(10)) == {"hasty": 5, "calm": 5}
+
+
+def test_who_was_admitted_before_is_not_charged_again_and_goes_first(request_of: Make) -> None:
+    queue = RequestQueue(99)
+    preempted = waiting(queue, request_of(key="a"), 0)
+    for age in range(1, 4):
+        waiting(queue, request_of(key="b"), age)
+    queue.admitted(preempted, 0.0, 6)
+    charged = queue._lines["a"].finish
+    served(queue)
+    queue.push(preempted)
+    assert queue.head() is preempted
+    queue.admitted(preempted, 0.0, 6)
+    assert queue._lines["a"].finish == charged
+
+
+def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:
+    for seed in range(30):
+        dice = random.Random(seed)
+        queue, now, left, out = RequestQueue(9999, ageing=dice.choice([0.5, 30.0])), 0.0, set(), []
+        for age in range(200):
+            now += dice.random()
+            live = LiveRequest(
+                request_of(priority=dice.randrange(-2, 3), key=dice.choice("abc"), deadline=50.0), 12, age, now
+            )
+            live.near_at = dice.choice([math.inf, now + 5.0])
+            queue.push(live, parked=dice.random() < 0.2)
+            left.add(live)
+            if dice.random() < 0.3 and (gone := dice.choice(sorted(left, key=lambda one: one.age))):
+                dice.choice([queue.remove, queue.park, queue.unpark])(gone)
+                left = {one for one in left if one in queue}
+            if dice.random() < 0.4 and queue.head(now) is not None:
+                out.append(served(queue, now))
+                left.discard(out[-1])
+        for live in left:
+            queue.unpark(live)
+        while queue.head(now) is not None:
+            out.append(served(queue, now))
+            left.remove(out[-1])
+        assert not left, f"seed {seed}"
+        assert len(set(out)) == len(out), f"seed {seed}"
+        assert not queue._priorities, f"seed {seed}"
