@@ -1,5 +1,8 @@
 """Beginnings of Python files, for load where no prompt file is given."""
 
+import importlib.util
+from pathlib import Path
+
 from space_eval.prompts import Prompt
 
 _TASKS = (
@@ -20,3 +23,13 @@ def built_in() -> list[Prompt]:
         Prompt(name, f'def {name}({arguments}) -> {result}:\n    """{doc}"""\n')
         for name, arguments, result, doc in _TASKS
     ]
+
+
+_MODULES = ("heapq", "textwrap", "difflib", "argparse", "statistics", "ast", "csv", "string")
+
+
+def long_text(num_characters: int = 1 << 17) -> str:
+    """Source code of Python's own library: a long text that does not repeat, for prompts of a given length."""
+    specs = [importlib.util.find_spec(name) for name in _MODULES]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return "".join(file.read_text(encoding="utf-8") for file in files)[:num_characters]

@@ -1,106 +1,124 @@
-"""One round of load: so many streams at once, each taking the next prompt as soon as it is done with one."""
+"""One round of load on one arm: what was asked, what came, and what it took."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from space_eval.load_client import Endpoint, Exchange, stream_completion
+from space_eval.bench_statistics import percentile
+from space_eval.bench_watch import Watch, watched
+from space_eval.load_arm import Arm
+from space_eval.load_client import LoadError
+from space_eval.load_dialect import Ask
+from space_eval.load_exchange import Exchange
+from space_eval.load_shape import Shape
 
-
-@dataclass(frozen=True)
-class Load:
-    """What every round asks for."""
-
-    prompts: Sequence[str]  # taken in turn
-    max_tokens: int  # of each answer, exactly: EOS is ignored
-    temperature: float
-    seed: int  # of the first request; the others count up from it
-    truncate_prompt_tokens: int  # the last so many tokens of a prompt are used
-
-    def body(self, number: int, speculation: str | int, salt: str) -> dict[str, Any]:
-        """Request `number` of a round. Another `salt` shares no prefix with it, so that every prompt is computed."""
-        return {
-            "prompt": self.prompts[number % len(self.prompts)],
-            "max_tokens": self.max_tokens,
-            "ignore_eos": True,
-            "temperature": self.temperature,
-            "seed": self.seed + number,
-            "speculation": speculation,
-            "cache_salt": salt,
-            "truncate_prompt_tokens": self.truncate_prompt_tokens,
-        }
+__all__ = ["Round", "num_identical", "percentile", "run_round"]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of one kind of speculation took."""
+    """What one round of one arm took."""
 
-    speculation: str | int
-    seconds: float  # from the first request's start to the last one's end
+    arm: str
+    seconds: float  # from the first request's begin to the last one's end, or to the cut
     exchanges: Sequence[Exchange]  # by request number
     cpu_shares: Mapping[str, float]  # processor seconds per second, by process
+    watch: Sequence[Watch] = ()  # what the server's own figures said meanwhile
+
+    @property
+    def answered(self) -> list[Exchange]:
+        """Those of which something came."""
+        return [exchange for exchange in self.exchanges if exchange.pieces]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(exchange.token_ids) for exchange in self.exchanges)
+        """Tokens that came before the end."""
+        return sum(
+            piece.num_tokens
+            for exchange in self.exchanges
+            for piece in exchange.pieces
+            if exchange.started + piece.seconds <= self.seconds
+        )
+
+    @property
+    def num_finished(self) -> int:
+        return sum(exchange.finished for exchange in self.exchanges)
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
     @property
+    def errors(self) -> dict[str, int]:
+        """Failed requests by status."""
+        failed = [exchange.error for exchange in self.exchanges if exchange.error is not None]
+        return {status: failed.count(status) for status in sorted(set(failed))}
+
+    @property
     def tokens_per_step(self) -> float | None:
-        """Over all streams' decode steps; None where there was none."""
-        steps = sum(int(exchange.statistics.get("steps", 0)) for exchange in self.exchanges)
-        rates = [
-            (exchange.statistics["tokens_per_step"] or 0.0) * exchange.statistics["steps"]
-            for exchange in self.exchanges
-            if "steps" in exchange.statistics
-        ]
-        return sum(rates) / steps if steps else None
+        """Over all streams' decode steps; None where the server counts none."""
+        told = [exchange.statistics for exchange in self.exchanges if exchange.statistics.get("steps")]
+        steps = sum(int(one["steps"]) for one in told)
+        return sum((one["tokens_per_step"] or 0.0) * one["steps"] for one in told) / steps if steps else None
+
+    @property
+    def drafts_per_step(self) -> float | None:
+        """The mean chosen draft length; None where the server counts no steps."""
+        told = [exchange.statistics for exchange in self.exchanges if exchange.statistics.get("steps")]
+        steps = sum(int(one["steps"]) for one in told)
+        return sum(int(one.get("drafted") or 0) for one in told) / steps if steps else None
+
+    def timeline(self, width: float) -> list[float]:
+        """Tokens per second in each `width` seconds from the begin; a rest shorter than that is left out."""
+        counts = [0] * int(self.seconds / width + 1e-9)
+        for exchange in self.exchanges:
+            for piece in exchange.pieces:
+                place = int((exchange.started + piece.seconds) / width)
+                if place < len(counts):
+                    counts[place] += piece.num_tokens
+        return [count / width for count in counts]
 
 
 async def run_round(
-    endpoint: Endpoint,
-    load: Load,
+    arm: Arm,
+    shape: Shape,
+    asks: Iterator[Ask],
     *,
-    num_streams: int,
-    num_requests: int,
-    speculation: str | int,
-    salt: str,
-    cpu_seconds: Callable[[], Mapping[str, float]],
+    salt: str | None,
+    seconds: float | None = None,
+    watch_every: float | None = None,
+    cpu_seconds: Callable[[], Mapping[str, float]] = dict,
+    done: Callable[[], object] = lambda: None,
 ) -> Round:
-    """`num_requests` over `num_streams` connections at a time. Raises LoadError if one of them fails."""
-    exchanges: list[Exchange | None] = [None] * num_requests
-    numbers = iter(range(num_requests))
+    """All of `asks` in `shape`, or for `seconds`. Raises LoadError if one fails and `shape` does not bear it.
 
-    async def stream() -> None:
-        for number in numbers:
-            exchanges[number] = await stream_completion(endpoint, load.body(number, speculation, salt))
+    `watch_every`: seconds between looks at the server's figures. `done` is called after each request.
+    """
+    clock = asyncio.get_running_loop().time
+    exchanges: list[Exchange] = []
+    begun = 0.0
+
+    async def send(ask: Ask, due: float | None) -> None:
+        exchange = Exchange(started=clock() - begun if due is None else due)
+        exchanges.append(exchange)
+        try:
+            await arm.answer(ask, salt, exchange, begun + exchange.started)
+        finally:
+            done()
 
     cpu_before = cpu_seconds()
-    begun = time.perf_counter()
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(num_streams, num_requests)):
-                group.create_task(stream())
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    seconds = time.perf_counter() - begun
+    async with watched(arm.endpoint, watch_every) as looks:
+        begun = clock()
+        await shape.run(asks, send, seconds)
+        taken = clock() - begun
+    if not any(exchange.pieces for exchange in exchanges):
+        failed = {exchange.error for exchange in exchanges}
+        raise LoadError(f"{arm.name}: none of {len(exchanges)} requests was answered ({', '.join(map(str, failed))}).")
     cpu_after = cpu_seconds()
-    shares = {name: (cpu_after[name] - used) / seconds for name, used in cpu_before.items()}
-    return Round(speculation, seconds, [one for one in exchanges if one is not None], shares)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; nan of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    shares = {name: (cpu_after[name] - used) / taken for name, used in cpu_before.items()}
+    return Round(arm.name, taken, exchanges, shares, looks)
 
 
 def num_identical(ones: Round, others: Round) -> int:

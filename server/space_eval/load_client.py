@@ -1,7 +1,7 @@
 """A load generator's HTTP client: one request per connection, server-sent events read as they come.
 
 Nothing but asyncio: the client shares the machine with the server it measures, and a general client costs more per
-event than the server does.
+event than the server does. Time is the event loop's.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,10 @@ MAX_LINE = 1 << 20  # bytes of one header or chunk-size line
 
 class LoadError(RuntimeError):
     """A request that was refused or broken off; the message has the server's words."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status  # of a refusal; None where the connection or the stream failed
 
 
 @dataclass(frozen=True)
@@ -48,65 +51,20 @@ class Endpoint:
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One event that carried tokens."""
+async def stream_events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> AsyncGenerator[list[bytes]]:
+    """`POST` with `body`; the data of the events that come together, the closing `[DONE]` included. Raises LoadError.
 
-    seconds: float  # since the request was sent
-    token_ids: tuple[int, ...]
-
-
-@dataclass
-class Exchange:
-    """One streamed completion, as its client saw it."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    text: str = ""
-    statistics: Mapping[str, Any] = field(default_factory=dict)  # the `spaceserve` object
-    seconds: float = 0.0  # from sending to the end of the stream
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(id_ for piece in self.pieces for id_ in piece.token_ids)
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.pieces[0].seconds
-
-    @property
-    def token_gaps(self) -> list[float]:
-        """Seconds per token after the first event: an event's gap, once for each of its tokens, shared among them."""
-        gaps: list[float] = []
-        for before, after in zip(self.pieces, self.pieces[1:], strict=False):
-            count = len(after.token_ids)
-            gaps += [(after.seconds - before.seconds) / count] * count
-        return gaps
+    Leave it with `aclosing`: the connection is its own.
+    """
+    async with _request(endpoint, "POST", path, body) as pieces:
+        async for events in _events(pieces):
+            yield events
 
 
-async def stream_completion(endpoint: Endpoint, body: Mapping[str, Any]) -> Exchange:
-    """`POST /v1/completions` with `body`, streamed to its end. Raises LoadError."""
-    exchange = Exchange()
-    asked = {**body, "stream": True, "return_token_ids": True}
-    begun = time.perf_counter()
-    complete = False
-    async with _request(endpoint, "POST", "/v1/completions", asked) as pieces:
-        async for event in _events(pieces):
-            now = time.perf_counter() - begun
-            if event == b"[DONE]":
-                complete = True
-                continue
-            value = json.loads(event)
-            if "error" in value:
-                raise LoadError(f"The stream ended with an error: {value['error'].get('message')}")
-            for choice in value["choices"]:
-                exchange.text += choice["text"]
-                if choice["token_ids"]:
-                    exchange.pieces.append(Piece(now, tuple(choice["token_ids"])))
-            exchange.statistics = value.get("spaceserve") or exchange.statistics
-    exchange.seconds = time.perf_counter() - begun
-    if not complete or not exchange.pieces:
-        raise LoadError("The stream ended without its last event.")
-    return exchange
+async def get_text(endpoint: Endpoint, path: str) -> str:
+    """The text at `path`. Raises LoadError."""
+    async with _request(endpoint, "GET", path, None) as pieces:
+        return b"".join([piece async for piece in pieces]).decode(errors="replace")
 
 
 async def get_json(endpoint: Endpoint, path: str) -> dict[str, Any]:
@@ -116,6 +74,12 @@ async def get_json(endpoint: Endpoint, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LoadError(f"{path} is not a JSON object.")
     return value
+
+
+async def post_json(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Any:
+    """What `path` answers to `body`. Raises LoadError."""
+    async with _request(endpoint, "POST", path, body) as pieces:
+        return json.loads(b"".join([piece async for piece in pieces]))
 
 
 @asynccontextmanager
@@ -141,7 +105,7 @@ async def _request(
         pieces = _body(reader, headers)
         if status != 200:
             said = b"".join([piece async for piece in pieces])[:500].decode(errors="replace")
-            raise LoadError(f"{method} {path} was answered with {status}: {said}")
+            raise LoadError(f"{method} {path} was answered with {status}: {said}", status)
         yield pieces
     except (OSError, EOFError, ValueError) as error:
         raise LoadError(f"{method} {path}: the server broke off its answer: {error or type(error).__name__}") from error
@@ -175,11 +139,16 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
             yield piece
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The `data` of each server-sent event."""
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The `data` of server-sent events, those of one piece together; comments and other fields are passed over."""
     rest = b""
     async for piece in pieces:
-        *events, rest = (rest + piece).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data:"):
-                yield event[5:].strip()
+        *lines, rest = (rest + piece).split(b"\n")  # one line of data is one event: no server here writes more
+        if events := _data(lines):
+            yield events
+    if events := _data([rest]):  # of a stream that ends without an empty line
+        yield events
+
+
+def _data(lines: Sequence[bytes]) -> list[bytes]:
+    return [data for line in lines if line.startswith(b"data:") and (data := line[5:].strip())]

@@ -1,24 +1,34 @@
 """The arithmetic of the load benchmark, and its flags."""
 
 import json
+import random
+import statistics
 import sys
 import types
 from pathlib import Path
 
 import pytest
 from space_eval import bench
-from space_eval.bench_report import Spread, rows, table
-from space_eval.bench_round import Round, percentile
-from space_eval.load_client import Exchange, Piece
+from space_eval.bench_limits import Limits, seconds_of
+from space_eval.bench_options import parse
+from space_eval.bench_report import Spread, markdown, record, rows, table
+from space_eval.bench_round import Round
+from space_eval.bench_statistics import Ratio, bootstrap, percentile
+from space_eval.load_exchange import Exchange, Piece
+from space_eval.load_lengths import Lengths
+from space_eval.load_shape import Closed, Open, Swing
+
+ARMS = ("off", "auto")
 
 
 def exchange(*pieces: tuple[float, tuple[int, ...]], steps: int = 1, rate: float | None = 1.0) -> Exchange:
-    statistics = {"steps": steps, "tokens_per_step": rate}
-    return Exchange([Piece(*piece) for piece in pieces], statistics=statistics, seconds=pieces[-1][0])
+    statistics = {"steps": steps, "tokens_per_step": rate, "drafted": 2 * steps}
+    made = [Piece(seconds, len(ids), ids) for seconds, ids in pieces]
+    return Exchange(pieces=made, statistics=statistics, seconds=pieces[-1][0], finished=True)
 
 
-def a_round(speculation: str, seconds: float, *exchanges: Exchange) -> Round:
-    return Round(speculation, seconds, exchanges, {"router": 0.5 * seconds})
+def a_round(arm: str, seconds: float, *exchanges: Exchange) -> Round:
+    return Round(arm, seconds, exchanges, {"router": 0.5})
 
 
 def test_a_percentile_is_a_value_that_occurred() -> None:
@@ -27,10 +37,34 @@ def test_a_percentile_is_a_value_that_occurred() -> None:
     assert percentile([3.0], 0.5) == percentile([3.0], 0.99) == 3.0
 
 
+def test_bootstrap_bounds_are_quantiles_of_the_medians_of_resamples() -> None:
+    values = [0.9, 1.1, 1.0, 1.4, 1.3, 0.8]
+    source = random.Random(5)
+    medians = sorted(statistics.median(source.choices(values, k=6)) for _ in range(200))
+    assert bootstrap(values, num_resamples=200, seed=5) == (medians[4], medians[194])  # the 5th and the 195th of 200
+
+
+def test_the_bootstrap_agrees_with_the_exact_law_of_the_median_of_three() -> None:
+    # Of 27 resamples of (1, 2, 3) the median is 1 in 7, 2 in 13 and 3 in 7: each end has more than 2.5 %.
+    assert bootstrap([1.0, 2.0, 3.0]) == (1.0, 3.0)
+    assert bootstrap([1.0, 2.0, 3.0], share=0.4) == (2.0, 2.0)  # 30 % on each side: more than 7 of 27
+    assert bootstrap([2.0] * 9) == (2.0, 2.0)
+
+
+def test_the_bounds_cover_the_true_median_about_as_often_as_they_say() -> None:
+    source = random.Random(1)
+    covered = 0
+    for _ in range(200):
+        low, high = bootstrap([source.gauss(1.0, 0.1) for _ in range(20)], num_resamples=300)
+        covered += low <= 1.0 <= high
+    assert 180 <= covered <= 200  # 95 % of 200 is 190, give or take three deviations
+
+
 def test_the_gap_before_an_event_is_shared_among_its_tokens() -> None:
     one = exchange((1.0, (5,)), (1.5, (6, 7)), (1.6, (8,)))
     assert one.first_token_seconds == 1.0
     assert one.token_gaps == pytest.approx([0.25, 0.25, 0.1])
+    assert one.event_gaps == pytest.approx([0.5, 0.1])
     assert one.token_ids == (5, 6, 7, 8)
 
 
@@ -38,33 +72,98 @@ def test_tokens_per_step_weighs_streams_by_their_steps() -> None:
     one = exchange((1.0, (1,)), steps=3, rate=2.0)
     other = exchange((1.0, (1,)), steps=1, rate=4.0)
     assert a_round("auto", 1.0, one, other).tokens_per_step == 2.5
+    assert a_round("auto", 1.0, one, other).drafts_per_step == 2.0
     assert a_round("auto", 1.0, exchange((1.0, (1,)), steps=0, rate=None)).tokens_per_step is None
 
 
-def test_a_ratio_is_of_one_pair_and_its_middle_is_the_median() -> None:
+def test_what_comes_after_the_end_of_a_round_does_not_count() -> None:
+    late = exchange((0.5, (1, 2)), (1.5, (3,)))
+    late.started = 1.0
+    assert a_round("auto", 2.0, late).num_tokens == 2
+
+
+def test_a_ratio_is_of_one_round_and_its_middle_is_the_median() -> None:
     four = exchange((0.1, (1, 2)), (0.2, (3, 4)))
-    pairs = [(a_round("off", 4.0, four), a_round("auto", seconds, four)) for seconds in (1.0, 2.0, 4.0)]
-    plain, fast = rows(8, pairs)
+    rounds = [(a_round("off", 4.0, four), a_round("auto", seconds, four)) for seconds in (1.0, 2.0, 4.0)]
+    plain, fast = rows(Closed(8), rounds, ARMS)
     assert plain.ratio is None
-    assert fast.ratio == Spread(median=2.0, low=1.0, high=4.0)
+    assert fast.ratio == Ratio(median=2.0, low=1.0, high=4.0, num=3)
     assert fast.tokens_per_second == Spread(median=2.0, low=1.0, high=4.0)
     assert (plain.num_streams, plain.speculation, plain.identical) == (8, "off", "3/3")
-    assert fast.cpu_shares == {"router": 1.0}
+    assert fast.cpu_shares == {"router": 0.5}
+
+
+def test_with_two_baselines_plain_itself_is_compared_with_the_plain_server() -> None:
+    one = exchange((0.1, (1, 2)))
+    arms = [a_round("plain server", 1.0, one), a_round("off", 2.0, one), a_round("auto", 1.0, one)]
+    server, plain, fast = rows(Closed(1), [arms, arms], ("off", "off", "auto"), baselines=2)
+    assert not server.ratios
+    assert {name: ratio.median for name, ratio in plain.ratios.items()} == {"plain server": 0.5}
+    assert {name: ratio.median for name, ratio in fast.ratios.items()} == {"plain server": 1.0, "off": 2.0}
 
 
 def test_answers_that_differ_are_counted_and_shown() -> None:
     pair = (a_round("off", 1.0, exchange((0.1, (1,)))), a_round("auto", 1.0, exchange((0.1, (2,)))))
-    found = rows(1, [pair])
+    found = rows(Closed(1), [pair], ARMS)
     assert found[1].identical == "0/1"
     assert "0/1" in table(found)
 
 
+def test_answers_without_ids_are_not_called_the_same() -> None:
+    untold = Exchange(pieces=[Piece(0.1, 1)], finished=True)
+    assert [
+        row.identical for row in rows(Closed(1), [(a_round("a", 1.0, untold), a_round("b", 1.0, untold))], ARMS)
+    ] == [
+        None,
+        None,
+    ]
+
+
+def test_failures_are_counted_by_status_and_spoil_no_latency() -> None:
+    refused, broken = Exchange(error="429"), Exchange(error="broken")
+    (row,) = rows(Open(2.0), [[a_round("a", 2.0, exchange((0.1, (1,))), refused, refused, broken)]], [None])
+    assert row.errors == {"429": 2, "broken": 1}
+    assert row.first_token_ms["p99"] == 100
+    assert row.rate == 2.0
+    assert "429×2 broken×1" in table([row])
+
+
+def test_goodput_counts_whole_answers_within_every_limit() -> None:
+    limits = Limits.parse("ttft=500ms,itl=50ms,gap=1s,e2e=2s")
+    good = exchange((0.5, (1,)), (0.6, (2, 3)))
+    late = exchange((0.6, (1,)))
+    slow = exchange((0.1, (1,)), (0.2, (2,)))
+    cut = Exchange(pieces=[Piece(0.1, 1)], seconds=0.1)
+    silent = exchange((0.1, (1,)), (1.2, tuple(range(40))))
+    assert [limits.kept(one) for one in (good, late, slow, cut, silent, Exchange())] == [True] + 5 * [False]
+    (row,) = rows(Closed(1), [[a_round("a", 2.0, good, late, slow, cut)]], [None], limits=limits)
+    assert (row.goodput, row.kept) == (Spread(0.5, 0.5, 0.5), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("5s", 5.0), ("2m", 120.0), ("1.5", 1.5), ("1h", 3600.0)]
+)
+def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
 def test_given_flags_win_over_the_smoke_preset() -> None:
-    options, serve_flags = bench._options(["--smoke", "--concurrency", "2,3", "--", "--num-threads", "1"])
-    settings = bench._settings(options)
+    settings, serve_flags = parse(["--smoke", "--concurrency", "2,3", "--", "--num-threads", "1"], "")
     assert settings.concurrency == (2, 3)
-    assert settings.max_tokens == bench.SMOKE.max_tokens
+    assert settings.num_rounds == 1
+    assert settings.output_tokens == Lengths.parse("16")
     assert serve_flags == ["--num-threads", "1"]
+
+
+def test_the_load_is_streams_or_rates_or_a_swing() -> None:
+    assert parse(["--concurrency", "1,4"], "")[0].shapes == [Closed(1), Closed(4)]
+    assert parse(["--rate", "0.5,2"], "")[0].shapes == [Open(0.5), Open(2.0)]
+    assert parse(["--swing", "1:64:5s"], "")[0].shapes == [Swing(1, 64, 5.0)]
+
+
+def test_servers_side_by_side_have_names() -> None:
+    settings, _ = parse(["--url", "ours=http://a:1", "--url", "http://b:2/x=y"], "")
+    assert settings.urls == (("ours", "http://a:1"), ("http://b:2/x=y", "http://b:2/x=y"))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +173,13 @@ def test_given_flags_win_over_the_smoke_preset() -> None:
         (["--temperature", "hot"], "must be a number from 0 to 2; got 'hot'"),
         (["--speculation", "off"], "must be a whole number of at least 1; got 'off'"),
         (["--url", "x", "--model", "y"], "not allowed with"),
+        (["--rate", "0"], "must be numbers above 0, in requests per second, or `file`; got '0'"),
+        (["--rate", "1", "--concurrency", "1"], "not allowed with"),
+        (["--swing", "64:1:5s"], "'64:1:5s' is no swing: give LOW:HIGH:PERIOD, such as 1:64:5s"),
+        (["--slo", "speed=1s"], "'speed=1s' is no limit: give NAME=DURATION with ttft, itl, gap, e2e"),
+        (["--duration", "5 parsecs"], "'5 parsecs' is no duration: give one such as 500ms, 5s or 2m"),
+        (["--output-tokens", "about:5"], "'about:5' is no length: give N, uniform:LOW:HIGH"),
+        (["--body", "[1]"], "must be a JSON object; got '[1]'"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused_by_name(
@@ -85,19 +191,37 @@ def test_flags_that_mean_nothing_are_refused_by_name(
     assert words in capsys.readouterr().err
 
 
-def test_unusable_settings_end_with_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert bench.main(["--url", "ftp://x"]) == 1
-    assert "is no server address" in capsys.readouterr().err
-    assert bench.main(["--url", "http://x", "--", "--port", "1"]) == 2
-    assert "leave out --url" in capsys.readouterr().err
-    assert bench.main(["--url", "http://x", "--api-key-file", str(tmp_path / "none")]) == 2
-    assert "there is no key in it" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--url", "ftp://x"], 1, "is no server address"),
+        (["--url", "http://x", "--", "--port", "1"], 2, "leave out --url"),
+        (["--url", "http://x", "--api-key-file", "/none"], 2, "there is no key in it"),
+        (["--url", "http://x", "--plain-server"], 2, "give --model, and leave out --url"),
+        (["--url", "a=http://x", "--url", "a=http://y"], 2, "two servers are called 'a'"),
+        (["--url", "http://x", "--rate", "file"], 2, "takes the arrivals of --prompts FILE"),
+        (["--url", "http://x", "--prompts", "/none"], 2, "There is no prompt file at /none"),
+    ],
+)
+def test_unusable_settings_end_with_one_line(
+    flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(flags) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
 
 
-def test_a_record_is_json() -> None:
+def test_a_record_is_json_and_a_page() -> None:
     pair = (a_round("off", 1.0, exchange((0.1, (1,)))), a_round("auto", 1.0, exchange((0.1, (1,)))))
-    made = bench.record({"machine": "m"}, {"max_tokens": 1}, rows(1, [pair]))
-    assert json.loads(json.dumps(made))["rows"][1]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    found = rows(Closed(1), [pair], ARMS)
+    made = record({"machine": "m"}, {"output_tokens": "1"}, found)
+    ratio = {"median": 1.0, "low": 1.0, "high": 1.0, "num": 1}
+    assert json.loads(json.dumps(made))["rows"][1]["ratio"] == ratio
+    page = markdown(made, found, ["ratio.png"])
+    assert "- machine: m" in page
+    assert "| 1 stream | auto |" in page
+    assert "![ratio](ratio.png)" in page
 
 
 def test_a_word_before_the_flags_goes_to_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,3 +240,11 @@ def test_the_other_benchmarks_are_shown_in_the_help(word: str, capsys: pytest.Ca
         bench.main(["--help"])
     assert ended.value.code == 0
     assert f"spaceserve bench {word}" in capsys.readouterr().out
+
+
+def test_the_client_loads_no_torch(tmp_path: Path) -> None:
+    """In a process of its own: this one may have loaded it before."""
+    import subprocess
+
+    code = "import sys, space_eval.bench; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

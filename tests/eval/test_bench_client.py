@@ -4,12 +4,21 @@ import asyncio
 import json
 
 import pytest
-from space_eval.load_client import Endpoint, Exchange, LoadError, get_json, stream_completion
+from space_eval.bench_testing import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
+from space_eval.load_arm import Arm, find, token_ids
+from space_eval.load_client import Endpoint, LoadError, get_json
+from space_eval.load_dialect import DIALECTS, Ask, Sampling
+from space_eval.load_exchange import Exchange, Piece, shared
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+GREEDY = Sampling(0.0, 7)
 
 
-def event(text: str, ids: list[int], **more: object) -> bytes:
+def arm(url: str, api: str = "openai", **more: object) -> Arm:
+    return Arm("a", Endpoint.parse(url, "k"), DIALECTS[api], GREEDY, **more)  # type: ignore[arg-type]
+
+
+def tokens(text: str, ids: list[int], **more: object) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text, "token_ids": ids}], **more}).encode() + b"\n\n"
 
 
@@ -33,39 +42,62 @@ async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
+        exchange = Exchange()
         try:
-            return await stream_completion(Endpoint.parse(f"http://127.0.0.1:{port}/v1", "k"), {"prompt": "x"}), asked
+            begun = asyncio.get_running_loop().time()
+            await arm(f"http://127.0.0.1:{port}/v1").answer(Ask(0, "x", 4), None, exchange, begun)
         except LoadError as error:
             return error, asked
+        return exchange, asked
+
+
+async def told(script: Reply, api: str) -> tuple[Exchange, list[tuple[str, object]]]:
+    """The exchange with a server that answers `script` to everything."""
+    server, exchange = ScriptedServer(lambda path, body: script), Exchange()
+    async with server.serving():
+        await arm(server.url, api).answer(Ask(2, "x", 4), None, exchange, 0.0)
+    return exchange, server.asked
 
 
 def test_events_are_read_whatever_the_chunks() -> None:
-    body = event("a", [1]) + event("", []) + event("bc", [2, 3], spaceserve={"steps": 1}) + b"data: [DONE]\n\n"
+    body = tokens("a", [1]) + tokens("", []) + tokens("bc", [2, 3], spaceserve={"steps": 1}) + b"data: [DONE]\n\n"
     for size in (1, 7, 30, len(body)):
         chunks = [chunk(body[start : start + size]) for start in range(0, len(body), size)]
         made, asked = asyncio.run(answered(HEAD, *chunks, b"0\r\n\r\n"))
         assert isinstance(made, Exchange)
         assert (made.text, made.token_ids, made.statistics) == ("abc", (1, 2, 3), {"steps": 1})
         assert len(made.pieces) == 2
+        assert made.finished
         assert b"\r\nAuthorization: Bearer k\r\n" in asked
         assert asked.startswith(b"POST /v1/completions HTTP/1.1\r\n")
 
 
+def test_comments_and_other_line_ends_are_read_over() -> None:
+    body = b": keep-alive\r\n\r\nevent: x\r\ndata: " + json.dumps({"choices": [{"text": "a"}]}).encode() + b"\r\n\r\n"
+    made, _ = asyncio.run(answered(HEAD, chunk(body + b"data: [DONE]\r\n\r\n"), b"0\r\n\r\n"))
+    assert isinstance(made, Exchange)
+    assert made.text == "a"
+
+
 @pytest.mark.parametrize(
-    ("pieces", "words"),
+    ("pieces", "words", "status"),
     [
-        ([b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull"], "answered with 429: full"),
-        ([HEAD, chunk(event("a", [1]))], "broke off its answer"),
-        ([HEAD, chunk(event("a", [1])), b"0\r\n\r\n"], "ended without its last event"),
-        ([HEAD, chunk(b'data: {"error": {"message": "worker lost"}}\n\n'), b"0\r\n\r\n"], "worker lost"),
-        ([b"220 mail\r\n\r\n"], "no HTTP/1.x answer"),
-        ([b""], "no HTTP/1.x answer"),
+        ([b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nfull"], "answered with 429: full", 429),
+        ([HEAD, chunk(tokens("a", [1]))], "broke off its answer", None),
+        ([HEAD, chunk(tokens("a", [1])), b"0\r\n\r\n"], "ended without its last event", None),
+        ([HEAD, chunk(b'data: {"error": {"message": "worker lost"}}\n\n'), b"0\r\n\r\n"], "worker lost", None),
+        ([HEAD, chunk(b"data: 7\n\n"), b"0\r\n\r\n"], "An event is no JSON object: '7'", None),
+        ([b"220 mail\r\n\r\n"], "no HTTP/1.x answer", None),
+        ([b""], "no HTTP/1.x answer", None),
     ],
 )
-def test_whatever_is_not_a_whole_answer_is_an_error_with_the_servers_words(pieces: list[bytes], words: str) -> None:
+def test_whatever_is_not_a_whole_answer_is_an_error_with_the_servers_words(
+    pieces: list[bytes], words: str, status: int | None
+) -> None:
     made, _ = asyncio.run(answered(*pieces))
     assert isinstance(made, LoadError)
     assert words in str(made)
+    assert made.status == status
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
@@ -77,3 +109,110 @@ def test_a_server_that_is_not_there_is_named() -> None:
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(LoadError, match="is no server address"):
         Endpoint.parse(url)
+
+
+def test_tokens_without_ids_are_counted_by_usage_and_shared_by_their_characters() -> None:
+    script = openai_answer([(0.5, 2), (0.25, 4), (0.25, 2)], usage={"prompt_tokens": 9, "completion_tokens": 8})
+    made, asked = jumping(told(script, "openai"))
+    assert [(piece.seconds, piece.num_tokens) for piece in made.pieces] == [(0.5, 2), (0.75, 4), (1.0, 2)]
+    assert (made.num_prompt_tokens, made.num_tokens, made.seconds) == (9, 8, 1.0)
+    body = asked[0][1]
+    assert isinstance(body, dict)
+    assert body["stream_options"] == {"include_usage": True}
+    assert body["seed"] == 9
+    assert not {"return_token_ids", "speculation", "cache_salt"} & body.keys()
+
+
+def test_without_ids_and_usage_an_event_is_a_token() -> None:
+    made, _ = jumping(told(openai_answer([(0.5, 2), (0.25, 4)]), "openai"))
+    assert made.num_tokens == 2
+    assert made.token_gaps == [0.25]
+
+
+def test_a_chat_is_read_by_its_deltas() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "llo"}, {}]
+    pieces = [(0.5, event({"choices": [{"delta": delta}]})) for delta in deltas]
+    made, asked = jumping(told(Reply([*pieces, (0.0, event(b"[DONE]"))]), "chat"))
+    assert (made.text, made.first_token_seconds, made.token_gaps) == ("hello", 1.0, [0.5])
+    assert asked[0][0] == "/v1/chat/completions"
+    assert isinstance(asked[0][1], dict)
+    assert asked[0][1]["messages"] == [{"role": "user", "content": "x"}]
+
+
+def test_tgis_events_that_come_together_are_one_burst() -> None:
+    made, asked = jumping(told(tgi_answer([(1.0, 1), (0.5, 2), (0.5, 1)]), "tgi"))
+    assert [(piece.seconds, piece.token_ids) for piece in made.pieces] == [(1.0, (1,)), (1.5, (2, 3)), (2.0, (4,))]
+    assert made.token_gaps == [0.25, 0.25, 0.5]
+    assert made.event_gaps == [0.5, 0.5]
+    assert (made.num_prompt_tokens, made.num_counted, made.finished) == (3, 4, True)
+    assert asked[0] == ("/generate_stream", {"inputs": "x", "parameters": {"max_new_tokens": 4, "details": True}})
+
+
+def test_what_was_counted_is_shared_in_whole_tokens() -> None:
+    assert shared(8, [2, 4, 2]) == [2, 4, 2]
+    assert shared(10, [1, 1, 1]) == [3, 3, 4]
+    assert shared(2, [5, 5, 5]) == [1, 1, 0]
+    assert shared(5, [0, 0]) == [2, 3]
+    for total in range(1, 40):
+        assert sum(shared(total, [3, 1, 4, 1, 5])) == total
+
+
+def test_the_mean_per_token_leaves_the_first_event_out() -> None:
+    made = Exchange(pieces=[Piece(1.0, 3), Piece(2.0, 2), Piece(3.0, 2)])
+    assert made.seconds_per_token == 0.5
+    assert Exchange(pieces=[Piece(1.0, 3)]).seconds_per_token == 0.0
+
+
+def refuses_usage(path: str, body: object) -> Reply:
+    if path == "/v1/models":
+        return Reply.json({"data": [{"id": "m"}]})
+    if path == "/info":
+        return Reply.json({}, 404)
+    if isinstance(body, dict) and "stream_options" in body:
+        return Reply.json({"error": "unknown field stream_options"}, 422)
+    return openai_answer([(0.1, 1)])
+
+
+async def found(script: object) -> Arm:
+    server = ScriptedServer(script)  # type: ignore[arg-type]
+    async with server.serving():
+        return (await find(arm(server.url)))[0]
+
+
+def test_a_foreign_server_is_asked_for_its_model_and_only_for_what_it_takes() -> None:
+    made = jumping(found(refuses_usage))
+    assert (made.model, made.usage, made.is_ours, made.window) == ("m", False, False, None)
+
+
+def test_a_server_of_ours_is_known_by_its_info() -> None:
+    made = jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": 64})))
+    assert (made.is_ours, made.window) == (True, 64)
+    with pytest.raises(LoadError, match="is not ready"):
+        jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": None})))
+
+
+def test_our_fields_go_to_our_servers_only() -> None:
+    ask, ours = Ask(0, (1, 2), 10), {"is_ours": True, "window": 64, "speculation": 2}
+    body = arm("http://x", **ours).body(ask, "salt")
+    assert body["prompt"] == (1, 2)
+    assert (body["cache_salt"], body["speculation"], body["truncate_prompt_tokens"]) == ("salt", 2, 54)
+    assert body["ignore_eos"]
+    assert body["return_token_ids"]
+    tgi = arm("http://x", "tgi", **ours, fields={"parameters": {"top_k": 3}}).body(ask, None)["parameters"]
+    assert tgi == {"max_new_tokens": 10, "details": True, "speculation": 2, "truncate": 54, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "ids"),
+    [
+        ({"tokens": [5, 6]}, [5, 6]),
+        ([{"id": 5, "text": "a"}, {"id": 6, "text": "b"}], [5, 6]),
+        ({"detail": "?"}, None),
+    ],
+)
+def test_a_server_that_tokenizes_is_asked_for_ids(answer: object, ids: list[int] | None) -> None:
+    async def asked() -> list[int] | None:
+        async with ScriptedServer(lambda path, body: Reply.json(answer)).serving() as server:
+            return await token_ids(Endpoint.parse(server.url), "ab")
+
+    assert jumping(asked()) == ids

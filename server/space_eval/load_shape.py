@@ -1,0 +1,122 @@
+"""How requests come: so many at once, so many a second, or in a swing between two numbers of streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from space_eval.load_client import LoadError
+from space_eval.load_dialect import Ask
+
+Send = Callable[[Ask, float | None], Awaitable[None]]
+"""Sends a request and waits for its end; the number: when it was due, after the round's begin (None: now)."""
+
+
+class Shape(Protocol):
+    """How a round's requests follow one another."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+        """Until `asks` end, or for `seconds`: what still runs then is cut off. Raises LoadError."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Each of `num_streams` takes the next request as soon as it is done with one."""
+
+    num_streams: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_streams} stream" + "s" * (self.num_streams > 1)
+
+    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), _first_failure(), asyncio.TaskGroup() as group:
+                for _ in range(self.num_streams):
+                    group.create_task(_stream(asks, send))
+
+
+@dataclass(frozen=True)
+class Open:
+    """Requests come when they are due, whatever the server does. A refused one is counted, and the rest go on."""
+
+    rate: float | None  # per second, Poisson; None: as the file says
+
+    @property
+    def name(self) -> str:
+        return "as recorded" if self.rate is None else f"{self.rate:g}/s"
+
+    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+        """`seconds`: of arrivals; every request that came is waited for."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+
+        async def one(ask: Ask) -> None:
+            with suppress(LoadError):  # its exchange says so
+                await send(ask, ask.arrival)
+
+        async with asyncio.TaskGroup() as group:
+            for ask in asks:
+                if seconds is not None and ask.arrival >= seconds:
+                    break
+                await asyncio.sleep(max(0.0, begun + ask.arrival - clock()))
+                group.create_task(one(ask))
+
+
+@dataclass(frozen=True)
+class Swing:
+    """`low` streams and `high` streams in turn, `period` seconds each; a stream that is too many is cut off."""
+
+    low: int
+    high: int
+    period: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.low}–{self.high} streams every {self.period:g} s"
+
+    @classmethod
+    def parse(cls, text: str, seconds_of: Callable[[str], float]) -> Swing:
+        """`1:64:5s`. Raises ValueError."""
+        parts = text.split(":")
+        if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()) or not 0 < int(parts[0]) < int(parts[1]):
+            raise ValueError(f"{text!r} is no swing: give LOW:HIGH:PERIOD, such as 1:64:5s")
+        return cls(int(parts[0]), int(parts[1]), seconds_of(parts[2]))
+
+    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+        """For `seconds`, which a swing needs, the low half first."""
+        clock = asyncio.get_running_loop().time
+        begun, number = clock(), 0
+        end = begun + (2 * self.period if seconds is None else seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end), _first_failure(), asyncio.TaskGroup() as group:
+                for _ in range(self.low):
+                    group.create_task(_stream(asks, send))
+                while True:
+                    number += 1
+                    await asyncio.sleep(begun + number * self.period - clock())
+                    if number % 2:
+                        extra = [group.create_task(_stream(asks, send)) for _ in range(self.high - self.low)]
+                    else:
+                        for task in extra:
+                            task.cancel()
+
+
+async def _stream(asks: Iterator[Ask], send: Send) -> None:
+    for ask in asks:
+        await send(ask, None)
+
+
+@asynccontextmanager
+async def _first_failure() -> AsyncIterator[None]:
+    """Of a group of failures, the first."""
+    try:
+        yield
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

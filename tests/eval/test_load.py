@@ -1,0 +1,453 @@
+"""Load on scripted servers, under a clock that jumps: every figure is exact."""
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from space_eval import bench
+from space_eval.bench_measure import Measured, Plan, measure
+from space_eval.bench_round import Round, run_round
+from space_eval.bench_swing import halves, moments
+from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
+from space_eval.bench_watch import draft_figures
+from space_eval.load_arm import Arm
+from space_eval.load_client import Endpoint, LoadError
+from space_eval.load_dialect import DIALECTS, Ask, Sampling
+from space_eval.load_file import Recorded, load_recorded
+from space_eval.load_lengths import LengthError, Lengths
+from space_eval.load_shape import Closed, Open, Shape, Swing
+from space_eval.load_work import Work
+from space_eval.prompts import PromptError
+
+TEN = openai_answer([(1.0, 1), *[(0.5, 2)] * 4, (1.0, 1)], ids=True)  # 10 tokens in 4 seconds
+
+
+def arm(server: ScriptedServer, name: str = "a", **more: Any) -> Arm:
+    return Arm(name, Endpoint.parse(server.url), DIALECTS["openai"], Sampling(0.0, 1), **more)
+
+
+def asks(num: int, arrivals: Iterator[float] | None = None) -> Iterator[Ask]:
+    times = itertools.repeat(0.0) if arrivals is None else arrivals
+    return (Ask(number, "x", 10, arrival) for number, arrival in zip(range(num), times, strict=False))
+
+
+def a_round(
+    shape: Shape, script: Callable[[str, Any], Reply], asked: Iterator[Ask], seconds: float | None = None, **more: Any
+) -> tuple[Round, ScriptedServer]:
+    async def run() -> tuple[Round, ScriptedServer]:
+        async with ScriptedServer(script).serving() as server:
+            return await run_round(arm(server), shape, asked, salt=None, seconds=seconds, **more), server
+
+    return jumping(run())
+
+
+def always(reply: Reply) -> Callable[[str, Any], Reply]:
+    return lambda path, body: reply
+
+
+def test_a_closed_loop_keeps_so_many_streams_and_no_more() -> None:
+    made, server = a_round(Closed(3), always(TEN), asks(6))
+    assert server.most_open == 3
+    assert (made.seconds, made.num_tokens, made.num_finished) == (8.0, 60, 6)
+    assert made.tokens_per_second == 7.5
+    assert [exchange.started for exchange in made.exchanges] == [0, 0, 0, 4, 4, 4]
+    first = made.exchanges[0]
+    assert (first.first_token_seconds, first.seconds) == (1.0, 4.0)
+    assert first.event_gaps == [0.5] * 4 + [1.0]
+    assert first.token_gaps == [0.25] * 8 + [1.0]
+
+
+def test_a_closed_loop_of_some_time_counts_what_came_in_it() -> None:
+    made, _ = a_round(Closed(2), always(TEN), asks(1000), seconds=6.25)
+    assert made.seconds == 6.25
+    assert made.num_tokens == 2 * (10 + 1 + 2 * 2)  # a whole answer, then those of 1.0, 1.5 and 2.0
+    assert (made.num_finished, len(made.exchanges), made.errors) == (2, 4, {})
+    assert made.timeline(1.0) == [0.0, 6.0, 8.0, 4.0, 2.0, 6.0]  # what comes on the second begins the next one
+
+
+def test_a_closed_loop_ends_with_the_first_refusal() -> None:
+    with pytest.raises(LoadError, match="429"):
+        a_round(Closed(2), always(Reply.json({"error": "full"}, 429)), asks(6))
+
+
+def test_an_open_loop_sends_when_it_is_due_however_slow_the_server() -> None:
+    made, server = a_round(Open(1.0), always(TEN), asks(4, iter([0.5, 1.0, 1.5, 9.0])))
+    assert server.most_open == 3
+    assert [exchange.started for exchange in made.exchanges] == [0.5, 1.0, 1.5, 9.0]
+    assert {exchange.seconds for exchange in made.exchanges} == {4.0}
+    assert {exchange.late for exchange in made.exchanges} == {0.0}
+    assert made.seconds == 13.0
+
+
+def test_an_open_loop_counts_refusals_and_goes_on() -> None:
+    def script(path: str, body: Any) -> Reply:
+        full = len(server_asked) % 2
+        server_asked.append(body)
+        return Reply.json({"error": "full"}, 429) if full else TEN
+
+    server_asked: list[Any] = []
+    made, _ = a_round(Open(1.0), script, asks(5, iter([0.0, 1.0, 2.0, 3.0, 4.0])))
+    assert (made.num_finished, made.errors, made.num_tokens) == (3, {"429": 2}, 30)
+
+
+def test_an_open_loop_that_is_only_refused_is_an_error() -> None:
+    with pytest.raises(LoadError, match=r"a: none of 2 requests was answered \(503\)"):
+        a_round(Open(1.0), always(Reply.json({}, 503)), asks(2, iter([0.0, 1.0])))
+
+
+def test_an_open_loop_of_some_time_waits_for_what_came_in_it() -> None:
+    made, _ = a_round(Open(1.0), always(TEN), asks(100, itertools.count(0.0)), seconds=3.0)
+    assert (len(made.exchanges), made.num_finished, made.seconds) == (3, 3, 6.0)
+
+
+def test_what_a_late_client_sends_late_is_counted_against_the_answer() -> None:
+    async def run() -> Any:
+        async with ScriptedServer(always(TEN)).serving() as server:
+            from space_eval.load_exchange import Exchange
+
+            exchange = Exchange()
+            await asyncio.sleep(2.0)
+            await arm(server).answer(Ask(0, "x", 1), None, exchange, begun=0.5)  # due at 0.5, sent at 2.0
+            return exchange
+
+    made = jumping(run())
+    assert (made.late, made.first_token_seconds, made.seconds) == (1.5, 2.5, 5.5)
+
+
+def test_a_swing_has_so_many_streams_in_each_half() -> None:
+    burst = openai_answer([(0.5, 1)] * 100)  # one token each half second, longer than any half
+    made, server = a_round(Swing(1, 3, 4.0), always(burst), asks(1000), seconds=16.0)
+    assert server.most_open == 3
+    assert made.seconds == 16.0
+    line = made.timeline(4.0)
+    assert line[0] == 7 / 4  # at 0.5, 1.0, ... 3.5; what comes at 4.0 begins the next half
+    assert line[1] == (8 + 2 * 7) / 4
+    assert line[2] == 8 / 4
+    assert line[3] == (8 + 2 * 7) / 4
+    (phase,) = [halves(Swing(1, 3, 4.0), [made], [made])]
+    assert {name: ratio.median for name, ratio in phase.items()} == {"low": 1.0, "high": 1.0}
+    quiet, again = moments(Swing(1, 3, 4.0), [[made, made]])
+    assert quiet.ratios == ()
+    assert set(again.ratios) == {1.0}
+    assert again.share_below == 0.0
+
+
+def test_the_chosen_draft_length_is_read_from_the_servers_figures() -> None:
+    looks = iter([(10, 10), (40, 20), (40, 30)])  # drafts and steps so far
+
+    def script(path: str, body: Any) -> Reply:
+        if path != "/metrics":
+            return openai_answer([(2.5, 1)])
+        drafted, steps = next(looks)
+        text = f"spaceserve_draft_length_count {steps}.0\nspaceserve_draft_length_sum {drafted}.0\nother 3\n"
+        return Reply([(0.0, text.encode())])
+
+    made, _ = a_round(Closed(1), script, asks(1), watch_every=1.0)
+    assert [(look.seconds, look.draft_length) for look in made.watch] == [(1.0, 3.0), (2.0, 0.0)]
+
+
+def test_a_server_without_such_figures_has_no_draft_lengths() -> None:
+    assert draft_figures("vllm:steps 3\n") is None
+    assert draft_figures("spaceserve_draft_length_sum x\nspaceserve_draft_length_count 1\n") is None
+
+
+def run_of(scripts: dict[str, Reply], plan: Plan, work: Work, **more: Any) -> tuple[Measured, list[tuple[str, Any]]]:
+    """All arms' figures, and what was asked of whom in order."""
+    asked: list[tuple[str, Any]] = []
+
+    def noting(name: str, reply: Reply) -> Callable[[str, Any], Reply]:
+        def script(path: str, body: Any) -> Reply:
+            asked.append((name, body))
+            return reply
+
+        return script
+
+    async def run() -> Measured:
+        servers = [ScriptedServer(noting(name, reply)) for name, reply in scripts.items()]
+        async with servers[0].serving(), servers[-1].serving() if len(servers) > 1 else servers[0].serving():
+            arms = [arm(server, name, **more) for name, server in zip(scripts, servers, strict=True)]
+            return await measure(arms, work, plan, lambda _: dict)
+
+    return jumping(run()), asked
+
+
+def plan(*shapes: Shape, num_rounds: int = 2, **more: Any) -> Plan:
+    figures = {"num_requests": 1, "seconds": None, "num_warm_up": 0, "limits": None, "baselines": 1}
+    return Plan(shapes, num_rounds, **{**figures, **more})
+
+
+WORK = Work([Recorded("x")], Lengths.parse("10"))
+
+
+def test_arms_take_turns_and_the_one_that_begins_changes() -> None:
+    slow, fast = openai_answer([(4.0, 1)]), openai_answer([(2.0, 1)])
+    made, asked = run_of({"slow": slow, "fast": fast}, plan(Closed(1), num_rounds=3), WORK)
+    assert [name for name, _ in asked] == ["slow", "fast", "fast", "slow", "slow", "fast"]
+    assert made.rows[1].ratios["slow"].median == 2.0
+    assert made.rows[1].ratios["slow"].num == 3
+
+
+def test_arms_are_asked_the_same_in_a_round_and_prompts_differ_between_rounds() -> None:
+    _, asked = run_of({"a": TEN, "b": TEN}, plan(Closed(1)), WORK)
+    prompts = [body["prompt"] for _, body in asked]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert all(prompt.endswith("\nx") for prompt in prompts)
+
+
+def test_our_servers_get_a_salt_for_each_round_and_prompts_as_they_are() -> None:
+    _, asked = run_of({"a": TEN, "b": TEN}, plan(Closed(1)), WORK, is_ours=True)
+    assert {body["prompt"] for _, body in asked} == {"x"}
+    assert len({body["cache_salt"] for _, body in asked}) == 4
+
+
+def test_warm_up_is_not_measured() -> None:
+    made, asked = run_of({"a": TEN}, plan(Closed(1), num_rounds=1, num_warm_up=3), WORK)
+    assert len(asked) == 4
+    assert made.rows[0].num_requests == 1
+
+
+def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
+    work = Work([Recorded("x")], Lengths.parse("1"), seed=3)
+    arrivals = [ask.arrival for ask in itertools.islice(work.asks(1, 5.0), 4000)]
+    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.08)  # as wide as it is long: exponential
+    assert arrivals[:9] == [ask.arrival for ask in itertools.islice(work.asks(1, 5.0), 9)]
+    assert arrivals[:9] != [ask.arrival for ask in itertools.islice(work.asks(2, 5.0), 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "mean"),
+    [
+        ("7", 7, 7, 7.0),
+        ("uniform:3:9", 3, 9, 6.0),
+        ("normal:50:5", 1, 70, 50.0),
+        ("normal:50:5:48:52", 48, 52, 50.0),
+        ("lognormal:100:0.5:1:100000", 1, 100000, 113.3),
+    ],
+)
+def test_lengths_keep_their_law_and_bounds(text: str, low: int, high: int, mean: float) -> None:
+    law, source = Lengths.parse(text), random.Random(1)
+    drawn = [law.draw(source) for _ in range(4000)]
+    assert (law.low, law.high) == (low, high)
+    assert low <= min(drawn) <= max(drawn) <= high
+    assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0", "at least 1"),
+        ("1.5", "whole numbers"),
+        ("uniform:9:3", "the lower bound 9 is above the upper one, 3"),
+        ("normal:5", "is no length"),
+        ("normal:5:-1:1:9", "must be at least 0; got -1"),
+        ("nan", "is no length"),
+        ("poisson:3", "is no length"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(text: str, words: str) -> None:
+    with pytest.raises(LengthError, match=words):
+        Lengths.parse(text)
+
+
+def test_prompts_of_given_length_are_cut_from_ids_or_text() -> None:
+    made = Work([Recorded("x")], Lengths.parse("1"), Lengths.parse("uniform:3:12"), text="abcdef", ids=(1, 2, 3, 4))
+    ids = [ask.prompt for ask in itertools.islice(made.asks(1), 50)]
+    assert {len(prompt) for prompt in ids} <= set(range(3, 13))
+    assert all(prompt[1] == prompt[0] % 4 + 1 for prompt in ids if isinstance(prompt, tuple))
+    text = Work([Recorded("x")], Lengths.parse("1"), Lengths.parse("5"), text="abcdef", characters_per_token=4.0)
+    prompts = [ask.prompt for ask in itertools.islice(text.asks(1, mark="# 1"), 9)]
+    assert {len(prompt) for prompt in prompts} == {20}
+    assert all(isinstance(prompt, str) and prompt.startswith(f"# 1.{n}\n") for n, prompt in enumerate(prompts))
+
+
+def lines(tmp_path: Path, *records: Any) -> Path:
+    path = tmp_path / "work.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return path
+
+
+def test_a_file_may_have_lengths_and_arrivals_of_its_own(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path,
+        {"prompt": "a", "output_tokens": 3, "arrival": 10},
+        {"turns": ["b", "c"], "arrival": 10.5},
+        {"input_length": 2, "output_length": 4, "timestamp": 12000},
+    )
+    recorded = load_recorded(path)
+    assert [(one.text, one.prompt_tokens, one.output_tokens, one.arrival) for one in recorded] == [
+        ("a", None, 3, 10.0),
+        ("b", None, None, 10.5),
+        (None, 2, 4, 12.0),
+    ]
+    work = Work(recorded, Lengths.parse("9"), text="z", ids=(5,))
+    made = list(itertools.islice(work.asks(1), 5))
+    assert [(ask.prompt, ask.max_tokens) for ask in made[:3]] == [("a", 3), ("b", 9), ((5, 5), 4)]
+    assert [ask.arrival for ask in made] == [0.0, 0.5, 2.0, 3.0, 3.5]  # a turn is 3 s: 2 s and a mean gap
+    assert work.max_output_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"nothing": 1}], "has none of the fields"),
+        ([{"prompt": "a", "output_tokens": 0}], "`output_tokens` must be a whole number of at least 1; it is 0"),
+        ([{"prompt": "a", "arrival": -1}], "`arrival` must be a number of at least 0; it is -1"),
+        ([{"prompt": "a", "arrival": 1}, {"prompt": "b"}], "1 of 2 lines have an arrival"),
+        ([{"prompt": "a", "arrival": 2}, {"prompt": "b", "arrival": 1}], "do not ascend"),
+        ([], "holds no request"),
+        ([[1]], "is not a JSON object"),
+    ],
+)
+def test_a_file_that_cannot_be_used_names_the_line_and_the_cure(tmp_path: Path, records: Any, words: str) -> None:
+    with pytest.raises(PromptError, match=words):
+        load_recorded(lines(tmp_path, *records))
+
+
+def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """`spaceserve bench` with `--url NAME=…` for each script, under the clock that jumps."""
+
+    def run(main: Any) -> Any:
+        async def beside() -> Any:
+            servers = [ScriptedServer(script) for script in scripts.values()]
+            for server, (_, side) in zip(servers, places.items(), strict=True):
+                await started.enter_async_context(server.serving())
+                object.__setattr__(side, "url", server.url)
+            return await main
+
+        from contextlib import AsyncExitStack
+
+        async def whole() -> Any:
+            nonlocal started
+            async with AsyncExitStack() as stack:
+                started = stack
+                return await beside()
+
+        started = AsyncExitStack()
+        return jumping(whole())
+
+    from space_eval.bench_arms import Side
+
+    places = {name: Side(name, "http://later") for name in scripts}
+    monkeypatch.setattr(bench, "sides", lambda *_: list(places.values()))
+    monkeypatch.setattr(bench.asyncio, "run", run)
+    urls = [part for name in scripts for part in ("--url", f"{name}=http://later")]
+    return bench.main([*urls, *flags])
+
+
+def foreign(reply: Reply) -> Callable[[str, Any], Reply]:
+    """A server that is not ours."""
+
+    def script(path: str, body: Any) -> Reply:
+        if path == "/v1/models":
+            return Reply.json({"data": [{"id": "m"}]})
+        return reply if body is not None and path != "/tokenize" else Reply.json({"detail": "Not Found"}, 404)
+
+    return script
+
+
+def test_two_foreign_servers_are_measured_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 8}
+    slow, fast = (openai_answer([(seconds, 4), (seconds, 4)], usage=usage) for seconds in (1.0, 0.5))
+    flags = ["--concurrency", "2", "--rounds", "3", "--slo", "ttft=600ms", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"slow": foreign(slow), "fast": foreign(fast)}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    slow_row, fast_row = made["rows"]
+    assert (slow_row["arm"], slow_row["ratio"], slow_row["goodput"]["median"]) == ("slow", None, 0.0)
+    assert fast_row["ratios"]["slow"] == {"median": 2.0, "low": 2.0, "high": 2.0, "num": 3}
+    assert fast_row["tokens_per_second"]["median"] == 16.0
+    assert (fast_row["first_token_ms"]["p50"], fast_row["event_gap_ms"]["p50"]) == (500.0, 500.0)
+    assert fast_row["token_gap_ms"]["p99"] == 125.0
+    assert (fast_row["goodput"]["median"], fast_row["kept"]) == (2.0, 1.0)
+    assert fast_row["identical"] is None
+    assert (fast_row["prompt_tokens"], fast_row["output_tokens"]) == (5.0, 8.0)
+    page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "ratio to slow" in page
+    assert "2.000 (≥ 2.000, ≤ 2.000)" in capsys.readouterr().out
+    for picture in ("ratio.png", "latency.png"):
+        assert picture in page
+        assert (tmp_path / "out" / picture).stat().st_size > 1000
+
+
+def test_a_tgi_server_in_open_loop_has_latency_by_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = foreign(tgi_answer([(0.25, 1), (0.5, 2)]))
+    flags = ["--api", "tgi", "--rate", "2,8", "--duration", "5s", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"tgi": script}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert [row["load"] for row in made["rows"]] == ["2/s", "8/s"]
+    for row in made["rows"]:
+        assert row["first_token_ms"] == pytest.approx({"p50": 250.0, "p90": 250.0, "p99": 250.0})
+        assert row["token_gap_ms"]["p50"] == pytest.approx(250.0)
+        assert row["errors"] == {}
+    assert 3 < made["rows"][1]["num_requests"] / made["rows"][0]["num_requests"] < 6
+    assert (tmp_path / "out" / "latency_by_rate.png").is_file()
+    assert "late ms" in capsys.readouterr().out
+
+
+def ours(path: str, body: Any) -> Reply:
+    """A server of ours that answers at once with drafts and half as fast without."""
+    if path == "/info":
+        return Reply.json({"router": "spaceserve", "max_total_tokens": 256, "model_id": "m"})
+    if path == "/metrics":
+        return Reply([(0.0, b"spaceserve_draft_length_sum 6.0\nspaceserve_draft_length_count 2.0\n")])
+    if path == "/tokenize":
+        return Reply.json({"tokens": list(range(100))})
+    fast = body["speculation"] == "auto"
+    steps = {"spaceserve": {"steps": 4, "drafted": 8, "tokens_per_step": 2.0 if fast else 1.0}}
+    bursts = [(0.5, 2)] * 4 if fast else [(0.5, 1)] * 8
+    return openai_answer(bursts, ids=True, usage={"prompt_tokens": 5, "completion_tokens": 8}, **steps)
+
+
+def test_one_server_of_ours_is_paired_with_itself_without_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--concurrency", "1,2", "--rounds", "2", "--prompt-tokens", "7", "--out", str(tmp_path / "r.json")]
+    assert benched(flags, {"ours": ours}, monkeypatch) == 0
+    made = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [(row["num_streams"], row["arm"]) for row in made["rows"]] == [
+        (1, "off"), (1, "auto"), (2, "off"), (2, "auto"),
+    ]  # fmt: skip
+    assert [row["tokens_per_second"]["median"] for row in made["rows"]] == [2.0, 4.0, 4.0, 8.0]
+    assert made["rows"][1]["ratio"]["median"] == 2.0
+    assert made["rows"][1]["tokens_per_step"]["median"] == 2.0
+    assert made["rows"][1]["identical"] == "4/4"
+    assert made["load"]["prompts_are"] == "token ids"
+    assert "7 tokens, as token ids" in capsys.readouterr().out
+
+
+def test_a_swing_is_reported_with_its_halves_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--swing", "1:3:4s", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"ours": ours}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    plain, fast = made["rows"]
+    assert plain["phases"] == {}
+    assert {half: ratio["num"] for half, ratio in fast["phases"]["off"].items()} == {"low": 2, "high": 2}
+    assert 1.8 < fast["phases"]["off"]["high"]["median"] <= 2.2
+    (timeline,) = made["moments"].values()
+    assert [one["arm"] for one in timeline] == ["off", "auto"]
+    assert len(timeline[1]["seconds"]) == 24
+    said = capsys.readouterr().out
+    assert "auto / off, high half:" in said
+    assert "below off in" in said
+    for picture in ("swing.png", "swing_ratio.png"):
+        assert (tmp_path / "out" / picture).is_file()
+
+
+def test_an_answer_longer_than_the_window_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benched(["--output-tokens", "uniform:1:256"], {"ours": ours}, monkeypatch) == 2
+    assert "--output-tokens is up to 256; it must be below the model's window of 256" in capsys.readouterr().err
