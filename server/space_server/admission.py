@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Run
 
 from space_kernels.law import Law
 from space_kernels.noise import request_key
@@ -11,6 +12,7 @@ from space_kernels.processors import TokenCounts
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
+from space_server.drafts import DraftSources
 from space_server.limits import Limits
 from space_server.sequence import Sequence
 
@@ -19,8 +21,20 @@ class AdmissionError(ValueError):
     """A sequence cannot be run; the message names the bound and the value."""
 
 
-def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: int, max_drafts: int) -> Sequence:
-    """The sequence an Admit describes. `max_drafts`: the worker's own bound. Raises AdmissionError."""
+def admit(
+    message: pb.Admit,
+    facts: ModelFacts,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_drafts: int,
+    sources: DraftSources | None = None,
+) -> Sequence:
+    """The sequence an Admit describes. Raises AdmissionError.
+
+    `max_drafts`: the worker's own bound; `sources`: who drafts besides masks, by default only the message's prediction.
+    """
+    sources = sources or DraftSources()
     ids = list(message.ids)
     _check_ids(ids, message, facts)
     check_pages(message.pages, num_blocks)
@@ -43,6 +57,7 @@ def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: 
             f"Nothing is left to generate: {len(ids)} ids, {message.num_prompt} of them prompt, max_tokens "
             f"{limits.max_tokens}, window {limits.window}."
         )
+    _check_prediction(message.prediction, facts)
     adapter, num_masks = _masks(message.adapter, facts)
     law = _law(message.sampling, message.limits, facts.vocab_size)
     return Sequence(
@@ -58,7 +73,8 @@ def admit(message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: 
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device) if law.penalises else None,
         adapter=adapter,
-        num_masks=num_masks,
+        num_masks=num_masks if sources.masks else 0,
+        drafter=sources.drafter(message.num_prompt, message.prediction),
     )
 
 
@@ -91,6 +107,11 @@ def _check_ids(ids: list[int], message: pb.Admit, facts: ModelFacts) -> None:
     masks = set(facts.mask_ids).intersection(ids)
     if masks:
         raise AdmissionError(f"Id {min(masks)} is a mask token; prompts cannot contain it.")
+
+
+def _check_prediction(ids: Run[int], facts: ModelFacts) -> None:
+    if ids and max(ids) >= facts.vocab_size:
+        raise AdmissionError(f"Id {max(ids)} of the prediction is outside the vocabulary of {facts.vocab_size}.")
 
 
 def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> Law:

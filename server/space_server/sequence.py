@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Run
 from dataclasses import dataclass, field
 
 from space_kernels.law import Law
 from space_kernels.processors import TokenCounts
 
 from space_server.acceptance import Acceptance
+from space_server.drafts import BY_MASKS, Drafter, Origin, Source
 from space_server.limits import Limits
 
 
@@ -33,7 +35,10 @@ class Sequence:
     num_masks: int  # masks per group that there are
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
     draft_depth: int = 1  # mask number that the first of them came from; 0: from no mask
+    draft_chances: Run[float] = ()  # that each is accepted after those before it, where no mask made them
     acceptance: Acceptance | None = None  # of drafts that came from its masks; None: nobody asks
+    origin: Origin = BY_MASKS  # who proposed the drafts
+    drafter: Drafter | None = None  # proposes from what is known of the text; None: only its masks draft
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so
 
@@ -47,6 +52,13 @@ class Sequence:
         """Ids that may still be emitted."""
         return self.limits.num_left(len(self.ids), self.num_prompt)
 
+    @property
+    def num_mask_drafts(self) -> int:
+        """Leading drafts that came from its masks."""
+        if self.draft_depth == 0:
+            return 0
+        return len(self.drafts) if self.origin.source is Source.MASKS else self.origin.num_mask_drafts
+
     def num_free_slots(self, block_size: int) -> int:
         """Slots behind the computed ids."""
         return len(self.pages) * block_size - self.num_computed
@@ -55,7 +67,14 @@ class Sequence:
         """A prefill chunk that did not reach the root is computed."""
         self.num_computed += num_rows
 
-    def emit(self, tokens: list[int], num_accepted: int, drafts: list[int], draft_depth: int = 1) -> None:
+    def emit(
+        self,
+        tokens: list[int],
+        num_accepted: int,
+        drafts: list[int],
+        draft_depth: int = 1,
+        origin: Origin = BY_MASKS,
+    ) -> None:
         """The root's step is over: `tokens` are new ids, the K and V of the root and the accepted drafts are in place.
 
         Rejected drafts wrote the slots behind; the next step overwrites them. Nothing is moved.
@@ -64,5 +83,6 @@ class Sequence:
         self.ids += tokens
         self.num_emitted += len(tokens)
         self.drafts, self.draft_depth = drafts, draft_depth
+        self.origin, self.draft_chances = origin, origin.chances
         if self.counts is not None:
             self.counts.extend(tokens)

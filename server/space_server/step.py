@@ -21,6 +21,7 @@ from torch import Tensor
 
 from space_server.draft_source import DraftSource
 from space_server.drafting import MaskRun, draft
+from space_server.drafts import BY_MASKS, Origin, Proposal
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.step_model import StepModel
@@ -40,6 +41,8 @@ class Advance:
     end: End | None = None
     drafts: list[int] = field(default_factory=list)  # for the next step
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
+    origin: Origin = BY_MASKS  # who proposed them
+    num_predicted: int = 0  # ids of the client's prediction that appeared with this step
     logprobs: list[IdLogprobs] = field(default_factory=list)
     prompt_logprobs: list[IdLogprobs] = field(default_factory=list)
     error: str | None = None  # the sequence cannot go on
@@ -50,7 +53,7 @@ class Advance:
         if self.error is not None:
             return
         if self.plan.closes:
-            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth)
+            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin)
         else:
             sequence.advance(self.plan.num_pending)
 
@@ -180,16 +183,19 @@ class Stepper:
 
     def _draft(self, batch: ForwardBatch, hidden: Tensor, advances: Run[Advance]) -> None:
         """Propose for every sequence that goes on: by the draft source, or by its masks."""
-        by_masks: list[Advance] = []
+        by_masks: list[tuple[Advance, Proposal | None]] = []
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
             plan, sequence = advance.plan, advance.plan.sequence
             if advance.end is not None and self._synthetic is not None:
                 self._synthetic.ended(sequence, advance.tokens)
-            if not plan.closes or advance.end is not None or advance.error is not None:
+            if not plan.closes or advance.error is not None:
                 continue
+            drafter = sequence.drafter
+            if drafter is not None:
+                advance.num_predicted = drafter.extend(sequence.ids, advance.tokens)
             wanted = min(sequence.max_drafts, sequence.num_left - len(advance.tokens) - 1)
-            if wanted < 1:
+            if advance.end is not None or wanted < 1:
                 continue
             if self._draft_source is not None:
                 known = [*sequence.ids, *advance.tokens]
@@ -198,19 +204,39 @@ class Stepper:
                     advance.drafts, advance.draft_depth = self._valid(list(proposed[:wanted])), 0
                     continue
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
-            if group is not None:
-                first = group.first_mask - 1
-                rows = batch.mask_rows[number][group.group][first : first + min(group.num_drafts, wanted)]
-                advance.draft_depth = group.first_mask
-                by_masks.append(advance)
+            depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
+            proposal = drafter.propose(wanted) if drafter is not None else None
+            if (
+                drafter is not None
+                and proposal is not None
+                and proposal.beats(drafter.mask_chances(sequence.acceptance, depth, count))
+            ):
+                advance.drafts, advance.draft_depth = self._valid(proposal.ids), 0
+                advance.origin = proposal.origin(len(advance.drafts))
+            elif group is not None:
+                rows = batch.mask_rows[number][group.group][depth - 1 : depth - 1 + count]
+                advance.draft_depth = depth
+                by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, rows))
-        for advance, drafts in zip(by_masks, draft(self.model, hidden, runs, self._banned), strict=True):
+        for (advance, proposal), drafts in zip(by_masks, draft(self.model, hidden, runs, self._banned), strict=True):
             advance.drafts = self._valid(drafts)
-        if self._synthetic is not None:
-            for advance in by_masks:
+            if self._synthetic is not None:
                 advance.drafts = self._synthetic.drafts(
                     advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
                 )
+            elif advance.plan.sequence.drafter is not None:
+                self._go_on_behind(advance, proposal)
+
+    def _go_on_behind(self, advance: Advance, proposal: Proposal | None) -> None:
+        """Where the masks' drafts agree with the proposal as far as they go, the proposal goes on behind them."""
+        drafter, masks = advance.plan.sequence.drafter, advance.drafts
+        if drafter is None:
+            return
+        drafter.masks_proposed(advance.draft_depth, masks)
+        if proposal is not None and proposal.goes_on_behind(masks):
+            advance.drafts = self._valid(proposal.ids)
+            behind = drafter.mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(masks))
+            advance.origin = proposal.origin(len(advance.drafts), behind)
 
     def _valid(self, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""

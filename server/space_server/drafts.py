@@ -1,0 +1,223 @@
+"""Whose drafts a sequence takes: its masks', what its own past says, or what the client predicts. Torch-free.
+
+All are verified by the same rule: the choice changes how many steps a text takes, never the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Run
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from space_server.acceptance import LEVELS_PER_UNIT, MOST_LEVEL, STEP, Acceptance, AcceptanceShape
+from space_server.lookup import Lookup
+from space_server.prediction import Prediction
+
+
+class Source(Enum):
+    """Who proposed a draft."""
+
+    MASKS = "masks"
+    LOOKUP = "lookup"
+    PREDICTION = "prediction"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a sequence's drafts came from."""
+
+    source: Source
+    num_mask_drafts: int = 0  # leading drafts that came from masks all the same, and that the source goes on behind
+    match_length: int = 0  # ids before the drafts on which the source's text and the sequence's agree
+    chances: tuple[float, ...] = ()  # of each draft, given those before it; none where all came from masks
+
+
+BY_MASKS = Origin(Source.MASKS)
+
+LENGTHS = (0, 1, 2, 3, 4, 8, 16)
+"""Match lengths that are told apart: each of these up to the next."""
+
+PRIORS = {
+    Source.LOOKUP: (
+        (0.30, 0.50),
+        (0.35, 0.50),
+        (0.47, 0.70, 0.72),
+        (0.72, 0.72, 0.78),
+        (0.75, 0.77, 0.80),
+        (0.80, 0.82, 0.85),
+        (0.93, 0.94, 0.95),
+    ),
+    Source.PREDICTION: (
+        (0.30, 0.60, 0.80),
+        (0.60, 0.75, 0.85),
+        (0.75, 0.85, 0.90),
+        (0.80, 0.85, 0.90),
+        (0.85, 0.90, 0.90),
+        (0.90, 0.92, 0.92),
+        (0.95, 0.95, 0.95),
+    ),
+}
+"""Chances of the first drafts, by match length, until verdicts say better; missing ones repeat the last.
+
+Lookup: between greedy decoding and temperature 0.8 of the embedded model on HumanEval-X (see lookup.py), where an id
+behind a right one is right more often than the first. Predictions: assumed, from the same law."""
+
+NUM_DEPTHS = 8
+
+
+@lru_cache(maxsize=4096)
+def _chances(log_odds: tuple[float, ...], level: int) -> tuple[float, ...]:
+    return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in log_odds)
+
+
+@lru_cache(maxsize=4096)
+def _expected(chances: tuple[float, ...], count: int) -> float:
+    """Drafts accepted of `count` with these chances; missing ones repeat the last."""
+    total, reached = 0.0, 1.0
+    for number in range(count):
+        reached *= chances[min(number, len(chances) - 1)]
+        total += reached
+    return total
+
+
+class DraftSources:
+    """What all sequences of a worker share: who may draft, and how often whose drafts come true."""
+
+    def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
+        """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
+        self.lookup, self.masks = lookup, masks
+        self.mask_shape = AcceptanceShape()  # of sequences whose masks nobody else keeps account of
+        self.shapes = {
+            source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
+        }
+
+    def drafter(self, num_prompt: int, prediction: Run[int]) -> Drafter | None:
+        """Of a new sequence; None where only its masks can draft."""
+        return Drafter(self, num_prompt, prediction) if self.lookup or prediction else None
+
+
+class Trust:
+    """How far one sequence's drafts of one source come true more often, or less, than all sequences' do.
+
+    What was proposed is judged whether it was taken or not: the text shows what would have come true.
+    """
+
+    def __init__(self, source: Source, shapes: tuple[AcceptanceShape, ...]) -> None:
+        self.source = source
+        self._shapes = shapes
+        self._shift = 0.0  # of all log-odds
+
+    def chances(self, match_length: int) -> tuple[float, ...]:
+        """Of the first, second, … draft behind a match of so many ids, given those before it."""
+        level = max(-MOST_LEVEL, min(MOST_LEVEL, round(LEVELS_PER_UNIT * self._shift)))
+        return _chances(self._shape(match_length).snapshot, level)
+
+    def judge(self, proposal: Proposal, tokens: Run[int]) -> None:
+        """The text went on with `tokens`."""
+        shape = self._shape(proposal.match_length)
+        for depth, (draft, id_) in enumerate(zip(proposal.ids, tokens, strict=False), start=1):
+            accepted = draft == id_
+            shape.learn(depth, accepted)
+            self._shift += STEP * (accepted - proposal.chances[min(depth, len(proposal.chances)) - 1])
+            if not accepted:
+                break
+
+    def _shape(self, match_length: int) -> AcceptanceShape:
+        return self._shapes[sum(match_length >= length for length in LENGTHS[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts that a source would take, and what they are worth."""
+
+    trust: Trust
+    ids: list[int]  # at least one
+    match_length: int
+    chances: tuple[float, ...]  # by depth; missing ones repeat the last
+
+    @property
+    def expected(self) -> float:
+        """Drafts that will be accepted, on average."""
+        return _expected(self.chances, len(self.ids))
+
+    def beats(self, mask_chances: tuple[float, ...]) -> bool:
+        """It is worth more than drafts from masks with these chances."""
+        return self.expected > _expected(mask_chances, len(mask_chances))
+
+    def goes_on_behind(self, drafts: Run[int]) -> bool:
+        """It says what they say, and more."""
+        return 0 < _agreeing(drafts, self.ids) == len(drafts) < len(self.ids)
+
+    def origin(self, num_drafts: int, behind: tuple[float, ...] = ()) -> Origin:
+        """Of a chain of `num_drafts` of these drafts, the first of which are masks' too, with chances `behind`."""
+        own = (self.chances[min(depth, len(self.chances) - 1)] for depth in range(len(behind), num_drafts))
+        return Origin(self.trust.source, len(behind), self.match_length, (*behind, *own))
+
+
+class Drafter:
+    """Reads one sequence's text and says what may follow it."""
+
+    def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
+        self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
+        self._trust = {source: Trust(source, shapes) for source, shapes in sources.shapes.items()}
+        self._masks = Acceptance(sources.mask_shape)
+        self._lookup: Lookup | None = None
+        self._prediction: Prediction | None = None
+        self._num_known: int | None = None  # ids read; None: nothing yet
+        self._proposals: list[Proposal] = []  # what was proposed to follow them
+        self._masks_proposed: tuple[int, list[int]] = (1, [])  # depth of the first, drafts
+
+    def extend(self, ids: Run[int], tokens: Run[int]) -> int:
+        """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with them.
+
+        Read once from the start: at first, and where a step is taken again.
+        """
+        if self._num_known != len(ids):
+            self._lookup = Lookup(ids) if self._sources.lookup else None
+            self._prediction = Prediction(self._predicted) if self._predicted else None
+            if self._prediction is not None:
+                self._prediction.extend(ids[self._num_prompt :])
+        else:
+            for proposal in self._proposals:
+                proposal.trust.judge(proposal, tokens)
+            depth, drafts = self._masks_proposed
+            accepted = _agreeing(drafts, tokens)
+            self._masks.step(depth, min(len(drafts), len(tokens)), accepted)
+        self._proposals, self._masks_proposed = [], (1, [])
+        before = self._prediction.num_appeared if self._prediction is not None else 0
+        for text in (self._lookup, self._prediction):
+            if text is not None:
+                text.extend(tokens)
+        self._num_known = len(ids) + len(tokens)
+        return self._prediction.num_appeared - before if self._prediction is not None else 0
+
+    def propose(self, max_drafts: int) -> Proposal | None:
+        """The drafts that are worth most; None where nothing is known."""
+        for source, text in ((Source.PREDICTION, self._prediction), (Source.LOOKUP, self._lookup)):
+            if text is not None and (drafts := text.propose(max_drafts)):
+                trust = self._trust[source]
+                length = text.match_length
+                self._proposals.append(Proposal(trust, drafts, length, trust.chances(length)))
+        return max(self._proposals, key=lambda proposal: proposal.expected, default=None)
+
+    def mask_chances(self, acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
+        """Of drafts from masks `first`, `first`+1, …; `acceptance`: what others know of them."""
+        known = acceptance or self._masks
+        by_depth = _chances(known.shape.snapshot, known.level)
+        return tuple(by_depth[min(depth, len(by_depth)) - 1] for depth in range(first, first + count))
+
+    def masks_proposed(self, first: int, drafts: list[int]) -> None:
+        """The masks' drafts that will be verified, from mask `first` on."""
+        self._masks_proposed = (first, drafts)
+
+
+def _agreeing(drafts: Run[int], tokens: Run[int]) -> int:
+    """Ids at the front that are the same."""
+    count = 0
+    for draft, id_ in zip(drafts, tokens, strict=False):
+        if draft != id_:
+            break
+        count += 1
+    return count

@@ -1,0 +1,163 @@
+"""Masks, lookup and predictions compose: the best of them drafts, and the text stays what it is."""
+
+from typing import Any
+
+from space_proto import worker_pb2 as pb
+from space_server.acceptance import Acceptance, AcceptanceShape
+from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources, Source
+from space_server.testing import Ran, ScriptedModel, SmallRouter
+from space_server.worker import SOURCE_DRAFTS, Worker
+
+PROMPT = [50, 51, 52, 53, 54]
+PERIOD = 12
+
+
+def repeating(position: int) -> int:
+    """A text that repeats itself every PERIOD ids."""
+    return 10 + position % PERIOD
+
+
+def router_of(model: ScriptedModel, *, k: int = 8, lookup: bool = True, masks: bool = True) -> SmallRouter:
+    worker = Worker(
+        model,
+        num_blocks=256,
+        block_size=4,
+        controller=FixedLayout.full(k),
+        sources=DraftSources(lookup=lookup, masks=masks),
+    )
+    return SmallRouter(worker)
+
+
+def ran(router: SmallRouter, max_tokens: int = 96, **fields: Any) -> Ran:
+    seq_id = router.admit(PROMPT, max_tokens=max_tokens, **fields)
+    router.run()
+    return router.ran[seq_id]
+
+
+def said(model: ScriptedModel, count: int) -> list[int]:
+    return [model.text(position) for position in range(len(PROMPT), len(PROMPT) + count)]
+
+
+def sources_of(run: Ran) -> set[pb.DraftSource.ValueType]:
+    return {report.draft_source for report in run.reports if report.num_drafted}
+
+
+def test_a_plain_checkpoint_drafts_from_its_own_past() -> None:
+    model = ScriptedModel(num_masks=0, text=repeating)
+    router = router_of(model)
+    assert router.worker.hello("x").max_draft_length == SOURCE_DRAFTS
+    run = ran(router)
+    assert run.tokens == said(model, 96)
+    assert sources_of(run) == {pb.DRAFT_SOURCE_LOOKUP}
+    assert {0, SOURCE_DRAFTS} <= {report.num_accepted for report in run.reports}
+    assert len(run.reports) < 96 / 3
+
+
+def test_without_lookup_and_masks_every_step_gives_one_token() -> None:
+    model = ScriptedModel(num_masks=0, text=repeating)
+    assert len(ran(router_of(model, lookup=False)).reports) == 96
+
+
+def test_where_nothing_repeats_the_masks_draft() -> None:
+    model = ScriptedModel(vocab_size=512)
+    run = ran(router_of(model, k=3))
+    assert run.tokens == said(model, 96)
+    assert sources_of(run) == {pb.DRAFT_SOURCE_MASKS}
+
+
+def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:
+    model = ScriptedModel(num_masks=3, text=repeating)
+    run = ran(router_of(model))
+    joined = [report for report in run.reports if 0 < report.num_mask_drafts < report.num_drafted]
+    replaced = [report for report in run.reports if report.draft_source and not report.num_mask_drafts]
+    assert run.tokens == said(model, 96)
+    assert joined or replaced
+    assert any(report.num_accepted == SOURCE_DRAFTS for report in [*joined, *replaced])
+
+
+def test_wrong_masks_give_way_to_a_lookup_that_comes_true() -> None:
+    model = ScriptedModel(num_masks=3, text=repeating, wrong=range(200))
+    run = ran(router_of(model))
+    assert run.tokens == said(model, 96)
+    late = [report for report in run.reports[PERIOD + 2 :] if report.num_drafted]
+    assert {report.draft_source for report in late} == {pb.DRAFT_SOURCE_LOOKUP}
+    assert all(report.num_mask_drafts == 0 for report in late)
+
+
+def test_a_right_prediction_is_accepted_whole_and_counted() -> None:
+    model = ScriptedModel(num_masks=0)
+    run = ran(router_of(model, lookup=False), prediction=said(model, 96))
+    assert run.tokens == said(model, 96)
+    assert sources_of(run) == {pb.DRAFT_SOURCE_PREDICTION}
+    assert sum(report.num_predicted for report in run.reports) == 96
+    assert {SOURCE_DRAFTS} <= {report.num_accepted for report in run.reports}
+
+
+def test_a_wrong_prediction_costs_two_rejections_and_is_not_counted() -> None:
+    model = ScriptedModel(num_masks=0, text=lambda position: 70 + position, vocab_size=512)
+    run = ran(router_of(model, lookup=False), prediction=[5, 6, 7, 8] * 12)
+    assert run.tokens == said(model, 96)
+    assert sum(report.num_predicted for report in run.reports) == 0
+    drafted = [report for report in run.reports if report.num_drafted]
+    assert len(drafted) <= 2
+    assert all(report.num_accepted == 0 for report in drafted)
+
+
+def test_a_prediction_counts_without_speculation_too() -> None:
+    model = ScriptedModel(num_masks=0)
+    run = ran(router_of(model, lookup=False), prediction=said(model, 96), max_draft_length=0)
+    assert sum(report.num_predicted for report in run.reports) == 96
+    assert all(report.num_drafted == 0 for report in run.reports)
+
+
+def test_a_sequence_admitted_again_counts_what_comes_then() -> None:
+    model = ScriptedModel(num_masks=0)
+    router = router_of(model)
+    text = said(model, 40)
+    seq_id = router.admit(PROMPT + text[:17], num_prompt=5, max_tokens=40, prediction=text)
+    router.run()
+    again = router.ran[seq_id]
+    assert again.tokens == text
+    assert sum(report.num_predicted for report in again.reports) == 40 - 17
+
+
+def test_only_lookup_lays_out_no_masks() -> None:
+    router = router_of(ScriptedModel(text=repeating), masks=False)
+    run = ran(router)
+    assert all(report.stats.mask_rows == 0 for report in router.reports)
+    assert sources_of(run) == {pb.DRAFT_SOURCE_LOOKUP}
+
+
+def test_a_prediction_outside_the_vocabulary_fails_alone() -> None:
+    run = ran(router_of(ScriptedModel()), prediction=[64])
+    assert run.finish == pb.FINISH_ERROR
+    assert run.error == "Id 64 of the prediction is outside the vocabulary of 64."
+
+
+def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not() -> None:
+    drafter = DraftSources(lookup=True).drafter(2, ())
+    assert drafter is not None
+    text, worths = [1, 2], []
+    drafter.extend([1], [2])
+    for other in range(100, 130):  # behind 1, 2 never comes what came before
+        tokens = [other, 1, 2]
+        drafter.extend(text, tokens)
+        text += tokens
+        proposal = drafter.propose(4)
+        assert proposal is not None
+        assert (proposal.trust.source, proposal.ids[0]) == (Source.LOOKUP, other)
+        worths.append(proposal.expected)
+    assert worths[-1] < worths[0] / 2
+
+
+def test_the_masks_are_asked_what_they_are_worth() -> None:
+    drafter = DraftSources(lookup=True).drafter(2, ())
+    assert drafter is not None
+    drafter.extend([1, 2, 3, 1], [2])
+    proposal = drafter.propose(4)
+    assert proposal is not None
+    good, bad = Acceptance(AcceptanceShape((0.98,))), Acceptance(AcceptanceShape((0.02,)))
+    assert not proposal.beats(drafter.mask_chances(good, 1, 5))
+    assert proposal.beats(drafter.mask_chances(bad, 1, 5))
+    assert proposal.beats(drafter.mask_chances(good, 1, 0))
