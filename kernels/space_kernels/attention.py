@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from space_kernels.attention_plan import KEY_BLOCK, AttentionPlan, PlanKey
+from space_kernels.attention_plan import KEY_BLOCK, AttentionPlan
+from space_kernels.bucket_pattern import PlanKey
 from space_kernels.paging import StepRows
 
 _FLOOR = -1e30
@@ -75,13 +76,17 @@ class _OnlineSoftmax:
         self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, keys: Tensor, values: Tensor, bound: Tensor | None) -> None:
-        """Join keys and values [n·G, N, D] of the first n sequences; bound [n, 1, M, N]: what their scores may be."""
+        """Join keys and values [n·G, N, D] of the first n sequences.
+
+        bound [m, 1, P, 1, N]: what the scores of the last m of these may be.
+        """
         scores = torch.bmm(self._queries[: len(keys)], keys.transpose(1, 2))  # [n·G, M, N]
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)
         if bound is not None:
-            by_sequence = scores.view(-1, self._kv_heads, *scores.shape[1:])
-            torch.minimum(by_sequence, bound, out=by_sequence)
+            m, _, num_rows, _, num_keys = bound.shape
+            bounded = scores[-m * self._kv_heads :].view(m, self._kv_heads, num_rows, -1, num_keys)  # [m, G, P, Q, N]
+            torch.minimum(bounded, bound, out=bounded)
         peak = scores.amax(-1, keepdim=True)
         if self._floor:
             peak.clamp_min_(_FLOOR)

@@ -5,48 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from space_kernels.paging import Ints, StepRows
-
-Flags = npt.NDArray[np.bool_]
+from space_kernels.bucket_pattern import BucketPattern, PlanKey, bucket_patterns
+from space_kernels.paging import StepRows
+from space_kernels.row_pattern import Ints
 
 KEY_BLOCK = 128
 """Positions per key block. Fixed and aligned to absolute position, so that a row's sums never depend on its company."""
 
-_TILE = 4
-"""Rows of a product are a multiple of this: fewer take another order of summation (measured)."""
 
-
-@dataclass(frozen=True)
-class PlanKey:
-    """What a plan depends on besides the rows."""
-
-    num_heads: int
-    kv_heads: int
-    window: int | None  # positions a row may look back, its own included; None: all
-
-    @property
-    def queries_per_kv(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.num_heads // self.kv_heads
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KeyBlock:
     """The i-th key block of the first `num_sequences` sequences of a bucket."""
 
     num_sequences: int
     index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
     run: int  # slots fetched at once: whole pages, or single slots where some of the block is not written yet
-    bound: Tensor | None  # [n, 1, P·Q, KEY_BLOCK] -inf for keys a row must not attend, else inf; None: it attends all
+    bound: Tensor | None  # [m, 1, P, 1, KEY_BLOCK] of the last m of the n; -inf for keys a row must not attend, else
+    # inf; None: every row attends all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Sequences with (padded) the same number of rows: S sequences, P rows, G kv heads, Q query heads per kv head."""
 
@@ -54,10 +39,10 @@ class Bucket:
     queries: Tensor  # [S·G·P·Q] rows of the queries seen as [R·H, D]
     blocks: Sequence[KeyBlock]  # ascending
     step_keys: Tensor | None  # [S·G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
-    step_bound: Tensor | None  # [S, 1, P·Q, N] -inf for masks a row must not attend, else inf
+    step_bound: Tensor | None  # [S, 1, P, 1, N] -inf for masks a row must not attend, else inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Where one step's queries, keys and values are."""
 
@@ -75,127 +60,148 @@ class AttentionPlan:
 
 
 def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
-    if KEY_BLOCK % rows.block_size:
-        raise ValueError(
-            f"Blocks of {rows.block_size} slots do not tile a key block of {KEY_BLOCK}; use a power of two."
-        )
-    heads = np.arange(key.kv_heads, dtype=np.int64)
-    blocks, offsets = np.divmod(rows.chain_slots(), rows.block_size)
-    writes = (blocks[:, None] * key.kv_heads + heads) * rows.block_size + offsets[:, None]
+    size = rows.block_size
+    if KEY_BLOCK % size:
+        raise ValueError(f"Blocks of {size} slots do not tile a key block of {KEY_BLOCK}; use a power of two.")
+    slots = rows.chain_slots()
+    offsets = slots % size
+    first_head = (slots - offsets) * key.kv_heads + offsets
+    writes = first_head[:, None] + np.arange(0, key.kv_heads * size, size)
 
-    by_size: dict[int, list[int]] = {}
-    for number, num_rows in enumerate((rows.chains[1] + rows.masks[1]).tolist()):
-        by_size.setdefault(_padded(num_rows, key.queries_per_kv), []).append(number)
+    pattern = bucket_patterns(rows.pattern, key, rows.device)
+    places, moved = pattern.places, False
+    buckets = []
+    for of_bucket in pattern.buckets:
+        members = _Members.of(rows, key, of_bucket)
+        blocks = _key_blocks(rows, key, members)
+        queries, step_keys, step_bound = of_bucket.queries, of_bucket.step_keys, of_bucket.step_bound
+        if members.moved is not None:
+            order = torch.from_numpy(members.moved).to(rows.device)
+            queries = queries[order]
+            step_keys = None if step_keys is None else step_keys[order]
+            step_bound = step_bound if step_bound is None or len(step_bound) == 1 else step_bound[order]
+            places = places.copy() if not moved else places
+            places[of_bucket.numbers[members.moved]] = pattern.places[of_bucket.numbers]
+            moved = True
+        if step_bound is not None:
+            step_bound = step_bound.expand(len(queries), *step_bound.shape[1:])
+        flat_keys = None if step_keys is None else step_keys.view(-1)
+        buckets.append(Bucket(of_bucket.shape, queries.view(-1), blocks, flat_keys, step_bound))
+    outputs = pattern.outputs
+    if moved:
+        owner = rows.pattern.owner
+        within = pattern.within.copy()
+        within[: len(owner)] += places[owner, None]
+        outputs = torch.from_numpy(within).to(rows.device)
+    return AttentionPlan(torch.from_numpy(writes.reshape(-1)).to(rows.device), buckets, outputs.view(-1))
 
-    outputs = np.zeros((rows.num_padded, key.kv_heads, key.queries_per_kv), dtype=np.int64)
-    buckets, offset = [], 0
-    for num_padded, numbers in sorted(by_size.items()):
-        members = _Members.of(rows, key, np.array(numbers, dtype=np.int64), num_padded)
-        shape = (len(members.order), key.kv_heads, num_padded, key.queries_per_kv)
-        head_of = (heads[:, None] * key.queries_per_kv + np.arange(key.queries_per_kv))[:, None, :]  # [G, 1, Q]
-        queries = members.table[:, None, :, None] * key.num_heads + head_of
-        step_keys, step_bound = _in_step(rows, key, members)
-        blocks_of = _key_blocks(rows, key, members)
-        buckets.append(Bucket(shape, _to(queries, rows), blocks_of, step_keys, step_bound))
-        places = np.arange(offset, offset + queries.size, dtype=np.int64).reshape(shape).transpose(0, 2, 1, 3)
-        outputs[members.table[members.real]] = places[members.real]
-        offset += queries.size
-    return AttentionPlan(_to(writes, rows), buckets, _to(outputs, rows))
 
-
-def _padded(num_rows: int, queries_per_kv: int) -> int:
-    """Rows with padding: few distinct numbers, and rows · queries per kv head a multiple of the tile."""
-    step = _TILE // math.gcd(_TILE, queries_per_kv) if num_rows < _TILE else _TILE
-    return -(-num_rows // step) * step
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Members:
-    """The sequences of a bucket, those with the most key blocks first: a block works on a leading slice."""
+    """The sequences of a bucket, those with the most key blocks first: a block works on a leading slice.
+
+    Of sequences with equally many, those come last whose rows are the first not to see all of a block.
+    """
 
     order: Ints  # [S] sequence numbers
     table: Ints  # [S, P] flat row numbers; padding repeats the sequence's first row
-    real: Flags  # [S, P] False for padding
+    moved: Ints | None  # [S] the order among the bucket's sequences; None: as they are
     written: Ints  # [S] slots that hold keys and values once this step has written
     first_block: Ints  # [S] first key block that any row attends
     num_blocks: Ints  # [S] key blocks from there on, falling
+    num_whole: Ints  # [S] how many of them every row attends whole, where there is no window
 
     @classmethod
-    def of(cls, rows: StepRows, key: PlanKey, numbers: Ints, num_padded: int) -> _Members:
-        chain, num_chain = (bound[numbers, None] for bound in rows.chains)
-        masks, num_masks = (bound[numbers, None] for bound in rows.masks)
-        lane = np.arange(num_padded, dtype=np.int64)
-        real = lane < num_chain + num_masks
-        table = np.where(lane < num_chain, chain + lane, np.where(real, masks + lane - num_chain, chain))
-        written = rows.positions[(chain + num_chain - 1)[:, 0]] + 1
-        first = np.zeros(len(numbers), dtype=np.int64)
+    def of(cls, rows: StepRows, key: PlanKey, bucket: BucketPattern) -> _Members:
+        order, table = bucket.numbers, bucket.table
+        starts, written = rows.starts[order], rows.written[order]
+        first = np.zeros_like(starts)
         if key.window is not None:
-            first = np.maximum(rows.positions[table].min(1) + 1 - key.window, 0) // KEY_BLOCK
-        count = -(-written // KEY_BLOCK) - first
-        order = np.argsort(-count, kind="stable")
-        return cls(numbers[order], table[order], real[order], written[order], first[order], count[order])
+            first = np.maximum(starts + 1 - key.window, 0) // KEY_BLOCK
+        count = (written + (KEY_BLOCK - 1)) // KEY_BLOCK - first
+        whole = (starts + 1) // KEY_BLOCK - first
+        rank = count * (1 << 32) + whole
+        if len(order) == 1 or (rank[1:] <= rank[:-1]).all():
+            return cls(order, table, None, written, first, count, whole)
+        moved = np.argsort(-rank, kind="stable")
+        return cls(order[moved], table[moved], moved, written[moved], first[moved], count[moved], whole[moved])
 
 
+# the i-th key block of the first n sequences                          sequences with fewer key blocks
+# [0 ... whole for every row ...) [... some row does not see it all)   [n ...
 def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBlock]:
     """Per key block: where its keys are, and what of it each row must not attend."""
-    visible = rows.visible[members.table]
-    oldest = None if key.window is None else rows.positions[members.table] + 1 - key.window
-    pages_per_block = KEY_BLOCK // rows.block_size
-    held = rows.page_table[members.order]
-    heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
-    lanes, places = np.arange(KEY_BLOCK, dtype=np.int64), np.arange(pages_per_block, dtype=np.int64)
-    every = np.arange(len(members.order), dtype=np.int64)[:, None]
-    firsts, counts, written = members.first_block.tolist(), members.num_blocks.tolist(), members.written.tolist()
-    least_visible = visible.min(1).tolist()
+    size = rows.block_size
+    pages_per_block = KEY_BLOCK // size
+    counts, whole = members.num_blocks.tolist(), members.num_whole.tolist()
+    pages = _pages(rows, key, members)  # [S, G, pages of the key blocks]
+    behind = members.written - members.first_block * KEY_BLOCK  # [S] slots written from the first key block on
+    least = behind.tolist()
+    last = visible = oldest = None
     blocks = []
     n = len(counts)
     for i in range(counts[0]):
         while counts[n - 1] <= i:
             n -= 1
-        number = members.first_block[:n, None] + i
-        end = (max(firsts[:n]) + i + 1) * KEY_BLOCK
-        keys, member = number * KEY_BLOCK + lanes, every[:n]  # keys [n, KEY_BLOCK]: absolute positions
-        if min(written[:n]) >= end:
-            index = held[member, number * pages_per_block + places][:, None] * key.kv_heads + heads
-            run = rows.block_size
-        else:
+        begin = i * KEY_BLOCK
+        index, run = pages[:n, :, i * pages_per_block : (i + 1) * pages_per_block], size
+        if min(least[:n]) < begin + KEY_BLOCK:
             # a slot not written yet may hold NaN: its key is hidden from every row, and the last written one is read
-            page, offset = np.divmod(np.minimum(keys, members.written[:n, None] - 1), rows.block_size)
-            index = (held[member, page][:, None] * key.kv_heads + heads) * rows.block_size + offset[:, None]
-            run = 1
+            if last is None:
+                last = _last_slots(pages, behind, size)
+            slots = (index[..., None] * size + _LANES[:size]).reshape(n, -1, KEY_BLOCK)
+            index, run = np.where((behind[:n, None, None] - begin) > _LANES, slots, last[:n]), 1
         bound = None
-        if oldest is not None or min(least_visible[:n]) < end:
-            hidden = keys[:, None, :] >= visible[:n, :, None]
-            if oldest is not None:
-                hidden |= keys[:, None, :] < oldest[:n, :, None]
-            bound = _bound(hidden, key, rows)
-        blocks.append(KeyBlock(n, _to(index, rows), run, bound))
+        seen = 0 if key.window is not None else next((m for m in range(n) if whole[m] <= i), n)
+        if seen < n:
+            if visible is None:
+                visible = rows.visible[members.table] - members.first_block[:, None] * KEY_BLOCK
+            bound = _gathered(_bounds_up_to(rows.device), visible[seen:n] - begin)  # [m, P, KEY_BLOCK]
+            if key.window is not None:
+                if oldest is None:
+                    oldest = rows.positions[members.table] + 1 - key.window - members.first_block[:, None] * KEY_BLOCK
+                bound = torch.minimum(bound, _gathered(_bounds_from(rows.device), oldest[:n] - begin))
+            bound = bound[:, None, :, None]
+        blocks.append(KeyBlock(n, torch.from_numpy(index.reshape(-1)).to(rows.device), run, bound))
     return blocks
 
 
-def _in_step(rows: StepRows, key: PlanKey, members: _Members) -> tuple[Tensor | None, Tensor | None]:
-    """Where the masks of each sequence are, and which of them a row must not attend."""
-    first, count = (bound[members.order, None] for bound in rows.masks)
-    widest = int(count.max())
-    if not widest:
-        return None, None
-    lane = np.arange(widest, dtype=np.int64)
-    real = lane < count
-    masks = np.where(real, first + lane, 0)
-    table = members.table
-    seen = (rows.group[table][:, :, None] == rows.group[masks][:, None]) & (table[:, :, None] >= masks[:, None])
-    seen &= real[:, None]
+_LANES = np.arange(KEY_BLOCK, dtype=np.int64)
+
+
+def _pages(rows: StepRows, key: PlanKey, members: _Members) -> Ints:
+    """[S, G, pages of the key blocks] pages seen as [num_blocks·G]; any page where a sequence has no more."""
+    per_block = KEY_BLOCK // rows.block_size
+    table = rows.page_table
+    columns = np.arange(int(members.num_blocks[0]) * per_block, dtype=np.int64)
     if key.window is not None:
-        seen &= rows.positions[masks][:, None] > rows.positions[table][:, :, None] - key.window
-    heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
-    return _to(masks[:, None] * key.kv_heads + heads, rows), _bound(~seen, key, rows)
+        columns = members.first_block[:, None] * per_block + columns
+    held = table[members.order[:, None], np.minimum(columns, table.shape[1] - 1)]
+    pages: Ints = held[:, None] * key.kv_heads + np.arange(key.kv_heads, dtype=np.int64)[:, None]
+    return pages
 
 
-def _bound(hidden: Flags, key: PlanKey, rows: StepRows) -> Tensor:
-    """hidden [S, P, N] -> [S, 1, P·Q, N]: what scores may at most be (minimum is several times faster than a mask)."""
-    bound = np.where(hidden, np.float32(-np.inf), np.float32(np.inf))
-    return torch.from_numpy(np.repeat(bound, key.queries_per_kv, axis=1)[:, None]).to(rows.device)
+def _last_slots(pages: Ints, behind: Ints, block_size: int) -> Ints:
+    """[S, G, 1] the slot of each sequence that was written last. `behind`: slots written from the first page on."""
+    place, offset = np.divmod(behind - 1, block_size)
+    last: Ints = pages[np.arange(len(pages)), :, place] * block_size + offset[:, None]
+    return last[..., None]
 
 
-def _to(values: Ints, rows: StepRows) -> Tensor:
-    return torch.from_numpy(values.reshape(-1)).to(rows.device)
+@lru_cache
+def _bounds_up_to(device: torch.device) -> Tensor:
+    """[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the first n keys are attended."""
+    attended = torch.arange(KEY_BLOCK) < torch.arange(KEY_BLOCK + 1)[:, None]
+    return torch.where(attended, math.inf, -math.inf).to(device)
+
+
+@lru_cache
+def _bounds_from(device: torch.device) -> Tensor:
+    """[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the keys from the n-th on are attended."""
+    return -_bounds_up_to(device)
+
+
+def _gathered(bounds: Tensor, numbers: Ints) -> Tensor:
+    """bounds[numbers], numbers [m, P] cut to the key block (minimum is several times faster than a mask)."""
+    within = torch.from_numpy(numbers).clamp_(0, KEY_BLOCK).to(bounds.device)
+    return F.embedding(within, bounds)

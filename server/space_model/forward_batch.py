@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 from space_kernels.paging import StepRows
 from torch import Tensor
 
+from space_model.batch_pattern import BatchPattern, GatedRows, batch_pattern
 from space_model.draft_layout import DraftLayout
 
-ROW_MULTIPLE = 4
-"""Rows of a step are a multiple of this: products of fewer rows take another order of summation (measured)."""
+__all__ = ["ForwardBatch", "GatedRows", "Segment"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """One sequence's rows in one step: its pending ids, its drafts, its masks.
 
@@ -32,15 +33,6 @@ class Segment:
     adapter: int | None = None  # whose masks the layout's are; None: the checkpoint's own, by their ids
 
 
-@dataclass(frozen=True)
-class GatedRows:
-    """The mask rows that one adapter acts on in a step."""
-
-    adapter: int
-    slice: slice  # flat row numbers
-    masks: Tensor  # [rows] int64: which mask each row is, from 0
-
-
 # chain rows of all segments            mask rows of all segments                     padding
 # [0 ........... num_chain_rows)        [num_chain_rows ........ num_rows)            [num_rows ... R)
 #  pending ids, drafts; K, V written     group after group; K, V live in the step;     id 0; writes nothing, unread
@@ -51,17 +43,38 @@ class ForwardBatch:
 
     ids: Tensor  # [R] int64; 0 for masks without ids
     positions: Tensor  # [R] int64
-    chain_rows: list[range]  # per segment: flat row numbers of its pending ids and drafts
-    mask_rows: list[list[range]]  # per segment and group: flat row numbers of the group's masks
-    num_chain_rows: int
-    num_mask_rows: int
+    pattern: BatchPattern
     rows: StepRows
-    gated: tuple[GatedRows, ...] = ()  # by adapter, ascending: adjacent, up to num_rows
+
+    @property
+    def chain_rows(self) -> list[range]:
+        """Per segment: flat row numbers of its pending ids and drafts."""
+        return self.pattern.chain_rows
+
+    @property
+    def mask_rows(self) -> list[list[range]]:
+        """Per segment and group: flat row numbers of the group's masks."""
+        return self.pattern.mask_rows
+
+    @property
+    def gated(self) -> tuple[GatedRows, ...]:
+        """By adapter, ascending: adjacent, up to num_rows."""
+        return self.pattern.gated
+
+    @property
+    def num_chain_rows(self) -> int:
+        """Pending ids and drafts."""
+        return self.pattern.rows.num_chain_rows
+
+    @property
+    def num_mask_rows(self) -> int:
+        """Masks."""
+        return self.pattern.num_mask_rows
 
     @property
     def num_rows(self) -> int:
         """Rows without padding."""
-        return self.num_chain_rows + self.num_mask_rows
+        return len(self.pattern.rows.offsets)
 
     @classmethod
     def build(
@@ -78,83 +91,29 @@ class ForwardBatch:
         `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` how many masks adapter n has. Every chain row's position
         must lie in `pages`: a ValueError names the first segment for which that is not so.
         """
-        ids: list[int] = []
-        positions: list[int] = []
-        chain_rows: list[range] = []
+        shapes = []
         for number, segment in enumerate(segments):
-            count, end = len(segment.ids), segment.start + len(segment.ids)
-            if count <= segment.layout.num_drafts or end > len(segment.pages) * block_size:
+            count, layout = len(segment.ids), segment.layout
+            if count <= layout.num_drafts or segment.start + count > len(segment.pages) * block_size:
                 raise ValueError(
                     f"Segment {number} has {count} chain rows from position {segment.start}, "
-                    f"{segment.layout.num_drafts} drafts and {len(segment.pages)} pages of {block_size}: it needs more "
+                    f"{layout.num_drafts} drafts and {len(segment.pages)} pages of {block_size}: it needs more "
                     f"chain rows than drafts, and a slot for each."
                 )
-            chain_rows.append(range(len(ids), len(ids) + count))
-            ids.extend(segment.ids)
-            positions.extend(range(segment.start, end))
-        num_chain_rows = len(ids)
-        visible = [position + 1 for position in positions]
-
-        group = [-1] * num_chain_rows
-        num_groups = 0
-        mask_rows: list[list[range]] = [[] for _ in segments]
-        mask_runs = [range(0)] * len(segments)
-        masks: list[int] = []  # which mask each mask row is, from 0
-        bounds: dict[int, range] = {}  # adapter -> its rows
-        for number in sorted(range(len(segments)), key=lambda n: -1 if (a := segments[n].adapter) is None else a):
-            segment, first = segments[number], len(ids)
-            known = len(mask_ids) if segment.adapter is None else adapter_masks[segment.adapter]
-            root = segment.start + len(segment.ids) - segment.layout.num_drafts - 1
-            of_segment = []
-            for g, count in enumerate(segment.layout.masks):
-                if count > known:
-                    owner = "the checkpoint" if segment.adapter is None else f"adapter {segment.adapter}"
-                    raise ValueError(f"Segment {number} lays out {count} masks; {owner} has {known}.")
-                of_segment.append(range(len(ids), len(ids) + count))
-                ids.extend(mask_ids[:count] if segment.adapter is None else [0] * count)
-                masks.extend(range(count))
-                positions.extend(range(root + g + 1, root + g + 1 + count))
-                visible.extend([root + g + 1] * count)
-                group.extend([num_groups] * count)
-                num_groups += 1
-            mask_rows[number] = of_segment
-            mask_runs[number] = range(first, len(ids))
-            if segment.adapter is not None and len(ids) > first:
-                begun = bounds.get(segment.adapter, range(first, first))
-                bounds[segment.adapter] = range(begun.start, len(ids))
-        num_rows = len(ids)
-
-        padding = [0] * (-num_rows % ROW_MULTIPLE)
-        on_device = torch.tensor([ids + padding, positions + padding], dtype=torch.int64, device=device)
+            shapes.append((count, layout, segment.adapter))
+        device = torch.device(device)
+        pattern = batch_pattern(tuple(shapes), tuple(mask_ids), tuple(adapter_masks), device)
         rows = StepRows(
-            positions=np.array(positions, dtype=np.int64),
-            visible=np.array(visible, dtype=np.int64),
-            chain_runs=chain_rows,
-            mask_runs=mask_runs,
-            group=np.array(group, dtype=np.int64),
+            pattern=pattern.rows,
+            starts=np.array([segment.start for segment in segments], dtype=np.int64),
             pages=[segment.pages for segment in segments],
-            num_chain_rows=num_chain_rows,
-            num_padded=num_rows + len(padding),
             block_size=block_size,
-            device=torch.device(device),
+            device=device,
         )
-        return cls(
-            ids=on_device[0],
-            positions=on_device[1],
-            chain_rows=chain_rows,
-            mask_rows=mask_rows,
-            num_chain_rows=num_chain_rows,
-            num_mask_rows=num_rows - num_chain_rows,
-            rows=rows,
-            gated=_gated(bounds, masks, num_chain_rows, device) if bounds else (),
-        )
-
-
-def _gated(
-    bounds: dict[int, range], masks: list[int], num_chain_rows: int, device: torch.device | str
-) -> tuple[GatedRows, ...]:
-    of_row = torch.tensor(masks, dtype=torch.int64, device=device)
-    return tuple(
-        GatedRows(adapter, slice(run.start, run.stop), of_row[run.start - num_chain_rows : run.stop - num_chain_rows])
-        for adapter, run in bounds.items()
-    )
+        num_chain_rows, num_rows = pattern.rows.num_chain_rows, len(pattern.rows.offsets)
+        packed = np.zeros((2, pattern.rows.num_padded), dtype=np.int64)  # ids, positions
+        packed[0, :num_chain_rows] = list(chain.from_iterable(segment.ids for segment in segments))
+        packed[0, num_chain_rows:] = pattern.mask_ids
+        packed[1, :num_rows] = rows.positions
+        ids, positions = torch.from_numpy(packed).to(device)
+        return cls(ids=ids, positions=positions, pattern=pattern, rows=rows)

@@ -8,8 +8,9 @@ import torch
 from space_eval.desk import DeskError
 from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import Cell
-from space_kernels.paging import Ints, StepRows
+from space_kernels.paging import StepRows
 from space_kernels.processors import Row
+from space_kernels.row_pattern import Ints
 from space_kernels.verdict import Verdict
 from space_model import llama_network
 from space_model.forward_batch import ForwardBatch, Segment

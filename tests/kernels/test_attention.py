@@ -10,6 +10,7 @@ import pytest
 import torch
 from space_kernels.attention import space_attention
 from space_kernels.paging import StepRows
+from space_kernels.row_pattern import RowPattern
 from torch import Tensor
 
 HEAD_DIM = 16
@@ -69,40 +70,48 @@ def step(
     key_pages = torch.full((NUM_BLOCKS, kv_heads, block_size, HEAD_DIM), garbage, dtype=dtype)
     value_pages = key_pages.clone()
     drawn = [s.draw(heads, kv_heads) for s in sequences]
-    chain_runs, mask_runs, positions, visible, group = [], [], [], [], []
+    chain_runs: list[range] = []
+    mask_runs: list[range] = []
+    offsets: list[int] = []
+    reach: list[int] = []
+    group: list[int] = []
     for s, d in zip(sequences, drawn, strict=True):
         for position in range(s.cached):
             page, offset = s.pages[position // block_size], position % block_size
             key_pages[page, :, offset] = d["old_k"][position].to(dtype)
             value_pages[page, :, offset] = d["old_v"][position].to(dtype)
-        chain_runs.append(range(len(positions), len(positions) + s.num_chain))
-        positions += range(s.cached, s.cached + s.num_chain)
-        visible += range(s.cached + 1, s.cached + s.num_chain + 1)
+        chain_runs.append(range(len(offsets), len(offsets) + s.num_chain))
+        offsets += range(s.num_chain)
+        reach += range(1, s.num_chain + 1)
         group += [-1] * s.num_chain
-    num_chain = len(positions)
+    num_chain = len(offsets)
     for number, s in enumerate(sequences):
-        first = len(positions)
+        first = len(offsets)
         for g, (base, count) in enumerate(s.groups):
-            positions += [s.cached + base + 1 + j for j in range(count)]
-            visible += [s.cached + base + 1] * count
+            offsets += [base + 1 + j for j in range(count)]
+            reach += [base + 1] * count
             group += [100 * number + g] * count
-        mask_runs.append(range(first, len(positions)))
-    padded = -(-len(positions) // 4) * 4
+        mask_runs.append(range(first, len(offsets)))
+    padded = -(-len(offsets) // 4) * 4
 
     def rows_of(chain: str, mask: str) -> Tensor:
         parts = [d[chain] for d in drawn] + [d[mask] for d in drawn]
         joined = torch.cat(parts)
         return torch.cat([joined, joined.new_zeros(padded - len(joined), *joined.shape[1:])]).to(dtype)
 
-    rows = StepRows(
-        positions=np.array(positions),
-        visible=np.array(visible),
+    pattern = RowPattern(
         chain_runs=chain_runs,
         mask_runs=mask_runs,
+        offsets=np.array(offsets),
+        reach=np.array(reach),
         group=np.array(group),
-        pages=[s.pages for s in sequences],
         num_chain_rows=num_chain,
         num_padded=padded,
+    )
+    rows = StepRows(
+        pattern=pattern,
+        starts=np.array([s.cached for s in sequences]),
+        pages=[s.pages for s in sequences],
         block_size=block_size,
         device=torch.device("cpu"),
     )

@@ -1,0 +1,128 @@
+"""Packed rows and the attention plan, against a definition that takes them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from space_kernels.attention_plan import KEY_BLOCK, AttentionPlan, Bucket
+from space_kernels.bucket_pattern import PlanKey
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+
+BLOCK_SIZE, MASKS, ADAPTER_MASKS = 16, (100, 101, 102), (2, 3)
+Seen = frozenset[tuple[str, int]]
+
+
+def random_segments(generator: np.random.Generator, *, adapters: bool) -> list[Segment]:
+    """Prefill chunks, plain roots and speculating ones, of any length, on pages in any order."""
+    pages = generator.permutation(400).tolist()
+    segments = []
+    for number in range(int(generator.integers(1, 8))):
+        num_drafts = int(generator.integers(0, 4)) if generator.random() < 0.7 else 0
+        num_pending = 1 if generator.random() < 0.6 else int(generator.integers(1, 30))
+        layout = DraftLayout(num_drafts, tuple(generator.integers(0, 3, num_drafts + 1).tolist()))
+        start = int(generator.integers(0, 5)) if generator.random() < 0.2 else int(generator.integers(0, 500))
+        ids = generator.integers(200, 300, num_pending + num_drafts).tolist()
+        adapter = int(generator.integers(0, 2)) if adapters and generator.random() < 0.5 else None
+        segments.append(Segment(ids, start, pages[number * 40 : number * 40 + 40], layout, adapter))
+    return segments
+
+
+def rows_one_by_one(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
+    """(segment, id, position, slots seen) of each row: chains first, then masks by adapter."""
+    chain = [(n, id_, s.start + i, s.start + i + 1) for n, s in enumerate(segments) for i, id_ in enumerate(s.ids)]
+    masks = []
+    for adapter in (None, 0, 1):
+        for n, s in enumerate(segments):
+            root = s.start + len(s.ids) - 1 - s.layout.num_drafts
+            for g, count in enumerate(s.layout.masks if s.adapter == adapter else ()):
+                masks += [(n, MASKS[j] if adapter is None else 0, root + g + 1 + j, root + g + 1) for j in range(count)]
+    return chain + masks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packed_arrays_are_those_of_rows_taken_one_by_one(seed: int) -> None:
+    segments = random_segments(np.random.default_rng(seed), adapters=True)
+    batch = ForwardBatch.build(segments, block_size=BLOCK_SIZE, mask_ids=MASKS, adapter_masks=ADAPTER_MASKS)
+    rows = rows_one_by_one(segments)
+    padding = [0] * (-len(rows) % 4)
+    assert batch.ids.tolist() == [id_ for _, id_, _, _ in rows] + padding
+    assert batch.positions.tolist() == [position for _, _, position, _ in rows] + padding
+    assert batch.rows.positions.tolist() == [position for _, _, position, _ in rows]
+    assert batch.rows.visible.tolist() == [visible for _, _, _, visible in rows]
+    assert batch.rows.pattern.owner.tolist() == [number for number, _, _, _ in rows]
+    assert batch.num_chain_rows == sum(len(segment.ids) for segment in segments)
+    slots = [segments[n].pages[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for n, _, p, _ in rows]
+    assert batch.rows.chain_slots().tolist() == slots[: batch.num_chain_rows]
+    for number, segment in enumerate(segments):
+        assert [len(group) for group in batch.mask_rows[number]] == list(segment.layout.masks)
+        assert batch.ids[list(batch.chain_rows[number])].tolist() == list(segment.ids)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_plan_lets_every_row_see_exactly_what_it_may(seed: int, window: int | None) -> None:
+    segments = random_segments(np.random.default_rng(seed), adapters=False)
+    moved = [Segment(s.ids, s.start + 129, s.pages, s.layout) for s in segments]  # the same pattern, somewhere else
+    for of_step in (segments, moved):
+        batch = ForwardBatch.build(of_step, block_size=BLOCK_SIZE, mask_ids=MASKS)
+        key = PlanKey(num_heads=2, kv_heads=2, window=window)
+        plan = AttentionPlan.of(batch.rows, key)
+        found = {}
+        where = 0
+        for bucket in plan.buckets:
+            found.update(seen_by(bucket, where))
+            where += len(bucket.queries)
+        for row in range(batch.num_rows):
+            for head in range(2):
+                query, seen = found[int(plan.outputs[row * 2 + head])]
+                assert query == row * 2 + head
+                assert seen == may_see(of_step, batch, row, head, window)
+
+
+def may_see(segments: Sequence[Segment], batch: ForwardBatch, row: int, head: int, window: int | None) -> Seen:
+    """Slots of the pages and masks of the step, one by one."""
+    number, _, position, visible = rows_one_by_one(segments)[row]
+    oldest = 0 if window is None else position - window + 1
+    pages = segments[number].pages
+    slots = [(pages[p // BLOCK_SIZE] * 2 + head) * BLOCK_SIZE + p % BLOCK_SIZE for p in range(max(oldest, 0), visible)]
+    group = next((group for group in batch.mask_rows[number] if row in group), range(0))
+    masks = [other * 2 + head for other in group if other <= row and int(batch.positions[other]) >= oldest]
+    return frozenset([("page", slot) for slot in slots] + [("mask", mask) for mask in masks])
+
+
+def seen_by(bucket: Bucket, where: int) -> dict[int, tuple[int, Seen]]:
+    """Per output of a bucket: the query, and what the bounds let it attend."""
+    S, G, P, Q = bucket.shape
+    seen: dict[tuple[int, int, int], set[tuple[str, int]]] = {
+        (s, g, p): set() for s in range(S) for g in range(G) for p in range(P)
+    }
+
+    def add(kind: str, index: torch.Tensor, bound: torch.Tensor | None, num_sequences: int) -> None:
+        """index [n, G, N], bound [m, 1, P, 1, N] of the last m sequences."""
+        for s in range(num_sequences):
+            at = None if bound is None else s - (num_sequences - len(bound))
+            for g in range(G):
+                for p in range(P):
+                    free = bound is None or at is None or at < 0
+                    may = torch.ones(index.shape[2]) if free or bound is None else bound[at, 0, p, 0]
+                    assert set(may.tolist()) <= {1.0, float("inf"), float("-inf")}
+                    new = index[s, g][may > 0].tolist()
+                    assert seen[s, g, p].isdisjoint((kind, slot) for slot in new)
+                    seen[s, g, p].update((kind, slot) for slot in new)
+
+    for block in bucket.blocks:
+        n = block.num_sequences
+        index = block.index.view(n, G, -1, 1) * block.run + torch.arange(block.run)
+        add("page", index.view(n, G, KEY_BLOCK), block.bound, n)
+    if bucket.step_keys is not None:
+        add("mask", bucket.step_keys.view(S, G, -1), bucket.step_bound, S)
+    queries = bucket.queries.view(S, G, P, Q)
+    return {
+        where + ((s * G + g) * P + p) * Q + q: (int(queries[s, g, p, q]), frozenset(seen[s, g, p]))
+        for s, g, p in seen
+        for q in range(Q)
+    }
