@@ -75,6 +75,13 @@ def seconds(low: float) -> Callable[[str], float]:
     return parse
 
 
+def seconds_or_off(value: str) -> str:
+    """`off`, or a time span above 0; returned as it came, for the worker reads it."""
+    if value != "off" and not seconds(0)(value):
+        raise ValueError("must be off, or a number of seconds above 0")
+    return value
+
+
 def size(value: str) -> int:
     """A number of bytes, 1 or more; KiB, MiB, GiB, KB, MB, GB allowed."""
     match = _SIZE.fullmatch(value.strip())

@@ -11,7 +11,7 @@ from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import Controller, FixedLayout, RowBudget
+from space_server.controller import Controller, FixedLayout
 from space_server.worker import Worker
 from tokenizers import Tokenizer
 
@@ -115,7 +115,7 @@ def _check_same_text(outputs: dict[int, list[Generation]]) -> None:
 
 
 def _worker(model: SpaceModel, k: int, layout: str) -> Worker:
-    controller: Controller = RowBudget.for_device(model.facts.device.type) if layout == "auto" else FixedLayout.full(k)
+    controller: Controller | None = None if layout == "auto" else FixedLayout.full(k)  # None: by measured cost
     num_blocks = -(-(model.facts.window + model.facts.num_masks + 1) // 16)
     return Worker(model, num_blocks=num_blocks, max_sequences=1, max_draft_length=k, controller=controller)
 

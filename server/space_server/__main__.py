@@ -21,11 +21,16 @@ from types import FrameType
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
+from space_model.paged_kv import PagedKV
 
+from space_server.calibration import cache_file, cache_folder, calibrate, load_or_measure
 from space_server.config import WorkerConfig, parse
 from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 from space_server.service import WorkerService, start_server
+from space_server.step_cost import StepCost, StepShape
+from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance, label
 from space_server.worker import Worker
 
@@ -85,6 +90,8 @@ def build_worker(config: WorkerConfig) -> Worker:
         num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
+    kv = model.allocate_kv(num_blocks, size)
+    cost = measured_cost(config, model, kv)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None
     if config.synthetic_acceptance is not None:
@@ -96,14 +103,20 @@ def build_worker(config: WorkerConfig) -> Worker:
             "no measurement of this checkpoint's masks.",
             label(synthetic.chances),
         )
+    # A decreed acceptance is that of masks: nothing else drafts beside it.
+    sources = None if synthetic else DraftSources(lookup=config.lookup != "off", masks=config.lookup != "only")
     worker = Worker(
         model,
         synthetic=synthetic,
+        sources=sources,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_sequences=config.max_sequences,
         max_draft_length=config.max_draft_length,
-        controller=FixedLayout.full(min(fixed, facts.most_masks)) if fixed else None,
+        prefill_seconds=config.prefill_budget,
+        kv=kv,
+        cost=cost,
+        controller=FixedLayout.full(fixed) if fixed else None,
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s attention=%s window=%d masks=%d draft_head=%s adapters=%s "
@@ -123,6 +136,26 @@ def build_worker(config: WorkerConfig) -> Worker:
         time.perf_counter() - started,
     )
     return worker
+
+
+def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCost | None:
+    """What steps cost here: measured now, or at an earlier start. None: it is learnt while serving."""
+    if not config.calibration_seconds:
+        return None
+    facts, most = model.facts, config.max_sequences
+    file = cache_file(cache_folder(), facts, block_size=config.block_size, max_sequences=most)
+    begun = time.perf_counter()
+    points = load_or_measure(file, lambda: calibrate(model, kv, max_sequences=most, seconds=config.calibration_seconds))
+    if not points:
+        return None
+    cost = StepCost.from_points(points)
+    _log.info(
+        "step costs: %d points in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
+        len(points),
+        time.perf_counter() - begun,
+        ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
+    )
+    return cost
 
 
 def choose_threads(model: str) -> int | None:

@@ -29,6 +29,9 @@ LEVELS_PER_UNIT = 2
 MOST_LEVEL = 8
 """Shifts are told apart in halves of a unit of log-odds, up to 4 either way."""
 
+SNAPSHOT_EVERY = 200
+"""Verdicts between two snapshots of the shape."""
+
 _LEAST, _MOST = 0.02, 0.98
 
 
@@ -40,11 +43,20 @@ class AcceptanceShape:
         filled = [prior[min(j, len(prior) - 1)] for j in range(num_drafts)]
         self._accepted = [PRIOR_WEIGHT * min(max(p, _LEAST), _MOST) for p in filled]
         self._verified = [PRIOR_WEIGHT] * num_drafts
+        self._num_learnt = 0
+        self._take_snapshot()
 
     @property
     def num_drafts(self) -> int:
         """Depths that are told apart."""
         return len(self._verified)
+
+    @property
+    def snapshot(self) -> tuple[float, ...]:
+        """Log-odds of p_1, p_2, … to a quarter, as they were at most `SNAPSHOT_EVERY` verdicts ago: what is computed
+        from them is the same for a while.
+        """
+        return self._snapshot
 
     def log_odds(self, depth: int) -> float:
         """Of p_depth; depths count from 1, those behind the last one are as it is."""
@@ -61,6 +73,12 @@ class AcceptanceShape:
         at = min(depth, len(self._verified)) - 1
         self._accepted[at] = SHAPE_MEMORY * self._accepted[at] + accepted
         self._verified[at] = SHAPE_MEMORY * self._verified[at] + 1.0
+        self._num_learnt += 1
+        if self._num_learnt % SNAPSHOT_EVERY == 0:
+            self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        self._snapshot = tuple(round(4 * self.log_odds(j)) / 4 for j in range(1, self.num_drafts + 1))
 
     def as_json(self) -> list[float]:
         """p_1, p_2, …"""

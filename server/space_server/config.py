@@ -13,6 +13,7 @@ from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
 
 Speculation = Literal["auto", "off"] | int
+Lookup = Literal["on", "off", "only"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class WorkerConfig:
     block_size: int  # slots
     max_model_len: int | None  # ids of one sequence; None: as the checkpoint says
     max_sequences: int  # at once
+    prefill_budget: float | None  # seconds of a step that prompt rows may make while others decode; None: no bound
+    calibration_seconds: float  # of measuring what steps cost, at the first start; 0: none
     speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
+    lookup: Lookup  # drafts from what followed the same ids before: beside masks, not at all, or instead of them
     space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
     space_num_masks: int | None
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
@@ -66,6 +70,27 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser.add_argument("--max-model-len", type=_at_least(2), help="ids of one sequence (default: the checkpoint's)")
     parser.add_argument("--max-sequences", type=_at_least(1), default=64, help="at once (default: %(default)s)")
     parser.add_argument("--speculation", type=_speculation, default="auto", help="auto, off, or drafts per step")
+    parser.add_argument(
+        "--prefill-budget",
+        type=_prefill_budget,
+        default=0.1,
+        metavar="SECONDS",
+        help="longest step that prompt rows may make while others decode; off: no bound (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibration-seconds",
+        type=_seconds,
+        default=3.0,
+        metavar="SECONDS",
+        help="measure what steps cost, at the first start on this machine; 0: learn it while serving "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lookup",
+        default="on",
+        choices=["on", "off", "only"],
+        help="drafts from what followed the same ids before: beside masks, never, or instead (default: %(default)s)",
+    )
     parser.add_argument("--space-mask-ids", type=_ids, help="comma-separated: one shared id, or one per mask")
     parser.add_argument("--space-num-masks", type=_at_least(1), help="masks per group")
     parser.add_argument(
@@ -141,6 +166,24 @@ def _speculation(text: str) -> Speculation:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be auto, off, or a number of drafts; got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, 0 or more; got {text!r}")
+    return value
+
+
+def _prefill_budget(text: str) -> float | None:
+    if text == "off":
+        return None
+    if not (value := _seconds(text)):
+        raise argparse.ArgumentTypeError("must be above 0, or off; got 0")
+    return value
 
 
 def _chances(text: str) -> tuple[float, ...]:

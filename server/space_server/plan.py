@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import Segment
 
-from space_server.controller import Controller, Room
+from space_server.controller import Controller, Load, Room
+from space_server.prefill_budget import PrefillBudget
 from space_server.sequence import Sequence
+from space_server.step_cost import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +42,35 @@ class StepPlan:
 
     plans: list[Plan]
     out_of_slots: list[Sequence]
+    shape: StepShape
 
 
 def plan_step(
-    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, max_prefill_rows: int
+    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, budget: PrefillBudget
 ) -> StepPlan:
     """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
 
-    A sequence with a single pending id always runs if it has a slot; longer ones share `max_prefill_rows`.
+    A sequence with a single pending id always runs if it has a slot; longer ones share what the budget has left beside
+    those.
     """
-    chunks: list[tuple[Sequence, int]] = []
-    out_of_slots = []
-    budget = max_prefill_rows
+    able: list[Sequence] = []
+    out_of_slots: list[Sequence] = []
     for sequence in sequences:
-        free = sequence.num_free_slots(block_size)
-        if free < 1:
-            out_of_slots.append(sequence)
-            continue
-        rows = min(sequence.num_pending, free)
+        (able if sequence.num_free_slots(block_size) > 0 else out_of_slots).append(sequence)
+    decoding = [sequence for sequence in able if sequence.num_pending == 1]
+    room = 0 if len(decoding) == len(able) else budget.rows(decoding, able)
+    chunks: list[tuple[Sequence, int]] = []
+    for sequence in able:
+        rows = min(sequence.num_pending, sequence.num_free_slots(block_size))
         if sequence.num_pending > 1:
-            rows = min(rows, budget)
-            budget -= rows
+            rows = min(rows, room)
+            room -= rows
         if rows:
             chunks.append((sequence, rows))
     closing = [(sequence, rows) for sequence, rows in chunks if rows == sequence.num_pending]
     rooms = [_room(sequence, block_size) for sequence, _ in closing]
-    fitted = [room.fit(layout) for room, layout in zip(rooms, controller.layouts(rooms), strict=True)]
+    chosen = controller.layouts(rooms, _load(chunks))
+    fitted = [room.fit(layout) for room, layout in zip(rooms, chosen, strict=True)]
     layouts = {sequence.seq_id: layout for (sequence, _), layout in zip(closing, fitted, strict=True)}
     plans = [
         Plan(
@@ -76,7 +81,39 @@ def plan_step(
         )
         for sequence, rows in chunks
     ]
-    return StepPlan(plans, out_of_slots)
+    return StepPlan(plans, out_of_slots, shape_of(plans))
+
+
+def shape_of(plans: Iterable[Plan]) -> StepShape:
+    """What the plans lay out in all."""
+    sequences = chain = masks = drafting = prefill = pairs = context = noisy = 0
+    for plan in plans:
+        if plan.num_pending > plan.closes:
+            rows = plan.num_pending - plan.closes
+            prefill += rows
+            pairs += rows * plan.sequence.num_computed
+        if plan.closes:
+            sequences += 1
+            context += plan.sequence.num_computed
+            chain += 1 + plan.layout.num_drafts
+            if plan.sequence.law.temperature > 0:
+                noisy += 1 + plan.layout.num_drafts
+            if num_masks := plan.layout.num_masks:
+                masks += num_masks
+                drafting += 1
+    return StepShape(sequences, chain, masks, drafting, prefill, pairs, context, noisy)
+
+
+def _load(chunks: Iterable[tuple[Sequence, int]]) -> Load:
+    prefill = pairs = context = 0
+    for sequence, rows in chunks:
+        closes = rows == sequence.num_pending
+        if rows > closes:
+            prefill += rows - closes
+            pairs += (rows - closes) * sequence.num_computed
+        if closes:
+            context += sequence.num_computed
+    return Load(prefill, pairs, context)
 
 
 def _room(sequence: Sequence, block_size: int) -> Room:
@@ -87,4 +124,7 @@ def _room(sequence: Sequence, block_size: int) -> Room:
         num_drafts=max(0, min(len(sequence.drafts), sequence.max_drafts, slots, sequence.num_left - 1)),
         max_masks=min(sequence.max_drafts, sequence.num_masks),
         num_left=sequence.num_left,
+        is_noisy=sequence.law.temperature > 0,
+        acceptance=sequence.acceptance,
+        chances=sequence.draft_chances,
     )

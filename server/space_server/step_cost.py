@@ -18,8 +18,15 @@ import numpy as np
 BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows at which the cost of a row may change."""
 
+CROWDS = (0, 2, 8, 32)
+"""Sequences at which the cost of a sequence may change."""
+
 DRIFT_RATE, PLACE_RATE = 0.02, 0.06
 """How fast the whole, and the place, follow what is measured, per step."""
+
+LEAK = 0.002
+"""Share of what a place is off that is forgotten with each of its steps, so that what all have in common becomes the
+drift's."""
 
 OUTLIER = 2.0
 """A step that took more than so many times what was expected teaches no more than this: the machine was away."""
@@ -36,17 +43,25 @@ class StepShape:
     num_mask_rows: int = 0
     num_drafting: int = 0  # sequences with masks: drafts are chosen for each
     num_prefill_rows: int = 0
-    num_context: int = 0  # ids computed before, over all sequences
+    num_prefill_pairs: int = 0  # of a prefill row and an id computed before
+    num_context: int = 0  # ids computed before, over the sequences that reach their root
+    num_noisy_rows: int = 0  # chain rows whose choice takes noise: their sequence is not greedy
 
     @property
     def num_rows(self) -> int:
         """All rows."""
         return self.num_chain_rows + self.num_mask_rows + self.num_prefill_rows
 
+    @property
+    def num_pairs(self) -> int:
+        """Of a row and an id computed before, about: rows are spread evenly over the sequences."""
+        rows = self.num_chain_rows + self.num_mask_rows
+        return self.num_prefill_pairs + rows * self.num_context // max(self.num_sequences, 1)
+
     @classmethod
-    def plain(cls, num_sequences: int, num_context: int = 0) -> StepShape:
-        """A root each."""
-        return cls(num_sequences, num_sequences, num_context=num_context)
+    def plain(cls, num_sequences: int, num_context: int = 0, num_noisy: int = 0) -> StepShape:
+        """A root each; `num_noisy` of the sequences are not greedy."""
+        return cls(num_sequences, num_sequences, num_context=num_context, num_noisy_rows=num_noisy)
 
 
 Point = tuple[StepShape, float]
@@ -66,14 +81,20 @@ class StepCost:
         """The parts that come nearest to the measured `points` (at least one), by relative distance."""
         parts = np.array([_parts(shape) for shape, _ in points])
         seconds = np.array([seconds for _, seconds in points])
-        return cls(_least_squares(parts / seconds[:, None], np.ones(len(points))))
+        cost = cls(_least_squares(parts / seconds[:, None], np.ones(len(points))))
+        beyond: dict[tuple[int, int], list[float]] = {}
+        for shape, taken in points:
+            beyond.setdefault(_place(shape), []).append(math.log(taken / cost._base(shape)))
+        cost._places = {place: sum(found) / len(found) for place, found in beyond.items()}
+        return cost
 
     @classmethod
     def typical(cls, device_type: str) -> StepCost:
         """Before anything is measured: a small model on two cores, or a device that is never short of rows."""
         per_row = 1.2e-4 if device_type == "cpu" else 2e-6
         row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
-        return cls([1.5e-3, 1e-5, 1e-5, 1e-4, 1e-5, *row_parts])
+        crowd_parts = [1e-5] * len(CROWDS)
+        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *row_parts])
 
     def seconds(self, shape: StepShape) -> float:
         """Expected, as things stand now."""
@@ -85,7 +106,7 @@ class StepCost:
         surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
         place = _place(shape)
         self._drift += DRIFT_RATE * surprise
-        self._places[place] = self._places.get(place, 0.0) + PLACE_RATE * surprise
+        self._places[place] = (1.0 - LEAK) * self._places.get(place, 0.0) + PLACE_RATE * surprise
 
     def as_json(self) -> list[float]:
         """What `StepCost` is made of, for a file."""
@@ -107,19 +128,21 @@ def write_points(points: Iterable[Point]) -> list[list[float]]:
 
 
 def _parts(shape: StepShape) -> list[float]:
-    rows = shape.num_rows
-    bent = [
-        max(0.0, min(rows, end) - begin)
-        for begin, end in zip(BENDS, (*BENDS[1:], math.inf), strict=True)  # grows from bend to bend
-    ]
     return [
         1.0,
-        shape.num_sequences,
+        *_between(shape.num_sequences, CROWDS),
         shape.num_chain_rows - shape.num_sequences,
         shape.num_drafting,
         shape.num_context / _KEYS,
-        *bent,
+        shape.num_pairs / _KEYS,
+        shape.num_noisy_rows,
+        *_between(shape.num_rows, BENDS),
     ]
+
+
+def _between(number: int, bends: Sequence[int]) -> list[float]:
+    """How much of `number` lies between each two of the bends, and behind the last."""
+    return [max(0.0, min(number, end) - begin) for begin, end in zip(bends, (*bends[1:], math.inf), strict=True)]
 
 
 def _place(shape: StepShape) -> tuple[int, int]:

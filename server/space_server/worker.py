@@ -7,22 +7,28 @@ import time
 from collections.abc import Callable
 
 from space_kernels.sampling import IdLogprobs
+from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
+from space_server.acceptance import TYPICAL, Acceptance, AcceptanceShape
 from space_server.admission import AdmissionError, admit, check_pages
-from space_server.controller import Controller, RowBudget
+from space_server.controller import Controller
 from space_server.draft_source import DraftSource
+from space_server.drafts import DraftSources, Source
 from space_server.limits import End
-from space_server.plan import Plan, plan_step
+from space_server.measured_controller import MeasuredController
+from space_server.plan import Plan, StepPlan, plan_step
+from space_server.prefill_budget import PrefillBudget
 from space_server.running_batch import RunningBatch
 from space_server.step import Advance, Stepper, StepTimes
+from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 SOURCE_DRAFTS = 8
-"""Drafts per step where a draft source proposes and nobody says how many."""
+"""Drafts per step where not only masks propose and nobody says how many."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +37,12 @@ _FINISH = {
     End.EOS: pb.FINISH_EOS,
     End.STOP_ID: pb.FINISH_STOP_ID,
     End.LENGTH: pb.FINISH_LENGTH,
+}
+
+_SOURCE = {
+    Source.MASKS: pb.DRAFT_SOURCE_MASKS,
+    Source.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
+    Source.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
 }
 
 
@@ -53,30 +65,44 @@ class Worker:
         max_sequences: int = 64,
         max_draft_length: int | None = None,
         max_prefill_rows: int = 512,
+        prefill_seconds: float | None = None,
+        cost: StepCost | None = None,
         controller: Controller | None = None,
         draft_source: DraftSource | None = None,
+        sources: DraftSources | None = None,
         synthetic: SyntheticAcceptance | None = None,
+        kv: PagedKV | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: as many as the checkpoint has masks.
 
-        `max_prefill_rows`: prompt rows per step until a Start says otherwise.
+        `max_prefill_rows`: prompt rows per step until a Start says otherwise; `prefill_seconds`: longest step that
+        they may make while others decode. `cost`: what steps cost here, as measured; it goes on learning.
+        `kv`: pages to use; None: this worker allocates them.
         """
         facts = model.facts
         self.facts = facts
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_sequences = max_sequences
-        by_source = SOURCE_DRAFTS if draft_source is not None else 0
-        most = max(facts.most_masks, by_source) if max_draft_length is None else max_draft_length
-        self.max_draft_length = most if draft_source is not None else min(most, facts.most_masks)
-        self.kv = model.allocate_kv(num_blocks, block_size)
+        only_masks = draft_source is None and sources is None
+        most = max(facts.most_masks, 0 if only_masks else SOURCE_DRAFTS)
+        self.max_draft_length = most if max_draft_length is None else max_draft_length
+        if only_masks:
+            self.max_draft_length = min(self.max_draft_length, facts.most_masks)
+        self._sources = sources or DraftSources()
+        self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
         self.stepper = Stepper(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
         self.synthetic = synthetic
         self.draining = False
-        self._controller = controller or RowBudget.for_device(facts.device.type)
+        self.cost = cost or StepCost.typical(facts.device.type)
+        self._controller = controller or MeasuredController(self.cost)
+        self._prefill_seconds = prefill_seconds
+        self._shapes = {
+            number: AcceptanceShape(TYPICAL, max(1, num_masks))
+            for number, num_masks in ((None, facts.num_masks), *enumerate(a.num_masks for a in facts.adapters))
+        }  # by adapter
         self._clock = clock
         self._default_prefill_rows = max_prefill_rows
-        self._plain_seconds: dict[int, float] = {}  # by number of sequences: moving average of a plain step
         self.reset()
 
     def reset(self) -> None:
@@ -162,10 +188,12 @@ class Worker:
                     num_blocks=self.num_blocks,
                     block_size=self.block_size,
                     max_drafts=self._draft_bound,
+                    sources=self._sources,
                 )
             except AdmissionError as error:
                 self.batch.fail(message.seq_id, str(error))
             else:
+                sequence.acceptance = Acceptance(self._shapes[sequence.adapter])
                 self.batch.add(sequence)
 
     def _extend(self, extend: pb.Extend) -> None:
@@ -207,7 +235,7 @@ class Worker:
             self.batch,
             self._controller,
             block_size=self.block_size,
-            max_prefill_rows=self._max_prefill_rows,
+            budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
         )
         times = StepTimes()
         advances = self._run(plan.plans, times) if plan.plans else []
@@ -223,7 +251,7 @@ class Worker:
         report.released.extend(released)
         report.sequences.extend(failed)
         if advances:
-            self._measure(report.stats, plan.plans, times, self._clock() - started)
+            self._measure(report.stats, plan, times, self._clock() - started)
         return report if advances or report.sequences or report.released else None
 
     def _run(self, plans: list[Plan], times: StepTimes) -> list[Advance]:
@@ -241,6 +269,10 @@ class Worker:
         """Let the sequence go on or end, and say so."""
         plan, sequence = advance.plan, advance.plan.sequence
         decoded = sequence.num_emitted > 0
+        if plan.closes and sequence.acceptance is not None and advance.end is None:
+            by_masks = min(plan.layout.num_drafts, sequence.num_mask_drafts)
+            sequence.acceptance.step(sequence.draft_depth, by_masks, advance.num_accepted)
+        origin, by_masks = sequence.origin, sequence.num_mask_drafts
         advance.commit()
         report = pb.SequenceReport(
             seq_id=sequence.seq_id,
@@ -253,27 +285,30 @@ class Worker:
             error=advance.error or "",
             decoded=decoded,
             prompt_logprobs=[_logprobs(entry) for entry in advance.prompt_logprobs],
+            num_predicted=advance.num_predicted,
         )
+        if origin.source is not Source.MASKS and report.num_drafted:
+            report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, report.num_drafted)
         if report.finish != pb.FINISH_NONE:
             self.batch.end(sequence.seq_id)
         return report
 
-    def _measure(self, stats: pb.StepStats, plans: list[Plan], times: StepTimes, seconds: float) -> None:
-        """What the step cost. `plans` were made before it, their sequences have moved on."""
-        drafted = [plan.layout.num_drafts for plan in plans if plan.closes]
-        stats.chain_rows = sum(drafted) + len(drafted)
-        stats.mask_rows = sum(plan.layout.num_masks for plan in plans)
-        stats.prefill_rows = sum(plan.num_pending - plan.closes for plan in plans)
+    def _measure(self, stats: pb.StepStats, plan: StepPlan, times: StepTimes, seconds: float) -> None:
+        """What the step cost, for the report and for the next choice."""
+        shape = plan.shape
+        stats.chain_rows, stats.mask_rows, stats.prefill_rows = (
+            shape.num_chain_rows,
+            shape.num_mask_rows,
+            shape.num_prefill_rows,
+        )
         stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = times.forward, times.sample, times.draft
         stats.host_seconds = max(0.0, seconds - times.forward - times.sample - times.draft)
-        stats.num_sequences = len(plans)
-        decoding = [plan.layout.num_drafts for plan in plans if plan.closes and plan.num_pending == 1]
+        stats.num_sequences = len(plan.plans)
+        decoding = [plan.layout.num_drafts for plan in plan.plans if plan.closes and plan.num_pending == 1]
         stats.draft_length_counts.extend(decoding.count(d) for d in range(max(decoding, default=-1) + 1))
-        known = self._plain_seconds.get(len(plans))
-        if stats.chain_rows == len(plans) and not stats.mask_rows and not stats.prefill_rows:
-            known = seconds if known is None else 0.9 * known + 0.1 * seconds
-            self._plain_seconds[len(plans)] = known
-        stats.plain_step_seconds = known or 0.0
+        self.cost.learn(shape, seconds)
+        if not shape.num_prefill_rows:
+            stats.plain_step_seconds = self.cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
 
 
 def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:

@@ -20,6 +20,9 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--block-size": config.block_size,
         "--max-sequences": config.max_sequences,
         "--speculation": config.speculation,
+        "--lookup": config.lookup,
+        "--prefill-budget": config.prefill_budget,
+        "--calibration-seconds": config.calibration_seconds,
         "--log-level": config.log_level,
     }
     if config.kv_memory != "auto":

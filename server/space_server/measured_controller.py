@@ -1,0 +1,221 @@
+"""Chooses the layouts that bring the most expected tokens per measured second. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from space_model.draft_layout import DraftLayout
+
+from space_server.acceptance import LEVELS_PER_UNIT
+from space_server.controller import Load, Room
+from space_server.layout_worth import PLAIN, Worth, worths
+from space_server.step_cost import StepCost, StepShape
+
+MASK_PRICE = 0.8
+"""Of a row's price, what a mask row's is: it is neither sampled nor written."""
+
+MARGIN = 0.02
+"""Speculating must be so much better than plain decoding, and a change so much better than what is done now."""
+
+EVERY = 8
+"""Steps after which the choice is looked at again, where the sequences stay the same."""
+
+PATIENCE = 24
+"""Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
+
+PROBE_EVERY, PROBE_WITHIN = 256, 0.15
+"""A plain step is measured once in so many, where speculation is expected to win by less than this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Sequences that are treated alike."""
+
+    chances: tuple[float, ...]  # that a draft of mask depth 1, 2, … is accepted
+    max_masks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Those who reach their root in a step."""
+
+    kinds: Counter[Kind]
+    size: int
+    num_noisy: int  # that are not greedy
+
+    @classmethod
+    def of(cls, rooms: Sequence[Room], kinds: Sequence[Kind]) -> Crowd:
+        return cls(Counter(kinds), len(rooms), sum(room.is_noisy for room in rooms))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a kind's layout follows from its worths: what is worth the price of its rows, or the most within a bound."""
+
+    price: float | None  # tokens that a row must bring
+    most_rows: int | None = None  # of a sequence's step, where no price is given
+
+
+RULES = (
+    *(Rule(price) for price in (0.6, 0.45, 0.34, 0.26, 0.2, 0.15, 0.11, 0.08, 0.06, 0.045, 0.03, 0.0)),
+    *(Rule(None, rows) for rows in (3, 4, 6, 8, 9, 11, 14, 16, 20, 24, 30)),
+)
+"""Those tried. Prices treat different sequences best; bounds find what lies below a machine's ridge."""
+
+
+@lru_cache(maxsize=8192)
+def chosen(kind: Kind, rule: Rule) -> Worth:
+    """The layout of a kind by a rule."""
+    found = worths(kind.chances, kind.max_masks)
+    if rule.price is None:
+        assert rule.most_rows is not None
+        return max(
+            (worth for worth in found if worth.chain_rows + worth.mask_rows <= rule.most_rows), key=lambda w: w.tokens
+        )
+    price = rule.price
+    return max(found, key=lambda w: w.tokens - price * (w.chain_rows + MASK_PRICE * w.mask_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a rule would bring now."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class MeasuredController:
+    """Most expected tokens per measured second, over the whole batch.
+
+    Each of a few rules says what every sequence lays out; the one wins whose tokens over the step's measured seconds
+    are most. Plain decoding is always among them, and must be beaten by a margin.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self._rule: Rule | None = None  # taken; None: plain decoding
+        self._num_sequences = 0  # that it was taken for
+        self._num_since = 0  # steps since it was looked at
+        self._num_plain = PATIENCE  # steps of plain decoding in a row
+        self._num_to_probe = PROBE_EVERY
+        self._advantage = 0.0  # expected, over plain decoding
+        self._rate = 0.0  # expected tokens per second of what was taken
+
+    def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
+        """The layout of each, before `Room.fit`."""
+        if not rooms:
+            return []
+        kinds = [_kind(room) for room in rooms]
+        self._num_since += 1
+        if len(rooms) != self._num_sequences or self._num_since >= EVERY:
+            self._choose(Crowd.of(rooms, kinds), load)
+            self._num_sequences, self._num_since = len(rooms), 0
+        rule = self._rule
+        if load.num_prefill_rows:
+            rule = self._beside(Crowd.of(rooms, kinds), load)
+        elif rule is not None and self._is_probe():
+            rule = None
+        self._num_plain = 0 if rule is not None else self._num_plain + 1
+        price = self._row_price(len(rooms), load)
+        return [self._layout(room, kind, rule, price) for room, kind in zip(rooms, kinds, strict=True)]
+
+    def _choose(self, crowd: Crowd, load: Load) -> None:
+        load = Load(num_context=load.num_context)
+        plain = self._expected(None, crowd, load).rate
+        rates = {rule: self._expected(rule, crowd, load).rate for rule in RULES}
+        best = max(RULES, key=rates.__getitem__)
+        self._advantage = rates[best] / plain - 1.0
+        if self._rule is None:
+            if rates[best] > (1.0 + MARGIN) * plain and self._num_plain >= PATIENCE:
+                self._rule = best
+        elif rates[self._rule] <= plain and rates[best] <= (1.0 + MARGIN) * plain:
+            self._rule = None
+        elif rates[best] > (1.0 + MARGIN) * rates[self._rule]:
+            self._rule = best
+        self._rate = plain if self._rule is None else rates[self._rule]
+
+    def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
+        """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""
+        found: dict[Rule | None, float] = {}
+        for rule in {None, self._rule, *RULES[::4]}:
+            expected = self._expected(rule, crowd, load)
+            found[rule] = expected.tokens - self._rate * expected.seconds
+        return max(found, key=found.__getitem__)
+
+    def _expected(self, rule: Rule | None, crowd: Crowd, load: Load) -> Expected:
+        tokens = chain = float(crowd.size)
+        masks = drafting = 0.0
+        for kind, count in crowd.kinds.items():
+            if rule is None or not kind.max_masks:
+                continue
+            worth = chosen(kind, rule)
+            tokens += count * (worth.tokens - 1.0)
+            chain += count * (worth.chain_rows - 1.0)
+            masks += count * worth.mask_rows
+            drafting += count * (worth.mask_rows > 0)
+        shape = StepShape(
+            crowd.size,
+            round(chain),
+            round(masks),
+            round(drafting),
+            load.num_prefill_rows,
+            load.num_prefill_pairs,
+            load.num_context,
+            round(chain * crowd.num_noisy / crowd.size),
+        )
+        return Expected(tokens, self.cost.seconds(shape))
+
+    def _row_price(self, num_sequences: int, load: Load) -> float:
+        """Tokens that a chain row more for each sequence must bring, at what a token costs now."""
+        alone = StepShape.plain(num_sequences, load.num_context)
+        more = StepShape(num_sequences, 5 * num_sequences, num_context=load.num_context)
+        before = self.cost.seconds(alone)
+        return max(0.0, self.cost.seconds(more) - before) / (4 * before)
+
+    def _is_probe(self) -> bool:
+        """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""
+        if self._advantage > PROBE_WITHIN:
+            return False
+        self._num_to_probe -= 1
+        if self._num_to_probe > 0:
+            return False
+        self._num_to_probe = PROBE_EVERY
+        return True
+
+    def _layout(self, room: Room, kind: Kind, rule: Rule | None, price: float) -> DraftLayout:
+        layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
+        if not room.chances:
+            return layout
+        # Drafts that no mask made: each as long as it brings more than its row costs.
+        num_drafts, reached = 0, 1.0
+        for chance in room.chances:
+            reached *= chance
+            if reached <= price:
+                break
+            num_drafts += 1
+        groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
+        return DraftLayout(num_drafts, groups)
+
+
+def _kind(room: Room) -> Kind:
+    if room.acceptance is None or room.max_masks < 1:
+        return _NO_MASKS
+    return Kind(_coarse(room.acceptance.shape.snapshot, room.acceptance.level), room.max_masks)
+
+
+_NO_MASKS = Kind((), 0)
+
+
+@lru_cache(maxsize=4096)
+def _coarse(snapshot: tuple[float, ...], level: int) -> tuple[float, ...]:
+    """Chances from coarse log-odds: few enough that worths are looked up, not computed."""
+    return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)

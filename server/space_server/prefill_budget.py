@@ -1,0 +1,40 @@
+"""How many prompt rows go into one step: few enough that those who decode beside them do not wait. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Run
+from dataclasses import dataclass
+
+from space_server.sequence import Sequence
+from space_server.step_cost import StepCost, StepShape
+
+LEAST_ROWS = 16
+"""Of every step that has prompt rows to compute: a prompt gets on, whatever the budget."""
+
+
+@dataclass(frozen=True)
+class PrefillBudget:
+    """At most `max_rows`; and while others decode, no more than keep the step within `seconds`."""
+
+    max_rows: int
+    seconds: float | None = None  # None: those who decode wait as long as it takes
+    cost: StepCost | None = None  # by which seconds are told; needed with `seconds`
+
+    def rows(self, decoding: Run[Sequence], able: Run[Sequence]) -> int:
+        """Prompt rows of the next step. `able`: all that can run, oldest first; `decoding`: those with one pending id.
+
+        The first prompt of them is the one that is read, and what it has behind it is what its rows must attend to.
+        """
+        if self.seconds is None or self.cost is None or not decoding:
+            return self.max_rows
+        computed = next(sequence.num_computed for sequence in able if sequence.num_pending > 1)
+        context = sum(sequence.num_computed for sequence in decoding)
+        least, most = min(LEAST_ROWS, self.max_rows), self.max_rows
+        while most - least >= LEAST_ROWS:
+            rows = (least + most + 1) // 2
+            shape = StepShape(len(decoding), len(decoding), 0, 0, rows, rows * computed, context)
+            if self.cost.seconds(shape) <= self.seconds:
+                least = rows
+            else:
+                most = rows - 1
+        return least

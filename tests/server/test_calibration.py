@@ -1,0 +1,67 @@
+"""What steps cost is measured on whole steps, kept between starts, and never stands in the way of serving."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
+from space_server.calibration import cache_file, calibrate, load_or_measure
+from space_server.step_cost import StepCost, StepShape
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    return load_model(str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_masks=3)), dtype="float32", device="cpu")
+
+
+def test_shapes_are_measured_from_one_sequence_to_the_most(model: SpaceModel) -> None:
+    points = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, seconds=20.0)
+    assert {shape.num_sequences for shape, _ in points} >= {1, 2, 4, 8}
+    assert max(shape.num_sequences for shape, _ in points) == 8
+    assert any(shape.num_mask_rows for shape, _ in points)
+    assert any(shape.num_noisy_rows for shape, _ in points)
+    assert all(0 < seconds < 20 for _, seconds in points)
+    assert StepCost.from_points(points).seconds(StepShape.plain(8)) > 0
+
+
+def test_a_plain_checkpoint_is_measured_without_masks(tmp_path: Path) -> None:
+    plain = load_model(str(tiny_checkpoint(tmp_path, num_masks=0)), dtype="float32", device="cpu")
+    points = calibrate(plain, plain.allocate_kv(64, 16), max_sequences=2, seconds=5.0)
+    assert points
+    assert not any(shape.num_mask_rows for shape, _ in points)
+
+
+def test_few_pages_are_shared_and_too_few_give_no_points(model: SpaceModel) -> None:
+    assert calibrate(model, model.allocate_kv(20, 16), max_sequences=4, seconds=5.0)
+    assert calibrate(model, model.allocate_kv(1, 16), max_sequences=4, seconds=5.0) == []
+
+
+def test_measuring_ends_when_its_seconds_are_used(model: SpaceModel) -> None:
+    ticks = iter(range(10**6))
+    points = calibrate(
+        model, model.allocate_kv(256, 16), max_sequences=64, seconds=60.0, clock=lambda: float(next(ticks))
+    )
+    assert 1 <= len(points) <= 3
+
+
+def test_points_are_kept_for_the_next_start(model: SpaceModel, tmp_path: Path) -> None:
+    file = cache_file(tmp_path / "cache", model.facts, block_size=16, max_sequences=8)
+    points = [(StepShape.plain(1), 0.5)]
+    assert load_or_measure(file, lambda: points) == points
+    assert load_or_measure(file, lambda: pytest.fail("measured again")) == points
+    file.write_text("{")
+    assert load_or_measure(file, lambda: points) == points
+
+
+def test_a_folder_that_cannot_be_written_costs_a_measurement_a_start(model: SpaceModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    points = [(StepShape.plain(1), 0.5)]
+    assert load_or_measure(tmp_path / "file" / "cost.json", lambda: points) == points
+
+
+def test_another_dtype_or_batch_is_measured_anew(model: SpaceModel, tmp_path: Path) -> None:
+    files = {cache_file(tmp_path, model.facts, block_size=16, max_sequences=most) for most in (8, 64)}
+    assert len(files) == 2
+    assert torch.float32 == model.facts.dtype

@@ -1,0 +1,97 @@
+"""The controller takes what brings most tokens per second, and never less than plain decoding."""
+
+from itertools import pairwise
+
+import pytest
+from space_model.draft_layout import DraftLayout
+from space_server.acceptance import Acceptance, AcceptanceShape
+from space_server.controller import Load, Room
+from space_server.layout_worth import worths
+from space_server.measured_controller import EVERY, PATIENCE, MeasuredController
+from space_server.step_cost import StepCost, StepShape
+
+ROOM_ENOUGH = 100
+
+
+class Machine(StepCost):
+    """A step costs a fixed part, and so much for each row beyond a ridge."""
+
+    def __init__(self, fixed: float, per_row: float, ridge: int = 0) -> None:
+        super().__init__([])
+        self.fixed, self.per_row, self.ridge = fixed, per_row, ridge
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.fixed + self.per_row * max(0, shape.num_rows - self.ridge)
+
+
+def room(chances: tuple[float, ...] = (0.7, 0.6, 0.5, 0.5, 0.5), num_drafts: int = 5) -> Room:
+    acceptance = Acceptance(AcceptanceShape(chances, len(chances)))
+    return Room(1, num_drafts, len(chances), ROOM_ENOUGH, acceptance=acceptance)
+
+
+def settled(controller: MeasuredController, rooms: list[Room], load: Load = Load()) -> list[DraftLayout]:  # noqa: B008
+    for _ in range(PATIENCE + 2 * EVERY):
+        layouts = controller.layouts(rooms, load)
+    return layouts
+
+
+def test_where_rows_are_free_all_are_laid_out() -> None:
+    assert settled(MeasuredController(Machine(1.0, 0.0)), [room()]) == [DraftLayout.full(5, 5)]
+
+
+def test_where_rows_cost_as_much_as_a_step_decoding_is_plain() -> None:
+    assert settled(MeasuredController(Machine(0.01, 1.0)), [room()] * 4) == [DraftLayout.plain()] * 4
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("ridge", [8, 32, 128])
+def test_no_other_layout_used_by_all_brings_more(batch: int, ridge: int) -> None:
+    machine = Machine(1.0, 0.02, ridge)
+    rooms = [room()] * batch
+    layout = settled(MeasuredController(machine), rooms)[0]
+    snapshot = rooms[0].acceptance.shape.snapshot  # type: ignore[union-attr]
+    chances = tuple(1 / (1 + 2.718281828459045**-odds) for odds in snapshot)
+
+    def rate(tokens: float, chain: float, masks: float) -> float:
+        return batch * tokens / machine.seconds(StepShape(batch, round(batch * chain), round(batch * masks)))
+
+    rates = {w.layout: rate(w.tokens, w.chain_rows, w.mask_rows) for w in worths(chances, 5)}
+    assert rates[layout] >= 0.97 * max(rates.values())
+    assert rates[layout] >= rates[DraftLayout.plain()]
+
+
+def test_sequences_that_accept_nothing_decode_plainly_beside_those_that_do() -> None:
+    good, bad = room((0.95,) * 5), room((0.03,) * 5)
+    layouts = settled(MeasuredController(Machine(1.0, 0.05)), [good, bad] * 2)
+    assert layouts[0].num_masks > 0
+    assert layouts[1] == DraftLayout.plain()
+    assert layouts[:2] == layouts[2:]
+
+
+def test_masks_go_when_a_prompt_fills_the_step() -> None:
+    controller = MeasuredController(Machine(1.0, 0.05, ridge=64))
+    alone = settled(controller, [room()])
+    crowded = settled(controller, [room()], Load(num_prefill_rows=400))
+    assert alone[0].num_rows > crowded[0].num_rows
+
+
+def test_at_the_threshold_the_choice_does_not_swing() -> None:
+    """Costs that tell two layouts apart by less than the margin, in turn one and the other."""
+    machine = Machine(1.0, 0.02, ridge=16)
+    controller = MeasuredController(machine)
+    seen = []
+    for number in range(400):
+        machine.per_row = 0.02 * (1.0 + 0.002 * (-1) ** (number // EVERY))
+        seen.append(controller.layouts([room()] * 4, Load())[0])
+    steady = seen[PATIENCE + EVERY :]
+    assert sum(one != other for one, other in pairwise(steady)) <= 2 * 400 // 256 + 1
+
+
+def test_drafts_that_no_mask_made_are_laid_out_while_they_pay() -> None:
+    controller = MeasuredController(Machine(1.0, 0.1))
+    found = Room(1, 4, 0, ROOM_ENOUGH, chances=(0.9, 0.9, 0.05, 0.9))
+    assert controller.layouts([found], Load()) == [DraftLayout(2, (0, 0, 0))]
+
+
+def test_nobody_is_asked_where_nobody_reaches_a_root() -> None:
+    assert MeasuredController(Machine(1.0, 0.1)).layouts([], Load(num_prefill_rows=8)) == []

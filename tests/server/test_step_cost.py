@@ -1,0 +1,98 @@
+"""The cost of a step is what was measured, in between and while the machine changes."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from space_server.step_cost import StepCost, StepShape, read_points, write_points
+
+
+def true_seconds(shape: StepShape) -> float:
+    """A machine with a ridge at 32 rows."""
+    rows = shape.num_rows
+    return (
+        1e-3
+        + 2e-5 * shape.num_sequences
+        + 1e-5 * rows
+        + 9e-5 * max(0, rows - 32)
+        + 3e-5 * (shape.num_chain_rows - shape.num_sequences)
+        + 1e-5 * shape.num_drafting
+        + 1e-7 * shape.num_pairs
+    )
+
+
+def shapes() -> list[StepShape]:
+    found = []
+    for sequences in (1, 2, 4, 8, 16, 32, 64):
+        for drafts, masks in ((0, 0), (1, 2), (2, 6), (3, 12), (5, 30)):
+            for context in (64, 1024):
+                drafting = sequences if masks else 0
+                found.append(
+                    StepShape(
+                        sequences, sequences * (1 + drafts), sequences * masks, drafting, 0, 0, sequences * context
+                    )
+                )
+    return found
+
+
+def measured() -> StepCost:
+    return StepCost.from_points([(shape, true_seconds(shape)) for shape in shapes()])
+
+
+def test_what_was_measured_is_expected_again() -> None:
+    cost = measured()
+    for shape in shapes():
+        assert cost.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.03)
+
+
+@given(st.integers(1, 64), st.integers(0, 5), st.integers(0, 30))
+def test_what_lies_between_is_near(sequences: int, drafts: int, masks: int) -> None:
+    shape = StepShape(
+        sequences, sequences * (1 + drafts), sequences * masks, sequences if masks else 0, 0, 0, 200 * sequences
+    )
+    assert measured_once.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.1)
+
+
+measured_once = measured()
+
+
+@given(st.integers(1, 64), st.integers(0, 5), st.integers(0, 20))
+def test_more_rows_never_cost_less(sequences: int, drafts: int, masks: int) -> None:
+    some = StepShape(sequences, sequences * (1 + drafts), sequences * masks, sequences if masks else 0)
+    more = StepShape(sequences, sequences * (2 + drafts), sequences * masks, sequences if masks else 0)
+    assert measured_once.seconds(more) >= measured_once.seconds(some)
+
+
+def test_a_machine_that_slows_down_is_followed_everywhere_and_a_cheap_place_there_alone() -> None:
+    cost, plain, full = measured(), StepShape.plain(8), StepShape(8, 48, 240, 8)
+    for _ in range(2000):
+        cost.learn(plain, 2 * true_seconds(plain))
+        cost.learn(full, 2 * true_seconds(full))
+    elsewhere = StepShape(2, 4, 4, 2)
+    assert cost.seconds(elsewhere) == pytest.approx(2 * true_seconds(elsewhere), rel=0.1)
+    for _ in range(100):
+        cost.learn(plain, true_seconds(plain))
+        cost.learn(full, 2 * true_seconds(full))
+    assert cost.seconds(plain) == pytest.approx(true_seconds(plain), rel=0.06)
+    assert cost.seconds(full) == pytest.approx(2 * true_seconds(full), rel=0.06)
+
+
+def test_a_step_in_which_the_machine_was_away_teaches_little() -> None:
+    cost, plain = measured(), StepShape.plain(4)
+    before = cost.seconds(plain)
+    cost.learn(plain, 1000 * before)
+    assert cost.seconds(plain) < 1.1 * before
+
+
+def test_noise_averages_out() -> None:
+    cost, plain, rng = measured(), StepShape.plain(4), random.Random(0)
+    for _ in range(500):
+        cost.learn(plain, true_seconds(plain) * rng.uniform(0.8, 1.2))
+    assert cost.seconds(plain) == pytest.approx(true_seconds(plain), rel=0.06)
+
+
+def test_points_survive_a_file() -> None:
+    points = [(StepShape(2, 4, 6, 2, 8, 16, 32), 0.25)]
+    assert read_points(json.loads(json.dumps(write_points(points)))) == points
