@@ -1,0 +1,57 @@
+"""The layouts that take turns: plain decoding, fixed drafts with whole or pruned groups, and the server's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from space_model.draft_layout import DraftLayout
+from space_server.controller import Controller, FixedLayout, Room
+
+PLAIN, AUTO = "plain", "auto"
+
+REACH = (1.0, 0.57, 0.33, 0.19, 0.11, 0.06)
+"""A_j by which pruned layouts keep their masks: those of acceptance .57 (SPACE §5)."""
+
+PRUNED = ((2, 3), (3, 6), (5, 12))
+"""Drafts, and masks kept: of 6, 12 and 30."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to lay out steps."""
+
+    name: str
+    num_drafts: int | None  # k; None: as many as the controller likes
+    rule: Callable[[Room], DraftLayout] | None  # None: the worker's own controller
+
+    def controller(self) -> Controller | None:
+        """A fixed layout's; None: the worker's own."""
+        return None if self.rule is None else FixedLayout(self.rule)
+
+
+def plain() -> Arm:
+    """A root per sequence and step."""
+    return Arm(PLAIN, 0, lambda room: DraftLayout.plain())
+
+
+def auto() -> Arm:
+    """What the server does by default."""
+    return Arm(AUTO, None, None)
+
+
+def full(k: int) -> Arm:
+    """k drafts, k+1 whole groups: (k+1)² rows."""
+    return Arm(f"k={k}", k, lambda room: DraftLayout.full(min(k, room.num_drafts), k))
+
+
+def pruned(k: int, num_masks: int) -> Arm:
+    """k drafts and the `num_masks` most valuable masks."""
+    layout = DraftLayout.pruned(k, k, num_masks, REACH)
+    return Arm(f"k={k}, {num_masks} of {k * (k + 1)} masks", k, lambda room: layout.with_drafts(room.num_drafts))
+
+
+def arms(ks: Iterable[int], pruned_to: Sequence[tuple[int, int]], *, most_masks: int) -> list[Arm]:
+    """Plain decoding first; those that the checkpoint has masks for; auto last."""
+    fixed = [full(k) for k in sorted(set(ks)) if 1 <= k <= most_masks]
+    return [plain(), *fixed, *(pruned(k, kept) for k, kept in pruned_to if k <= most_masks), auto()]
