@@ -75,7 +75,7 @@ class Engine:
         seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
         """
         self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
-        self._config = config
+        self.config = config
         self._clock = clock
         self._call_later = call_later or on_the_loop
         self._max_lag = max_lag
@@ -96,10 +96,10 @@ class Engine:
         self._exit = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._supervisors: list[Supervisor] = []
-        self._seats = [
+        self.seats = [
             Seat(
                 source,
-                schedule=self._new_scheduler,
+                schedule=self.new_scheduler,
                 tokenizer_hash=tokenizer_hash,
                 worker_timeout=config.worker_timeout,
                 max_prefill_rows=config.max_prefill_rows,
@@ -108,27 +108,28 @@ class Engine:
         ]
 
     def _sources(self) -> list[WorkerSource]:
-        if self._config.worker_address:
-            return [RemoteWorker(address) for address in self._config.worker_address]
+        if self.config.worker_address:
+            return [RemoteWorker(address) for address in self.config.worker_address]
         self._supervisors = [
             Supervisor(
-                lambda address: self._worker_argv(self._config, address),
+                lambda address: self._worker_argv(self.config, address),
                 name=f"worker {number}",
-                start_timeout=self._config.worker_start_timeout,
+                start_timeout=self.config.worker_start_timeout,
             )
-            for number in range(self._config.workers)
+            for number in range(self.config.workers)
         ]
         return list(self._supervisors)
 
-    def _new_scheduler(self, facts: ModelFacts) -> Scheduler:
+    def new_scheduler(self, facts: ModelFacts) -> Scheduler:
+        """For a worker that has come."""
         return Scheduler(
-            facts, max_prefill_rows=self._config.max_prefill_rows, max_draft_length=self._config.max_draft_length
+            facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
         )
 
     async def __aenter__(self) -> Engine:
         for supervisor in self._supervisors:
             await self._exit.enter_async_context(supervisor)
-        self._tasks = [asyncio.create_task(self._keep(seat)) for seat in self._seats]
+        self._tasks = [asyncio.create_task(self._keep(seat)) for seat in self.seats]
         return self
 
     async def __aexit__(
@@ -147,7 +148,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """At least one worker is up and the engine is not draining."""
-        return not self._draining and any(seat.scheduler is not None for seat in self._seats)
+        return not self._draining and any(seat.scheduler is not None for seat in self.seats)
 
     async def wait_ready(self) -> ModelFacts:
         """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
@@ -247,8 +248,8 @@ class Engine:
             await seat.run(self)
         except WorkerStartFailed as error:
             logger.error("%s", error)
-            self._seats.remove(seat)
-            if self._seats:
+            self.seats.remove(seat)
+            if self.seats:
                 return
             self._hopeless = error
             self._given_up.set()
@@ -314,12 +315,12 @@ class Engine:
     # What follows.
 
     def _schedulers(self) -> list[Scheduler]:
-        return [seat.scheduler for seat in self._seats if seat.scheduler is not None]
+        return [seat.scheduler for seat in self.seats if seat.scheduler is not None]
 
     def _schedule(self) -> None:
         """Admit whom there is room for, in the queue's order."""
         now, schedulers = self._clock(), self._schedulers()
-        for gone in self._admission.admit(schedulers, now, complete=len(schedulers) == len(self._seats)):
+        for gone in self._admission.admit(schedulers, now, complete=len(schedulers) == len(self.seats)):
             live = gone.live
             if not isinstance(gone, Admitted):
                 self._break_off(live, gone.error)
@@ -330,7 +331,7 @@ class Engine:
 
     def _settle(self) -> None:
         """The end of every moment: pages to those that want them, commands sent, gauges set."""
-        for seat in self._seats:
+        for seat in self.seats:
             if seat.scheduler is not None:
                 seat.scheduler.feed()
                 seat.flush()

@@ -8,7 +8,7 @@ from space_proto import worker_pb2
 
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.pages import PagePool
-from space_router.metrics import MAX_POSITION, Metrics
+from space_router.metrics import MAX_POSITION, SOURCES, Metrics
 
 SPEEDUP_MEMORY = 0.98  # weight of the past per step: the gauge follows about the last 50 steps
 
@@ -22,6 +22,8 @@ class Observer:
             metrics.accepted_by_position_total.labels(position=str(i)) for i in range(1, MAX_POSITION + 1)
         ]
         self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ("chain", "mask", "prefill")}
+        self._drafted = [metrics.drafted_tokens_by_source_total.labels(source=source) for source in SOURCES]
+        self._accepted = [metrics.accepted_tokens_by_source_total.labels(source=source) for source in SOURCES]
         self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in ("forward", "sample", "draft")}
         self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in ("free", "held", "cached")}
         self._queued = metrics.requests.labels(state="queued")
@@ -45,11 +47,29 @@ class Observer:
         if num_drafted := sum(part.num_drafted for part in decoded):
             metrics.drafted_tokens_total.inc(num_drafted)
             metrics.accepted_tokens_total.inc(sum(part.num_accepted for part in decoded))
+            self._by_source(decoded)
         if num_tokens := sum(len(part.tokens) for part in report.sequences):
             metrics.generated_tokens_total.inc(num_tokens)
         if report.stepped:
             self._stats(report.stats)
             self._speedup(report.stats, len(decoded), sum(len(part.tokens) for part in decoded))
+
+    def _by_source(self, decoded: Iterable[worker_pb2.SequenceReport]) -> None:
+        """Drafts of masks, lookup and predictions; a chain may begin with masks' and go on with another's."""
+        drafted, accepted = [0] * len(SOURCES), [0] * len(SOURCES)
+        for part in decoded:
+            source, masks = int(part.draft_source), part.num_mask_drafts
+            if not 0 < source < len(SOURCES):
+                source, masks = 0, part.num_drafted
+            masks = min(masks, part.num_drafted)
+            drafted[0] += masks
+            drafted[source] += part.num_drafted - masks
+            accepted[0] += min(part.num_accepted, masks)
+            accepted[source] += max(0, part.num_accepted - masks)
+        for number in range(len(SOURCES)):
+            if drafted[number]:
+                self._drafted[number].inc(drafted[number])
+                self._accepted[number].inc(accepted[number])
 
     def _stats(self, stats: worker_pb2.StepStats) -> None:
         for length, number in enumerate(stats.draft_length_counts):

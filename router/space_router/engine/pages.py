@@ -108,21 +108,16 @@ class PagePool:
 
     def check(self) -> None:
         """Raise ValueError unless the books balance."""
-        states = [0] * self.num_blocks
-        for block in self._free:
-            states[block] += 1
-            if self._num_holders[block] or block in self._key:
-                raise ValueError(f"block {block} is free but held or known")
-        for block in self._cached:
-            states[block] += 1
-            if self._num_holders[block] or block not in self._key:
-                raise ValueError(f"block {block} is cached but held or unknown")
-        for block, num_holders in enumerate(self._num_holders):
-            states[block] += num_holders > 0
-        if set(states) - {1} or self.num_free + self.num_held + self.num_cached != self.num_blocks:
+        free, cached, known = set(self._free), set(self._cached), set(self._key)
+        held = {block for block, num_holders in enumerate(self._num_holders) if num_holders}
+        numbers = (self.num_free, self.num_held, self.num_cached)
+        if numbers != (len(free), len(held), len(cached)) or sum(numbers) != self.num_blocks:
             raise ValueError(
                 f"free {self.num_free} + held {self.num_held} + cached {self.num_cached} != {self.num_blocks} blocks"
             )
-        for key, block in self._block.items():
-            if self._key.get(block) != key:
-                raise ValueError(f"block {block} is known for another content")
+        if wrong := free & (held | known):
+            raise ValueError(f"block {min(wrong)} is free but held or known")
+        if wrong := (cached & held) | (cached - known):
+            raise ValueError(f"block {min(wrong)} is cached but held or unknown")
+        if {block: key for key, block in self._block.items()} != self._key:
+            raise ValueError("a block is known for another content")

@@ -47,6 +47,7 @@ class ValidRequest:
     priority: int = 0  # the lower goes first; first come, first served within one
     deadline: float | None = None  # seconds from submit to the last token
     cache_salt: str = ""  # prefixes are shared only among requests of the same salt
+    prediction: tuple[int, ...] | None = None  # ids the output is expected to have, to draft from; None: not said
     adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. No text and no cache depends on it
     share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
     key: str = ""  # whose it is: the name of an API key, never the key; "": nobody's. Keys share the server fairly
@@ -86,6 +87,7 @@ class Delta:
     drafted: int = 0  # drafts verified in this step
     accepted: int = 0  # of these, accepted and inside the cut
     decoded: bool = False  # a decode step; False: the prefill, whose token counts as no step
+    predicted: int = 0  # ids of the request's prediction that appeared with this step
 
 
 @dataclass

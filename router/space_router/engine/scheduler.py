@@ -297,9 +297,7 @@ class Scheduler:
 
     def preempt_stalled(self) -> None:
         """Make room by the youngest of those that only wait for their readers, unless room is on its way already."""
-        stalled = [
-            s for s in self._by_request.values() if s.step is not Step.RELEASED and s.starving and s.live.lagging
-        ]
+        stalled = [s for s in self.running if s.starving and s.live.lagging]
         if stalled and not self._num_expected:
             self._preempt(max(stalled, key=lambda s: s.live.age))
 
@@ -313,7 +311,7 @@ class Scheduler:
 
     def _victim(self) -> Sequence | None:
         """The youngest that runs, but never the oldest of those that can go on: so somebody always finishes."""
-        running = [sequence for sequence in self._by_request.values() if sequence.step is not Step.RELEASED]
+        running = self.running
         going_on = [sequence for sequence in running if not (sequence.starving and sequence.live.lagging)]
         oldest = min(going_on, key=lambda s: s.live.age, default=None)
         return max((s for s in running if s is not oldest), key=lambda s: s.live.age, default=None)
@@ -339,7 +337,12 @@ class Scheduler:
     @property
     def could_step(self) -> bool:
         """Some sequence has all it needs, so that the worker should be stepping."""
-        return any(s.step is not Step.RELEASED and not s.starving for s in self.sequences.values())
+        return any(not s.starving for s in self.running)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that are not released."""
+        return [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
 
     def unfinished(self) -> list[LiveRequest]:
         """The requests that a lost worker leaves behind, oldest first."""
@@ -352,7 +355,7 @@ class Scheduler:
         held = {page for sequence in self.sequences.values() for page in sequence.pages}
         if len(held) != self.pool.num_held:
             raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")
-        running = [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
+        running = self.running
         if self.num_running != len(running) or self._prefill_ahead != sum(self._share(s) for s in running):
             raise ValueError("the counts of running sequences or of their prompts are wrong")
         if any(s.step is Step.RELEASED for s in self._promised.values()):

@@ -64,6 +64,10 @@ class Stream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """As leaving the block does: what is not done yet is cancelled."""
         self._on_leave()
 
     def __aiter__(self) -> Stream:

@@ -28,13 +28,14 @@ def admit(
             num_prompt=live.num_prompt,
             num_cached=num_cached,
             pages=pages,
-            sampling=_sampling(request.sampling),
+            sampling=sampling(request.sampling),
             limits=worker_pb2.Limits(max_tokens=live.max_tokens, eos_ids=request.eos_ids, stop_ids=request.stop_ids),
             max_draft_length=max_draft_length,
             num_logprobs=request.num_logprobs,
             want_logprobs=request.want_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,
             adapter=request.adapter,
+            prediction=request.prediction or (),
         )
     )
 
@@ -57,6 +58,7 @@ def delta(report: worker_pb2.SequenceReport, known: int) -> Delta:
         drafted=report.num_drafted,
         accepted=report.num_accepted,
         decoded=report.decoded,
+        predicted=report.num_predicted,
     )
 
 
@@ -67,20 +69,21 @@ def _logprobs(messages: Iterable[worker_pb2.TokenLogprobs]) -> tuple[TokenLogpro
     )
 
 
-def _sampling(sampling: Sampling) -> worker_pb2.Sampling:
+def sampling(law: Sampling) -> worker_pb2.Sampling:
+    """The law of choice, as the worker is told."""
     return worker_pb2.Sampling(
-        seed=sampling.seed,
-        choice=sampling.choice,
-        logit_bias=dict(sampling.logit_bias),
-        allowed_ids=sampling.allowed_ids,
-        bad_words=[worker_pb2.IdRun(ids=run) for run in sampling.bad_words],
-        min_tokens=sampling.min_tokens,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        typical_p=sampling.typical_p,
+        seed=law.seed,
+        choice=law.choice,
+        logit_bias=dict(law.logit_bias),
+        allowed_ids=law.allowed_ids,
+        bad_words=[worker_pb2.IdRun(ids=run) for run in law.bad_words],
+        min_tokens=law.min_tokens,
+        repetition_penalty=law.repetition_penalty,
+        presence_penalty=law.presence_penalty,
+        frequency_penalty=law.frequency_penalty,
+        temperature=law.temperature,
+        top_k=law.top_k,
+        top_p=law.top_p,
+        min_p=law.min_p,
+        typical_p=law.typical_p,
     )

@@ -109,6 +109,8 @@ class ScriptedSequence:
         limits, sampling = self._admit.limits, self._admit.sampling
         for _ in range(num_ids):
             token = self._script.language.next_id(self.ids, self._admit.num_prompt, sampling)
+            place = len(self.ids) - self._admit.num_prompt
+            report.num_predicted += self._admit.prediction[place : place + 1] == [token]
             self.ids.append(token)
             report.tokens.append(token)
             if self._admit.want_logprobs:

@@ -35,7 +35,7 @@ def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **
 def answer_to(request: ValidRequest, script: Script) -> tuple[int, ...]:
     """What the scripted language says to a request, asked one id at a time."""
     ids = list(request.prompt_ids)
-    sampling = wire._sampling(request.sampling)
+    sampling = wire.sampling(request.sampling)
     assert request.max_tokens is not None
     while len(ids) - len(request.prompt_ids) < request.max_tokens:
         ids.append(script.language.next_id(ids, len(request.prompt_ids), sampling))

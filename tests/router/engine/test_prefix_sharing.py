@@ -50,12 +50,12 @@ def test_a_prefix_that_is_being_computed_is_computed_once(in_house: InHouse, req
 
 def test_followers_wait_for_what_they_share_and_not_for_the_rest(in_house: InHouse, request_of: Make) -> None:
     async def body(house: House) -> None:
-        async with house.engine.submit(request_of((*SYSTEM, *range(100, 240)), 4)) as leader:
-            async with house.engine.submit(request_of((*SYSTEM, 7), 4)):
-                assert house.engine.load().num_queued == 1
-                await house.until(lambda: house.worker.figures.num_admits == 2)
-                assert leader.statistics.num_generated == 0  # its own prompt goes on
-                assert house.worker.figures.num_cached_ids == len(SYSTEM)
+        long, short = request_of((*SYSTEM, *range(100, 240)), 4), request_of((*SYSTEM, 7), 4)
+        async with house.engine.submit(long) as leader, house.engine.submit(short):
+            assert house.engine.load().num_queued == 1
+            await house.until(lambda: house.worker.figures.num_admits == 2)
+            assert leader.statistics.num_generated == 0  # its own prompt goes on
+            assert house.worker.figures.num_cached_ids == len(SYSTEM)
 
     in_house(body, Script(num_blocks=200), max_prefill_rows=8)
 
