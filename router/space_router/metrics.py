@@ -19,6 +19,9 @@ _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
 """How an admitted request ended: label `outcome` of `requests_total`."""
 
+SOURCES = ("masks", "lookup", "prediction")
+"""Who proposed a draft: label `source` of `drafted_tokens_by_source_total` and its accepted twin."""
+
 REASONS = ("invalid", "too_long", "unauthorized", "body_too_large", "queue_full", "not_ready", "draining")
 """Why a request was refused before it was queued: label `reason` of `rejected_total`."""
 
@@ -53,6 +56,12 @@ class Metrics:
         self.accepted_tokens_total = counter("accepted_tokens_total", "Draft tokens accepted, inside the cut")
         self.accepted_by_position_total = counter(
             "accepted_by_position_total", "Draft tokens accepted, by place in the chain behind the root", ("position",)
+        )
+        self.drafted_tokens_by_source_total = counter(
+            "drafted_tokens_by_source_total", "Draft tokens verified, by who proposed them", ("source",)
+        )
+        self.accepted_tokens_by_source_total = counter(
+            "accepted_tokens_by_source_total", "Draft tokens accepted, by who proposed them", ("source",)
         )
         self.draft_length = histogram("draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS)
         self.rows_total = counter("rows_total", "Rows that went through the model", ("kind",))
@@ -91,6 +100,9 @@ class Metrics:
 
         for position in range(1, MAX_POSITION + 1):
             self.accepted_by_position_total.labels(position=str(position))
+        for source in SOURCES:
+            self.drafted_tokens_by_source_total.labels(source=source)
+            self.accepted_tokens_by_source_total.labels(source=source)
         for kind in ("chain", "mask", "prefill"):
             self.rows_total.labels(kind=kind)
         for phase in ("forward", "sample", "draft"):

@@ -30,7 +30,8 @@ def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` goes with `stream: true` only.", param="stream_options")
     same = Parameters.__dataclass_fields__.keys() & GenerationFields.model_fields.keys() - rest.keys()
-    return Parameters(**{name: getattr(body, name) for name in same}, **rest)
+    predicted = None if body.prediction is None else body.prediction.text
+    return Parameters(**{name: getattr(body, name) for name in same - {"prediction"}}, prediction=predicted, **rest)
 
 
 def plan(door: Door, body: CompletionBody) -> Plan:

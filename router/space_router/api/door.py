@@ -62,6 +62,7 @@ class Parameters:
     seed: int | None = None
     num_logprobs: int | None = None  # None: no log-probabilities
     num_prompt_logprobs: int | None = None
+    prediction: str | None = None  # a text that the output is expected to have
     speculation: str | int | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -160,6 +161,7 @@ class Door:
                 f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `max_tokens`.", param="min_tokens"
             )
         drafts = self._speculation(wanted.speculation)
+        prediction = self._prediction(wanted.prediction)
         stop_ids = tuple(dict.fromkeys(self.check_ids(wanted.stop_token_ids or (), "stop_token_ids")))
         choices = []
         for index in range(count * len(prompts)):
@@ -172,6 +174,7 @@ class Door:
                 eos_ids=() if wanted.ignore_eos else self.facts.eos_ids,
                 stop_ids=stop_ids,
                 max_draft_length=drafts,
+                prediction=prediction,
                 want_logprobs=wanted.num_logprobs is not None,
                 num_logprobs=wanted.num_logprobs or 0,
                 num_prompt_logprobs=wanted.num_prompt_logprobs if choice == 0 else None,
@@ -285,6 +288,29 @@ class Door:
                     f"Each string of `stop` must have 1 to {MAX_STOP_LENGTH} characters; got {len(text)}.", param="stop"
                 )
         return tuple(dict.fromkeys(stops))
+
+    def _prediction(self, text: str | None) -> tuple[int, ...] | None:
+        """The ids of a predicted text. Raises InvalidRequest for one that no output can have."""
+        if text is None:
+            return None
+        window = self.facts.window
+        try:
+            ids = self.text.tokenizer.encode(text, add_special_tokens=False) if len(text) <= 256 * window else None
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "`prediction` holds half of a surrogate pair; send UTF-8.", param="prediction"
+            ) from None
+        if ids is None or len(ids) > window:
+            size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
+            raise InvalidRequest(
+                f"`prediction` has {size}; this model's window is {window} tokens. Shorten it.", param="prediction"
+            )
+        if masks := self._masks.intersection(ids):
+            raise InvalidRequest(
+                f"`prediction` holds the mask token {min(masks)}, which is never sampled. Leave it out.",
+                param="prediction",
+            )
+        return tuple(ids)
 
     def _speculation(self, wanted: str | int | None) -> int | None:
         """The bound on drafts per step: the request's, within the server's."""

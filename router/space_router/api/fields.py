@@ -26,9 +26,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "prediction": (),
 }
-COMPLETION_NEUTRAL["prediction"] = ()
 
 MAX_BIASED = 4096
 """Most entries of `logit_bias`."""
@@ -51,6 +49,25 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class TextPart(Body):
+    """A part of a message, or of a prediction; only text is taken."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedOutput(Body):
+    """What the client expects most of the answer to be: drafted from where the answer agrees."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class GenerationFields(Body):
@@ -83,6 +100,7 @@ class GenerationFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count20 | None = None
+    prediction: PredictedOutput | None = None
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -101,13 +119,6 @@ class CompletionBody(GenerationFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count20 | None = None
-
-
-class TextPart(Body):
-    """A part of a message; only text is taken."""
-
-    type: Literal["text"]
-    text: str
 
 
 class Message(Body):

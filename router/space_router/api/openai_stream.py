@@ -132,12 +132,22 @@ class OpenAIAnswer:
         num_prompt = sum(len(prompt.ids) for prompt in self.plan.prompts)
         num_generated = sum(choice.statistics.num_tokens for choice in choices) if self.plan.answered else 0
         leaders = choices[:: self.plan.per_prompt]
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
         }
+        if choices[0].choice.request.prediction is not None:
+            # A token of the prediction counts once for each choice: it is in that answer, or it is not (yet).
+            num_predicted = sum(len(choice.choice.request.prediction or ()) for choice in choices)
+            found = (min(one.statistics.num_predicted, one.statistics.num_tokens) for one in choices)
+            num_found = sum(found) if self.plan.answered else 0
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": num_found,
+                "rejected_prediction_tokens": num_predicted - num_found,
+            }
+        return usage
 
     def _statistics(self, choices: list[Progress]) -> dict[str, Any]:
         """The `spaceserve` object: what speculation did for this request, over all its choices."""

@@ -47,6 +47,7 @@ class TextStatistics:
     num_decoded: int = 0  # tokens of decode steps
     num_drafted: int = 0
     num_accepted: int = 0
+    num_predicted: int = 0  # ids of the request's prediction that appeared
 
 
 class _Step(NamedTuple):
@@ -55,6 +56,7 @@ class _Step(NamedTuple):
     num_tokens: int
     accepted: int
     decoded: bool
+    predicted: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class TextStream:
     def _count(self, delta: Delta, made: TextDelta) -> None:
         count = self.statistics
         count.num_tokens += len(made.tokens)
-        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded))
+        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded, delta.predicted))
+        count.num_predicted += delta.predicted
         count.num_drafted += delta.drafted
         count.num_steps += delta.decoded
         if made.finish is None:
@@ -187,6 +190,7 @@ class TextStream:
         for step in self._steps:
             kept = min(left, step.num_tokens)
             left -= kept
+            count.num_predicted -= min(step.predicted, step.num_tokens - kept)
             if step.decoded:
                 count.num_decoded += kept
                 count.num_accepted += min(step.accepted, kept)

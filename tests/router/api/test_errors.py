@@ -113,7 +113,10 @@ CHAT_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ({"messages": USER, "modalities": ["audio"]}, "modalities"),
-    ({"messages": USER, "prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"messages": USER, "prediction": "x"}, "prediction"),
+    ({"messages": USER, "prediction": {"type": "text", "content": "x"}}, "prediction"),
+    ({"messages": USER, "prediction": {"type": "content", "content": "x" * 600}}, "prediction"),
+    ({"messages": USER, "prediction": {"type": "content", "content": "<|mask_1|>"}}, "prediction"),
     ({"messages": USER, "prompt": "x"}, "prompt"),
 ]
 
