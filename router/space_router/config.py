@@ -180,7 +180,7 @@ class ServeConfig:
         "on",
         _SPECULATION,
         "drafts from what followed the same tokens earlier in prompt or output, for any checkpoint: on takes them "
-        "where they are worth more than the masks', off leaves drafting to the masks (and a request's `prediction`), only "
+        "where they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only "
         "lays out no masks. Costs a few microseconds per token. The text is the same with each",
         parse.one_of("on", "off", "only"),
         "on|off|only",
