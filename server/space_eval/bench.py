@@ -86,6 +86,8 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
     for name, moments in measured.moments.items():
         for one in moments[1:]:
             print(f"{name}: {one.arm} is below {moments[0].arm} in {one.share_below:.0%} of its moments.")
+            if one.draft_change is not None:
+                print(f"{name}: {one.arm}'s mean draft length changes by {one.draft_change:.2f} from look to look.")
     return measured, record(known, load, measured.rows) | {"moments": _moments(measured)}
 
 
@@ -99,6 +101,7 @@ def _moments(measured: Measured) -> dict[str, Any]:
                 "ratios": one.ratios,
                 "share_below": one.share_below,
                 "draft_lengths": one.draft_lengths,
+                "draft_change": one.draft_change,
             }
             for one in moments
         ]

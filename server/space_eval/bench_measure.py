@@ -16,6 +16,7 @@ from space_eval.bench_limits import Limits
 from space_eval.bench_report import Row, rows
 from space_eval.bench_round import Round, run_round
 from space_eval.bench_swing import Moments, halves, moments, width
+from space_eval.bench_watch import idle
 from space_eval.load_arm import Arm
 from space_eval.load_shape import Closed, Open, Shape, Swing
 from space_eval.load_work import Work
@@ -92,7 +93,7 @@ async def measure(
             progress.set_description(f"{shape.name}, {arm.name}, {name}")
             mark = "" if salted else f"# {run}.{shape.name}.{number}" + ("" if same_work else f".{arm.name}")
             asks = work.asks(number, shape.rate if isinstance(shape, Open) else None, mark=mark)
-            return await run_round(
+            round_ = await run_round(
                 arm,
                 shape,
                 itertools.islice(asks, requests),
@@ -102,6 +103,9 @@ async def measure(
                 cpu_seconds=cpu_seconds(arm),
                 done=progress.update,
             )
+            if seconds is not None and not isinstance(shape, Open):  # what was cut off must not slow the next arm
+                await idle(arm.endpoint, is_ours=arm.is_ours)
+            return round_
 
         for shape in plan.shapes:
             num_warm_up = plan.warm_up(shape)

@@ -14,11 +14,12 @@ def draw(folder: Path, rows: Sequence[Row], timelines: Mapping[str, Sequence[Mom
     """The names of the files. Raises PlotError."""
     made = [path.name for path in (_ratios(folder, rows, note),) if path is not None]
     closed = [row for row in rows if row.num_streams is not None]
-    if closed:
-        made.append(_latency(folder / "latency.png", closed, "streams at once", note))
     opened = [row for row in rows if row.rate is not None]
-    if opened:
-        made.append(_latency(folder / "latency_by_rate.png", opened, "requests per second that came", note))
+    for what, name in (("first token", "first_token"), ("per token", "per_token")):
+        if closed:
+            made.append(_by_streams(folder / f"{name}.png", closed, what, note))
+        if opened:
+            made.append(_by_rate(folder / f"{name}_by_rate.png", opened, what, note))
     for load, moments in timelines.items():
         made += _swing(folder, load, moments, note)
     return made
@@ -35,7 +36,7 @@ def _ratios(folder: Path, rows: Sequence[Row], note: str) -> Path | None:
     return bar_plot(
         folder / "ratio.png",
         series,
-        title="Throughput as a ratio of rounds: median and 95 % bootstrap bounds",
+        title="Throughput ratio, 95 % bootstrap bounds",
         x="streams at once",
         y="tokens/s over the other arm's",
         level=1.0,
@@ -44,16 +45,28 @@ def _ratios(folder: Path, rows: Sequence[Row], note: str) -> Path | None:
     )
 
 
-def _latency(path: Path, rows: Sequence[Row], x: str, note: str) -> str:
+def _figures(row: Row, what: str) -> Mapping[str, float]:
+    return row.first_token_ms if what == "first token" else row.token_gap_ms
+
+
+def _by_streams(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
+    series: dict[str, dict[str, float | Bar]] = {}
+    for row in rows:
+        if figures := _figures(row, what):
+            bar = Bar(figures["p50"], figures["p50"], figures["p99"])
+            series.setdefault(row.arm, {})[str(row.num_streams)] = bar
+    title = f"Latency, {what}: half of all, and the line up to 99 %"
+    bar_plot(path, series, title=title, x="streams at once", y="ms", digits=1, note=note)
+    return path.name
+
+
+def _by_rate(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        across = row.num_streams if row.num_streams is not None else row.rate or 0.0
-        for what, figures in (("first token", row.first_token_ms), ("per token", row.token_gap_ms)):
-            for share in ("p50", "p99"):
-                if share in figures:
-                    series.setdefault(f"{row.arm}, {what} {share}", []).append((across, figures[share]))
+        for share in ("p50", "p99") if _figures(row, what) else ():
+            series.setdefault(f"{row.arm}, {share}", []).append((row.rate or 0.0, _figures(row, what)[share]))
     series = {name: sorted(points) for name, points in series.items()}
-    line_plot(path, series, title="Latency", x=x, y="ms", log_x=True, note=note)
+    line_plot(path, series, title=f"Latency, {what}", x="requests per second that came", y="ms", note=note)
     return path.name
 
 
@@ -69,8 +82,10 @@ def _swing(folder: Path, load: str, moments: Sequence[Moments], note: str) -> li
         level = {"1": [(second, 1.0) for second in moments[0].seconds]}
         title = f"Throughput as a ratio, {load}"
         made.append(line_plot(folder / "swing_ratio.png", ratios | level, title=title, x="s", y="ratio", note=note))
-    drafts = {one.arm: list(one.draft_lengths) for one in moments if one.draft_lengths}
+    drafts = {one.arm: [(look[0], look[1]) for look in one.draft_lengths] for one in moments if one.draft_lengths}
     if drafts:
+        bands = {one.arm: [(look[2], look[3]) for look in one.draft_lengths] for one in moments}
+        path = folder / "drafts.png"
         title = f"Chosen draft length, {load}"
-        made.append(line_plot(folder / "drafts.png", drafts, title=title, x="s", y="drafts per step, mean", note=note))
+        made.append(line_plot(path, drafts, title=title, x="s", y="drafts per step", ranges=bands, note=note))
     return [path.name for path in made]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from space_eval.bench_limits import Limits
-from space_eval.bench_round import Round, num_identical
+from space_eval.bench_round import Round, compared
 from space_eval.bench_statistics import Ratio, percentile
 from space_eval.load_shape import Closed, Open, Shape
 
@@ -47,7 +47,8 @@ class Row:
     tokens_per_second: Spread
     requests_per_second: Spread
     ratios: Mapping[str, Ratio]  # of tokens per second, within each round, to each arm that is compared with
-    ratio: Ratio | None  # to the first of them; None for that arm itself
+    ratio: Ratio | None  # to the first of them; None for that arm itself, and in open loop
+    latency_ratios: Mapping[str, Ratio]  # of the mean whole answer, open loop only; below 1 is faster
     tokens_per_step: Spread | None
     drafts_per_step: Spread | None
     first_token_ms: Mapping[str, float]  # percentiles over all requests of all rounds
@@ -59,7 +60,7 @@ class Row:
     errors: Mapping[str, int]  # by status
     late_ms: float  # p99 of the time by which the client itself sent late
     cpu_shares: Mapping[str, float]  # processor seconds per second: medians over the rounds
-    identical: str | None  # requests whose ids equal those of the first arm, of all; None where that means nothing
+    identical: str | None  # answers equal to the first arm's, of those that can be compared; None of none
     phases: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)  # of a swing: low and high, by arm
 
 
@@ -77,24 +78,31 @@ def rows(
     """
     made = []
     for place, by_round in enumerate(zip(*rounds, strict=True)):
-        ratios = {}
-        for base in range(min(baselines, place)):
-            pairs = [(one[place].tokens_per_second, one[base].tokens_per_second) for one in rounds]
-            ratios[rounds[0][base].arm] = Ratio.of([mine / other for mine, other in pairs if other > 0])
+        is_open = isinstance(shape, Open)  # throughput is what came, whatever the arm: only latency says anything
+        ratios = {} if is_open else _ratios(rounds, place, baselines, "tokens_per_second")
+        latency_ratios = _ratios(rounds, place, baselines, "request_seconds") if is_open else {}
         firsts = [one[0] for one in rounds]
         identical = _identical(firsts, by_round) if same_work else None
-        made.append(_row(shape, by_round, speculation[place], ratios, identical, limits))
+        made.append(_row(shape, by_round, speculation[place], ratios, latency_ratios, identical, limits))
     return made
 
 
 def _identical(firsts: Sequence[Round], others: Sequence[Round]) -> str | None:
-    """`equal/all`; None where ids are not told or the numbers of requests differ."""
-    if any(len(one.exchanges) != len(other.exchanges) for one, other in zip(firsts, others, strict=True)):
-        return None
-    if not all(exchange.token_ids for one in (*firsts, *others) for exchange in one.answered):
-        return None
-    same = sum(num_identical(*pair) for pair in zip(firsts, others, strict=True))
-    return f"{same}/{sum(len(one.exchanges) for one in others)}"
+    """`equal/compared`; None where nothing can be compared."""
+    found = [compared(*pair) for pair in zip(firsts, others, strict=True)]
+    same, num = (sum(counts) for counts in zip(*found, strict=True))
+    return f"{same}/{num}" if num else None
+
+
+def _ratios(rounds: Sequence[Sequence[Round]], place: int, baselines: int, what: str) -> dict[str, Ratio]:
+    """Of the attribute `what` to each baseline before `place`, by the baseline's name."""
+    made = {}
+    for base in range(min(baselines, place)):
+        pairs = [(getattr(one[place], what), getattr(one[base], what)) for one in rounds]
+        known = [mine / other for mine, other in pairs if mine >= 0 and other > 0]  # neither is nan
+        if known:
+            made[rounds[0][base].arm] = Ratio.of(known)
+    return made
 
 
 def _row(
@@ -102,6 +110,7 @@ def _row(
     rounds: Sequence[Round],
     speculation: str | int | None,
     ratios: Mapping[str, Ratio],
+    latency_ratios: Mapping[str, Ratio],
     identical: str | None,
     limits: Limits | None,
 ) -> Row:
@@ -124,6 +133,7 @@ def _row(
         requests_per_second=Spread.of([one.num_finished / one.seconds for one in rounds]),
         ratios=ratios,
         ratio=next(iter(ratios.values()), None),
+        latency_ratios=latency_ratios,
         tokens_per_step=_spread([one.tokens_per_step for one in rounds]),
         drafts_per_step=_spread([one.drafts_per_step for one in rounds]),
         first_token_ms=_percentiles([exchange.first_token_seconds for exchange in answered]),
@@ -151,6 +161,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 NOTES = (
     "tokens/s, tokens/step: median (min–max) over the rounds.",
     "ratio: tokens/s over another arm's within the same round; median (95 % bootstrap bounds of it).",
+    "time: the mean whole answer over another arm's within the same round; below 1 is faster.",
     "ms: p50/p90/p99 over all requests; per token: the gap before an event, shared among its tokens; "
     "silence: the gap before an event, whatever it carries.",
 )
@@ -159,11 +170,13 @@ NOTES = (
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table, its head first; a column that says nothing anywhere is left out."""
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
+    latencies = list(dict.fromkeys(name for row in rows for name in row.latency_ratios))
     columns = [
         "load",
         "arm",
         "tokens/s",
         *(f"ratio to {name}" for name in baselines),
+        *(f"time to {name}'s" for name in latencies),
         "tokens/step",
         "drafts/step",
         "first ms",
@@ -178,18 +191,19 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         "CPU",
         "same",
     ]
-    lines = [_cells(row, baselines) for row in rows]
+    lines = [_cells(row, baselines, latencies) for row in rows]
     shown = [place for place in range(len(columns)) if any(line[place] not in ("–", "") for line in lines)]
     return [[line[place] for place in shown] for line in [columns, *lines]]
 
 
-def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
+def _cells(row: Row, baselines: Sequence[str], latencies: Sequence[str]) -> list[str]:
     is_open = row.rate is not None
     return [
         row.load,
         row.arm,
         row.tokens_per_second.shown(0 if row.tokens_per_second.median >= 100 else 1),
         *(row.ratios[name].shown() if name in row.ratios else "–" for name in baselines),
+        *(row.latency_ratios[name].shown() if name in row.latency_ratios else "–" for name in latencies),
         "–" if row.tokens_per_step is None else row.tokens_per_step.shown(2),
         "–" if row.drafts_per_step is None else f"{row.drafts_per_step.median:.2f}",
         _joined(row.first_token_ms, 0),

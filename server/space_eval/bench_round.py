@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from space_eval.bench_statistics import percentile
 from space_eval.bench_watch import Watch, watched
 from space_eval.load_arm import Arm
 from space_eval.load_client import LoadError
 from space_eval.load_dialect import Ask
 from space_eval.load_exchange import Exchange
 from space_eval.load_shape import Shape
-
-__all__ = ["Round", "num_identical", "percentile", "run_round"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,12 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+    @property
+    def request_seconds(self) -> float:
+        """The mean of those that came whole; nan of none."""
+        whole = [exchange.seconds for exchange in self.exchanges if exchange.finished]
+        return sum(whole) / len(whole) if whole else math.nan
 
     @property
     def errors(self) -> dict[str, int]:
@@ -121,7 +125,8 @@ async def run_round(
     return Round(arm.name, taken, exchanges, shares, looks)
 
 
-def num_identical(ones: Round, others: Round) -> int:
-    """Requests whose ids are the same in both rounds."""
-    pairs = zip(ones.exchanges, others.exchanges, strict=True)
-    return sum(one.token_ids == other.token_ids for one, other in pairs)
+def compared(ones: Round, others: Round) -> tuple[int, int]:
+    """Requests whose ids are the same in both rounds, of those that came whole in both and whose ids are told."""
+    pairs = zip(ones.exchanges, others.exchanges, strict=False)
+    both = [(a.token_ids, b.token_ids) for a, b in pairs if a.finished and b.finished and a.token_ids and b.token_ids]
+    return sum(a == b for a, b in both), len(both)

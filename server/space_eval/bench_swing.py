@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from space_eval.bench_round import Round
 from space_eval.bench_statistics import Ratio
+from space_eval.bench_watch import Watch
 from space_eval.load_shape import Swing
 
 HALVES = ("low", "high")
@@ -26,7 +28,8 @@ class Moments:
     seconds: tuple[float, ...]  # the middle of each moment
     tokens_per_second: tuple[float, ...]
     ratios: tuple[float, ...]  # to the first arm, the median of the rounds' ratios; empty for that arm itself
-    draft_lengths: tuple[tuple[float, float], ...]  # (seconds, mean drafts chosen), of all rounds in one
+    draft_lengths: tuple[tuple[float, float, float, float], ...]  # (seconds, median, lowest, highest) of the rounds
+    draft_change: float | None  # mean change of the draft length from look to look within a half; None without looks
 
     @property
     def share_below(self) -> float:
@@ -51,10 +54,33 @@ def moments(swing: Swing, rounds: Sequence[Sequence[Round]]) -> list[Moments]:
                 seconds=tuple((moment + 0.5) * wide for moment in range(num)),
                 tokens_per_second=tuple(statistics.median(arms[place][m] for arms in lines) for m in range(num)),
                 ratios=tuple(ratios),
-                draft_lengths=tuple(sorted((w.seconds, w.draft_length) for arms in rounds for w in arms[place].watch)),
+                draft_lengths=_draft_lengths(wide, [arms[place] for arms in rounds]),
+                draft_change=_draft_change(swing, [arms[place] for arms in rounds]),
             )
         )
     return made
+
+
+def _draft_lengths(wide: float, rounds: Sequence[Round]) -> tuple[tuple[float, float, float, float], ...]:
+    looks: dict[int, list[float]] = {}
+    for one in rounds:
+        for look in one.watch:
+            looks.setdefault(round(look.seconds / wide), []).append(look.draft_length)
+    return tuple(
+        ((number - 0.5) * wide, statistics.median(lengths), min(lengths), max(lengths))
+        for number, lengths in sorted(looks.items())
+    )
+
+
+def _draft_change(swing: Swing, rounds: Sequence[Round]) -> float | None:
+    pairs = [pair for one in rounds for pair in itertools.pairwise(one.watch)]
+    middle = width(swing) / 2  # a look is of the time before it
+
+    def half(look: Watch) -> int:
+        return int((look.seconds - middle) / swing.period)
+
+    changes = [abs(b.draft_length - a.draft_length) for a, b in pairs if half(a) == half(b)]
+    return statistics.fmean(changes) if changes else None
 
 
 def halves(swing: Swing, mine: Sequence[Round], others: Sequence[Round]) -> dict[str, Ratio]:

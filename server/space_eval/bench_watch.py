@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from space_eval.load_client import Endpoint, LoadError, get_text
+from space_eval.load_client import Endpoint, LoadError, get_json, get_text
 
 _SERIES = ("spaceserve_draft_length_sum", "spaceserve_draft_length_count")
 
@@ -51,6 +51,22 @@ async def _look(endpoint: Endpoint, every: float, found: list[Watch]) -> None:
         before = now
         number += 1
         await asyncio.sleep(max(0.0, begun + number * every - clock()))
+
+
+IDLE_SECONDS = 30.0
+"""Longest wait for requests that were cut off to leave a server."""
+
+
+async def idle(endpoint: Endpoint, *, is_ours: bool) -> None:
+    """Until nothing runs there and every block is given back; where that cannot be asked, a second."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + (IDLE_SECONDS if is_ours else 1.0)
+    while clock() < end:
+        if is_ours:
+            load = await get_json(endpoint, "/load")
+            if not (load.get("num_queued") or load.get("num_running") or load.get("blocks_held")):
+                return
+        await asyncio.sleep(0.02)
 
 
 def draft_figures(text: str) -> tuple[float, float] | None:

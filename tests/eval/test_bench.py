@@ -128,6 +128,15 @@ def test_failures_are_counted_by_status_and_spoil_no_latency() -> None:
     assert "429×2 broken×1" in table([row])
 
 
+def test_in_open_loop_the_time_is_compared_and_not_the_throughput_which_is_what_came() -> None:
+    slow, fast = exchange((0.5, (1,)), (1.0, (2,))), exchange((0.25, (1,)), (0.5, (2,)))
+    (_, row) = rows(
+        Open(2.0), [[a_round("a", 2.0, slow), a_round("b", 2.0, fast, Exchange(error="429"))]], [None, None]
+    )
+    assert (row.ratios, row.latency_ratios["a"].median) == ({}, 0.5)
+    assert "time to a's" in table([row])
+
+
 def test_goodput_counts_whole_answers_within_every_limit() -> None:
     limits = Limits.parse("ttft=500ms,itl=50ms,gap=1s,e2e=2s")
     good = exchange((0.5, (1,)), (0.6, (2, 3)))

@@ -15,7 +15,7 @@ from space_eval.bench_measure import Measured, Plan, measure
 from space_eval.bench_round import Round, run_round
 from space_eval.bench_swing import halves, moments
 from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
-from space_eval.bench_watch import draft_figures
+from space_eval.bench_watch import Watch, draft_figures, idle
 from space_eval.load_arm import Arm
 from space_eval.load_client import Endpoint, LoadError
 from space_eval.load_dialect import DIALECTS, Ask, Sampling
@@ -152,9 +152,32 @@ def test_the_chosen_draft_length_is_read_from_the_servers_figures() -> None:
     assert [(look.seconds, look.draft_length) for look in made.watch] == [(1.0, 3.0), (2.0, 0.0)]
 
 
+def test_the_next_round_waits_until_a_server_is_idle() -> None:
+    async def run(loads: list[dict[str, int]]) -> float:
+        looks = iter(loads)
+        async with ScriptedServer(lambda path, body: Reply([(1.0, json.dumps(next(looks)).encode())])).serving() as one:
+            await idle(Endpoint.parse(one.url), is_ours=True)
+        return asyncio.get_running_loop().time()
+
+    assert jumping(run([{"num_running": 2}, {"num_running": 0, "blocks_held": 1}, {}])) == pytest.approx(3.04)
+
+
 def test_a_server_without_such_figures_has_no_draft_lengths() -> None:
     assert draft_figures("vllm:steps 3\n") is None
     assert draft_figures("spaceserve_draft_length_sum x\nspaceserve_draft_length_count 1\n") is None
+
+
+def test_the_draft_length_in_time_is_of_all_rounds_and_its_change_within_halves() -> None:
+    swing = Swing(1, 2, 2.0)
+    watches = [
+        [Watch(0.5 * n + 0.01, drafts) for n, drafts in enumerate(line, 1)] for line in ((4, 2, 2, 4, 0), (0, 2, 2, 0))
+    ]
+    made = [[Round("off", 4.0, [], {}), Round("auto", 4.0, [], {}, watch)] for watch in watches]
+    quiet, auto = moments(swing, made)
+    assert (quiet.draft_lengths, quiet.draft_change) == ((), None)
+    assert auto.draft_lengths[:2] == ((0.25, 2, 0, 4), (0.75, 2, 2, 2))
+    assert auto.draft_lengths[4] == (2.25, 0, 0, 0)
+    assert auto.draft_change == pytest.approx((2 + 0 + 2 + 2 + 0 + 2) / 6)  # the last 4 to 0 is from half to half
 
 
 def run_of(scripts: dict[str, Reply], plan: Plan, work: Work, **more: Any) -> tuple[Measured, list[tuple[str, Any]]]:
@@ -373,7 +396,7 @@ def test_two_foreign_servers_are_measured_side_by_side(
     page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "ratio to slow" in page
     assert "2.000 (≥ 2.000, ≤ 2.000)" in capsys.readouterr().out
-    for picture in ("ratio.png", "latency.png"):
+    for picture in ("ratio.png", "first_token.png", "per_token.png"):
         assert picture in page
         assert (tmp_path / "out" / picture).stat().st_size > 1000
 
@@ -391,7 +414,7 @@ def test_a_tgi_server_in_open_loop_has_latency_by_rate(
         assert row["token_gap_ms"]["p50"] == pytest.approx(250.0)
         assert row["errors"] == {}
     assert 3 < made["rows"][1]["num_requests"] / made["rows"][0]["num_requests"] < 6
-    assert (tmp_path / "out" / "latency_by_rate.png").is_file()
+    assert (tmp_path / "out" / "first_token_by_rate.png").is_file()
     assert "late ms" in capsys.readouterr().out
 
 
@@ -401,6 +424,8 @@ def ours(path: str, body: Any) -> Reply:
         return Reply.json({"router": "spaceserve", "max_total_tokens": 256, "model_id": "m"})
     if path == "/metrics":
         return Reply([(0.0, b"spaceserve_draft_length_sum 6.0\nspaceserve_draft_length_count 2.0\n")])
+    if path == "/load":
+        return Reply.json({"num_queued": 0, "num_running": 0, "blocks_held": 0})
     if path == "/tokenize":
         return Reply.json({"tokens": list(range(100))})
     fast = body["speculation"] == "auto"
