@@ -100,6 +100,8 @@ def parse(argv: Sequence[str], commands: str) -> tuple[Settings, list[str]]:
         raise BenchError("--plain-server starts the same model without drafts; give --model, and leave out --url.")
     if settings.rate == (None,) and settings.prompts is None:
         raise BenchError("--rate file takes the arrivals of --prompts FILE; give a JSONL file with `arrival` seconds.")
+    if settings.swing is not None and settings.num_requests is not None:
+        raise BenchError("--requests: a swing ends with time; give --duration instead.")
     names = [name for name, _ in settings.urls]
     if len(set(names)) < len(names):
         raise BenchError(f"--url: two servers are called {names[-1]!r}; give each its own NAME=http://…")
