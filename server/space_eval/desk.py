@@ -39,6 +39,7 @@ class Request:
     want_logprobs: bool = False
     num_logprobs: int = 0
     adapter: str = ""  # that drafts
+    prediction: tuple[int, ...] = ()  # what the output is expected to be
     slots_ahead: int = 10  # granted behind the known ids: few of them shorten the chain, none would pause it
 
 
@@ -50,6 +51,7 @@ class Record:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     verdicts: list[tuple[int, int]] = field(default_factory=list)  # (drafted, accepted) of every decode step
+    drafted_by: list[pb.DraftSource.ValueType] = field(default_factory=list)  # of each of these steps
     finish: pb.Finish.ValueType = pb.FINISH_NONE
     num_computed: int = 0  # of its present life
     seq_id: int | None = None  # None while it has no life in a worker
@@ -100,6 +102,7 @@ class Desk:
                     want_logprobs=request.want_logprobs,
                     num_logprobs=request.num_logprobs,
                     adapter=request.adapter,
+                    prediction=request.prediction,
                 )
             )
         )
@@ -191,6 +194,7 @@ class Desk:
             raise DeskError(f"{sequence.num_computed} ids computed, {len(record.ids)} known: the last never is.")
         if sequence.decoded:
             record.verdicts.append((sequence.num_drafted, sequence.num_accepted))
+            record.drafted_by.append(sequence.draft_source)
         if sequence.finish != pb.FINISH_NONE:
             record.finish = sequence.finish
             self.release(sequence.seq_id)

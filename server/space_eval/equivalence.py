@@ -10,11 +10,21 @@ from space_kernels.attention_plan import KEY_BLOCK
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources
 from space_server.worker import Worker
 
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, Right, ScriptedDrafts, all_right, half_right, none_right
-from space_eval.equivalence_cell import DRAFTS, MAX_TOKENS, Cell, law_of_seat, layout_for, limits_for, sampling_for
+from space_eval.equivalence_cell import (
+    DRAFTS,
+    MAX_TOKENS,
+    SOURCES,
+    Cell,
+    law_of_seat,
+    layout_for,
+    limits_for,
+    sampling_for,
+)
 from space_eval.watched_model import WatchedModel, fill_with_nan, without_draft_head
 
 BLOCK_SIZE = 4
@@ -91,15 +101,48 @@ def make_worker(
     *,
     num_blocks: int = NUM_BLOCKS,
     block_size: int = BLOCK_SIZE,
+    sources: DraftSources | None = None,
 ) -> Worker:
     """A worker as the matrix runs it."""
-    return Worker(model, num_blocks=num_blocks, block_size=block_size, controller=controller, draft_source=drafts)
+    return Worker(
+        model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        controller=controller,
+        draft_source=drafts,
+        sources=sources,
+    )
 
 
 def check_cell(subject: Subject, cell: Cell) -> None:
     """Run a cell with each kind of drafts. Raises Mismatch at the first difference, or if it proved nothing."""
     runs = {drafts: Run(subject, cell, drafts).finished() for drafts in DRAFTS}
     check_coverage(cell, runs)
+
+
+def check_sources(subject: Subject, cell: Cell) -> dict[str, list[tuple[int, int]]]:
+    """Run a cell with drafts from each source beside the masks: its verdicts. Raises Mismatch as `check_cell` does."""
+    runs = {drafts: Run(subject, cell, drafts).finished() for drafts in SOURCES}
+    verdicts = {drafts: [v for r in records for v in _by_sources(r)] for drafts, records in runs.items()}
+    k = max(layout_for(cell.layout, seat).num_drafts for seat in range(len(runs["lookup"])))
+    require_every_length(cell, k, [verdict for known in verdicts.values() for verdict in known])
+    return verdicts
+
+
+def _by_sources(record: Record) -> list[tuple[int, int]]:
+    """Verdicts on drafts that no mask made, but for the last step's, which may be cut."""
+    return [
+        verdict
+        for verdict, source in zip(record.verdicts[:-1], record.drafted_by, strict=False)
+        if source != pb.DRAFT_SOURCE_MASKS
+    ]
+
+
+def require_every_length(cell: Cell, k: int, verdicts: Sequence[tuple[int, int]]) -> None:
+    """Of the drafts of some step none was accepted, of another's some, of another's all of a whole chain."""
+    _require((k, k) in verdicts, cell, f"a whole chain of {k} was never accepted (a = k)")
+    _require(any(d > 0 == a for d, a in verdicts), cell, "no draft was ever rejected at once (a = 0)")
+    _require(k == 1 or any(0 < a < d for d, a in verdicts), cell, "no chain was accepted in part (0 < a < k)")
 
 
 def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
@@ -143,8 +186,11 @@ class Run:
         self._records, self._plain = [], []
         for seat in self._seats:
             law, long = law_of_seat(cell, seat), cell.context == "long" and seat == 0
-            self._records.append(Record(subject.request(seat, *law, long=long)))
-            self._plain.append(subject.plain(seat, *law, long=long))
+            plain = subject.plain(seat, *law, long=long)
+            prediction = _prediction(drafts, plain.tokens, subject.live_ids)
+            request = replace(subject.request(seat, *law, long=long), prediction=prediction)
+            self._records.append(Record(request))
+            self._plain.append(plain)
         self._waiting = list(self._seats)
         self._left: set[int] = set()
         self._kept: list[int] = []  # pages of the prompt that seat 0 finds computed
@@ -174,10 +220,12 @@ class Run:
 
     def _open(self) -> None:
         """A worker, its drafts and its desk."""
-        self._source = ScriptedDrafts(RIGHT[self._drafts], self._subject.live_ids) if self._drafts != "own" else None
+        right, live_ids = RIGHT.get(self._drafts), self._subject.live_ids
+        self._source = ScriptedDrafts(right, live_ids) if right is not None else None
+        sources = DraftSources(lookup="lookup" in self._drafts) if self._drafts in SOURCES else None
         self._seat_of: dict[int, int] = {}
         controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._seat_of.get(room.seq_id, 0)))
-        worker = make_worker(self._model, controller, self._source)
+        worker = make_worker(self._model, controller, self._source, sources=sources)
         rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
         self._desk = Desk(worker, max_prefill_rows=rows)
         self._first_forward = self._model.num_forwards
@@ -254,6 +302,18 @@ class Run:
         logprobs = plain.logprobs[: len(ours.logprobs)] if seat in self._left else plain.logprobs
         if (at := first_difference(ours.logprobs, logprobs)) is not None:
             raise Mismatch(f"{where} same ids, other log-probabilities. {describe_difference(at, ours, plain)}")
+
+
+def _prediction(drafts: str, tokens: Sequence[int], live_ids: Sequence[int]) -> tuple[int, ...]:
+    """What a client would have predicted of this text: all of it, with every seventh id another, or only the first right."""
+    if "predicted" not in drafts:
+        return ()
+    others = [live_ids[(live_ids.index(id_) + 1) % len(live_ids)] if id_ in live_ids else id_ for id_ in tokens]
+    if drafts == "wrongly predicted":
+        return (*tokens[:1], *others[1:])
+    if drafts == "predicted":
+        return tuple(tokens)
+    return tuple(other if at % 7 == 3 else id_ for at, (id_, other) in enumerate(zip(tokens, others, strict=True)))
 
 
 def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:

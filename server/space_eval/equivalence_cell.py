@@ -28,9 +28,13 @@ PROCESSORS = (
     "allowed_ids",
     "all",
 )
+FEW_IDS = "few_ids"
+"""Beside PROCESSORS: three ids are allowed, so that the text repeats itself, exactly and nearly."""
 TEMPERATURES = (0.0, 0.8, 1.0)
 LAYOUTS = ("k0", "k1", "k2", "k3", "k4", "k5", "pruned", "stale", "mixed")
 DRAFTS = ("own", "oracle", "half", "wrong")
+SOURCES = ("lookup", "predicted", "half predicted", "wrongly predicted", "half predicted and lookup")
+"""Drafts from beside the masks, as a worker has them that serves."""
 
 AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
@@ -95,6 +99,8 @@ def sampling_for(
     """
     law = pb.Sampling(seed=seed, temperature=temperature)
     everything = processor == "all"
+    if processor == FEW_IDS:
+        law.allowed_ids.extend(live_ids[:3])
     if everything or processor == "top_k":
         law.top_k = 12
     if everything or processor == "top_p":
@@ -145,7 +151,7 @@ def _late(base: Sequence[int], most: int) -> int:
 
 def law_of_seat(cell: Cell, seat: int) -> tuple[float, str]:
     """Seat 0 has the cell's law; the others in the batch have laws of their own, so that rows must not mix."""
-    if seat == 0:
+    if seat == 0 or cell.processor == FEW_IDS:
         return cell.temperature, cell.processor
     at = PROCESSORS.index(cell.processor)
     return TEMPERATURES[(at + seat) % len(TEMPERATURES)], PROCESSORS[(at + 4 * seat) % len(PROCESSORS)]
