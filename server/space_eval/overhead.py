@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
 from space_model.space_model import SpaceModel
 from space_server.__main__ import choose_threads
+from space_server.calibration import SECONDS
 from space_server.synthetic import SyntheticAcceptance, parse_chances
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -67,8 +69,8 @@ class Settings:
     calibration_seconds: float
 
 
-NORMAL = Settings((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 5), PRUNED, 9, 64, 24, 0.0, 64, 0, 3.0)
-QUICK = Settings((1, 4, 16), (1, 3), ((5, 12),), 3, 24, 8, 0.0, 32, 0, 1.0)
+NORMAL = Settings((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 5), PRUNED, 9, 64, 24, 0.0, 64, 0, SECONDS)
+QUICK = Settings((1, 4, 16), (1, 3), ((5, 12),), 3, 24, 8, 0.0, 32, 0, SECONDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         settings, subjects = _settings(options), _subjects(options)
-        measured = [_measure(subject, settings, options) for subject in subjects]
+        most_threads = torch.get_num_threads()  # before a model for which one is enough
+        measured = [_measure(subject, settings, options, most_threads) for subject in subjects]
     except (FlagError, ModelError) as error:
         return _fail(2, str(error))
     except OverheadError as error:
@@ -95,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(subject: Subject, settings: Settings, options: argparse.Namespace) -> Measured:
+def _measure(subject: Subject, settings: Settings, options: argparse.Namespace, most_threads: int) -> Measured:
     own = options.model == subject.model
     model = load_model(
         subject.model,
         dtype=options.dtype if own else "auto",
         device=options.device if own else "auto",
-        num_threads=(options.num_threads if own else None) or choose_threads(subject.model),
+        num_threads=(options.num_threads if own else None) or choose_threads(subject.model) or most_threads,
     )
     most_masks = model.facts.most_masks
     if not most_masks:
@@ -143,10 +146,12 @@ def measure(
         for batch in settings.batches:
             bench.learn_texts(batch)
             turns: dict[str, list[Turn]] = {arm.name: [] for arm in chosen}
-            for number in range(settings.num_rounds + 1):  # the first one warms up, and is not counted
+            for number in range(
+                settings.num_rounds + 1
+            ):  # the first one warms up, lets auto find its layout, and is not counted
                 gc.collect()
                 for arm in chosen if number % 2 else reversed(chosen):
-                    steps = 3 if number == 0 else settings.most_steps
+                    steps = 3 if number == 0 and arm.rule is not None else settings.most_steps
                     turn = bench.turn(arm, batch, most_steps=steps)
                     if number:
                         turns[arm.name].append(turn)
@@ -246,7 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, help="0 is greedy [0]")
     parser.add_argument("--seed", type=int, help="of synthetic acceptance [0]")
     parser.add_argument(
-        "--calibration-seconds", type=float, help="of measuring what steps cost, for auto, as a server does first [3]"
+        "--calibration-seconds",
+        type=float,
+        help="of measuring what steps cost, for auto, as a server does at its start [as there]",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")

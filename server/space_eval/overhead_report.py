@@ -236,7 +236,7 @@ def draw(folder: Path, measured: Sequence[Measured]) -> list[Path]:
             line_plot(
                 folder / f"overhead-{number}.png",
                 {**series, PLAIN: [(batch, 1.0) for batch in batches]},
-                title=f"Against plain decoding: {one.subject.title}",
+                title="Against plain decoding: " + one.subject.title.replace(", ", ",\n", 1),
                 x="sequences in the batch",
                 y="tokens per second, plain decoding = 1",
                 ranges=bounds,

@@ -57,6 +57,10 @@ def line_plot(
             axes.fill_between(across, low, high, color=colour, alpha=0.15, linewidth=0)
     if log_x:
         axes.set_xscale("log")
+        places = sorted({point[0] for points in series.values() for point in points})
+        if len(places) <= 12:  # few enough to be named
+            axes.set_xticks(places, [f"{place:g}" for place in places])
+            axes.minorticks_off()
     axes.set_xlabel(x)
     return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
 
