@@ -1,0 +1,144 @@
+"""Random traffic on real workers with a tiny model: every request ends once, with the text of its solo run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_router.engine import wire
+from space_router.engine.request import ValidRequest
+from space_router.metrics import Metrics
+from space_router.testing.scenario import Performance, Scenario
+from space_server.controller import FixedLayout
+from space_server.testing import SmallRouter
+from space_server.worker import Worker
+
+BLOCK_SIZE = 8
+WINDOW = 100
+METRICS = Metrics()
+WORDS = range(10, 120)  # ids of prompts: no mask, nothing special
+
+
+class Oracle:
+    """A draft source that has read every text, and is wrong about some positions of each."""
+
+    def __init__(self, right: int) -> None:
+        """`right`: of ten drafts, so many are."""
+        self.texts: list[list[int]] = []
+        self._right = right
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> list[int]:
+        known, count = list(ids), len(ids)
+        text = next((text for text in self.texts if text[:count] == known), known)
+        drafts = text[count : count + max_drafts]
+        return [id_ if (count + i) * 7 % 10 < self._right else 9 for i, id_ in enumerate(drafts)]
+
+
+class TableWorker:
+    """A worker on the table; the pages of a life hold what the lives before it left there."""
+
+    def __init__(self, worker: Worker, life: int) -> None:
+        worker.reset()
+        self._worker, self._life = worker, life
+        self.accepted: Counter[str] = Counter()
+
+    def hello(self) -> pb.Hello:
+        return self._worker.hello(f"life {self._life}")
+
+    def apply(self, command: pb.Command) -> None:
+        self._worker.apply(command)
+
+    def step(self) -> pb.StepReport | None:
+        report = self._worker.step()
+        for part in report.sequences if report is not None else ():
+            if part.num_drafted:
+                share = part.num_accepted / part.num_drafted
+                self.accepted["none" if share == 0 else "all" if share == 1 else "some"] += 1
+        return report
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint_of: Callable[[str], Path]) -> SpaceModel:
+    return load_model(checkpoint_of("llama"), dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain(model: SpaceModel) -> Worker:
+    return Worker(model, num_blocks=32, block_size=BLOCK_SIZE, controller=FixedLayout.full(0))
+
+
+@pytest.fixture(scope="module")
+def perform(model: SpaceModel, plain: Worker) -> Callable[[int], Counter[str]]:
+    """Runs a scenario by its seed; what happened in it."""
+
+    def solo_text(request: ValidRequest) -> tuple[int, ...]:
+        plain.reset()
+        router = SmallRouter(plain)
+        assert request.max_tokens is not None
+        seq_id = router.admit(
+            request.prompt_ids,
+            max_tokens=request.max_tokens,
+            sampling=wire.sampling(request.sampling),
+            eos_ids=request.eos_ids,
+            max_draft_length=0,
+        )
+        router.run()
+        return tuple(router.ran[seq_id].tokens)
+
+    def run(seed: int) -> Counter[str]:
+        dice = random.Random(f"worker {seed}")
+        num_blocks = dice.choice([13, 14, 16])
+        scenario = Scenario.random(
+            seed,
+            window=WINDOW,
+            num_slots=num_blocks * BLOCK_SIZE,
+            vocabulary=WORDS,
+            eos_ids=(7, 8),
+            max_drafts=4,
+            num_visits=7,
+        )
+        texts = {visit.request.request_id: solo_text(visit.request) for visit in scenario.visits}
+        oracle = Oracle(dice.choice([0, 5, 8, 10]))
+        oracle.texts = [[*v.request.prompt_ids, *texts[v.request.request_id]] for v in scenario.visits]
+        workers: list[TableWorker] = []
+        measured = dice.random() < 0.3  # the layouts and draft sources of a server as it is started
+
+        def new_worker() -> TableWorker:
+            worker = Worker(
+                model,
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                max_sequences=dice.choice([3, 6]),
+                controller=None if measured else FixedLayout.full(dice.choice([1, 3, 4])),
+                draft_source=None if measured else oracle,
+                kv=workers[0]._worker.kv if workers and scenario.num_workers == 1 else None,
+            )
+            workers.append(TableWorker(worker, len(workers)))
+            return workers[-1]
+
+        performance = Performance(
+            scenario, new_worker, lambda request: texts[request.request_id], metrics=METRICS
+        ).run()
+        happened = performance.outcomes + sum((worker.accepted for worker in workers), Counter())
+        happened["cached"] += performance.num_cached
+        happened["preempted"] += performance.num_preemptions
+        return happened
+
+    return run
+
+
+def test_every_request_ends_once_with_the_text_of_its_solo_run(perform: Callable[[int], Counter[str]]) -> None:
+    happened = sum((perform(seed) for seed in range(10)), Counter())
+    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached"))
+
+
+@pytest.mark.slow
+def test_the_same_over_fifty_scenarios(perform: Callable[[int], Counter[str]]) -> None:
+    happened = sum((perform(seed) for seed in range(10, 50)), Counter())
+    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached", "preempted"))
