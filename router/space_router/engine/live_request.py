@@ -85,5 +85,6 @@ class LiveRequest:
 
     def keys(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Keys of at least the first `num_blocks` whole blocks of `ids`."""
-        keys = self._keys.setdefault(block_size, BlockKeys(self.request.cache_salt, block_size))
-        return keys.upto(self.ids, num_blocks)
+        if block_size not in self._keys:
+            self._keys[block_size] = BlockKeys(self.request.cache_salt, block_size)
+        return self._keys[block_size].upto(self.ids, num_blocks)

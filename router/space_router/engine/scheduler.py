@@ -231,6 +231,8 @@ class Scheduler:
     def _unpromise(self, sequence: Sequence, num_blocks: int) -> None:
         """The first blocks are known now, or will not be computed here any more."""
         num_blocks = min(num_blocks, sequence.num_promised)
+        if num_blocks <= sequence.num_published:
+            return
         keys = sequence.live.keys(self.facts.block_size, num_blocks)
         for key in keys[sequence.num_published : num_blocks]:
             if self._promised.get(key) is sequence:
@@ -274,8 +276,9 @@ class Scheduler:
 
     def _want(self, sequence: Sequence) -> None:
         """Pages beyond its ids are of use once the next step may be the last of its prompt."""
-        near = sequence.num_prefill_left <= self._max_prefill_rows
-        if near and sequence.step is not Step.RELEASED and sequence.num_wanted(scarce=self._scarce):
+        if sequence.step is Step.RELEASED or sequence.num_prefill_left > self._max_prefill_rows:
+            return
+        if sequence.num_wanted(scarce=self._scarce):
             self._hungry[sequence.seq_id] = sequence
 
     @property
