@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from space_router.config import ServeConfig
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
+from space_router.testing import Script
+from space_router.testing.scenario import ScriptedTableWorker
+from space_router.testing.tabletop import Tabletop
 
 Make = Callable[..., ValidRequest]
 
@@ -177,3 +181,32 @@ def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:
         assert not left, f"seed {seed}"
         assert len(set(out)) == len(out), f"seed {seed}"
         assert not queue._priorities, f"seed {seed}"
+
+
+def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch(request_of: Make) -> None:
+    script = Script(num_blocks=400, max_sequences=4)
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    flood = [table.engine.submit(request_of((10 + i % 200, 11 + i // 200), 20, key="many")) for i in range(600)]
+    for _ in range(50):
+        table.tick()
+    begun = sum(stream.statistics.queue_seconds is not None for stream in flood)
+    single = table.engine.submit(request_of((9, 9), 20, key="one"))
+    while single.statistics.queue_seconds is None:
+        table.tick()
+    assert sum(stream.statistics.queue_seconds is not None for stream in flood) - begun <= 2
+
+
+def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged(request_of: Make) -> None:
+    script = Script(num_blocks=400, max_sequences=1)
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000, priority_ageing=1.0))
+    patient = table.engine.submit(request_of((8, 8), 5, priority=2))  # runs at once
+    patient = table.engine.submit(request_of((8, 9), 5, priority=2))
+    served_at = None
+    for tick in range(400):
+        if tick % 4 == 0:
+            table.engine.submit(request_of((10 + tick // 4, 11), 5))
+        table.tick(0.01)
+        if served_at is None and patient.statistics.queue_seconds is not None:
+            served_at = table.now
+    assert served_at is not None
+    assert 2.0 <= served_at < 3.0  # two levels up, and then behind those that were there before
