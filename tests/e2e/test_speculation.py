@@ -57,3 +57,22 @@ def test_stop_strings_cut_at_the_character_whatever_the_drafts(live: Any) -> Non
         answer = live.complete(PROMPT, allowed_token_ids=allowed, stop="aaaaa", speculation=bound)
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "aaaaa")
+
+
+def test_a_prediction_is_taken_where_it_is_right_counted_and_changes_no_text(live: Any) -> None:
+    plain = live.complete(PROMPT, max_tokens=48, speculation="off", return_token_ids=True)["choices"][0]
+    before = live.metrics()
+    for content, most in ((plain["text"], 48), ("nothing of the kind. " * 9, 4)):
+        prediction = {"type": "content", "content": content}
+        answer = live.complete(PROMPT, max_tokens=48, prediction=prediction, return_token_ids=True)
+        assert answer["choices"][0]["token_ids"] == plain["token_ids"]
+        counts = answer["usage"]["completion_tokens_details"]
+        accepted, rejected = counts["accepted_prediction_tokens"], counts["rejected_prediction_tokens"]
+        assert 0 <= accepted <= most
+        assert accepted + rejected == len(live.http.post("/tokenize", json={"prompt": content}).json()["tokens"])
+    after = live.metrics()
+    for kind in ("drafted", "accepted"):
+        by_source = [name for name in after if name.startswith(f"spaceserve_{kind}_tokens_by_source_total")]
+        total = f"spaceserve_{kind}_tokens_total"
+        assert len(by_source) == 3
+        assert sum(after[name] - before[name] for name in by_source) == after[total] - before[total]
