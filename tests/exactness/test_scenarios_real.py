@@ -46,16 +46,22 @@ class TableWorker:
     def __init__(self, worker: Worker, life: int) -> None:
         worker.reset()
         self._worker, self._life = worker, life
+        self._max_prefill_rows = 0
         self.accepted: Counter[str] = Counter()
 
     def hello(self) -> pb.Hello:
         return self._worker.hello(f"life {self._life}")
 
     def apply(self, command: pb.Command) -> None:
+        if command.HasField("start"):
+            self._max_prefill_rows = command.start.max_prefill_rows
         self._worker.apply(command)
 
     def step(self) -> pb.StepReport | None:
         report = self._worker.step()
+        if report is not None:
+            assert report.stats.prefill_rows <= self._max_prefill_rows
+            assert report.stats.num_sequences <= self._worker.max_sequences
         for part in report.sequences if report is not None else ():
             if part.num_drafted:
                 share = part.num_accepted / part.num_drafted
