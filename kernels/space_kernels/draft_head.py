@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_kernels.law import MIN_TEMPERATURE, Law
+from space_kernels.law import Law
 from space_kernels.noise import gumbel
 
 NUM_CANDIDATES = 256
@@ -28,34 +29,52 @@ class DraftHeadForm(StrEnum):
         return 2 * hidden_size if self is DraftHeadForm.MLP else hidden_size
 
 
-def choose_candidates(logits: Tensor, ids: Tensor, laws: Sequence[Law], keys: Tensor, positions: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class LawColumns:
+    """What the choice among candidates needs of S laws, on the device. [S, 1] each; None: neutral for all."""
+
+    greedy: Tensor | None  # bool; None: all are
+    divisor: Tensor
+    top_k: Tensor | None  # as many as there are candidates where it is off
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, laws: Sequence[Law], device: torch.device) -> LawColumns:
+        """Float64, the precision of the choice."""
+        values = [[float(law.greedy), law.divisor, law.top_k or math.inf, law.top_p, law.min_p] for law in laws]
+        columns = torch.tensor(values, dtype=torch.float64, device=device)  # [S, 5]
+        greedy, divisor, top_k, top_p, min_p = columns.T[:, :, None]
+        return cls(
+            greedy=None if all(law.greedy for law in laws) else greedy > 0,
+            divisor=divisor,
+            top_k=top_k if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws) else None,
+            top_p=top_p,
+            min_p=min_p,
+        )
+
+
+def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tensor, positions: Tensor) -> Tensor:
     """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
 
     logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
     Truncation is over the candidates alone, typical-p is left out: a draft only has to be likely, not exact.
     """
-    greedy = torch.tensor([law.greedy for law in laws], device=logits.device)
-    first = ids.gather(1, logits.argmax(dim=1, keepdim=True))[:, 0]  # equal values: the lower id
-    if all(law.greedy for law in laws):
-        return first
-    M = logits.shape[1]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    z = logits.to(torch.float64) / column([max(law.temperature, MIN_TEMPERATURE) for law in laws])
-    if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws):
-        top_k = column([float(law.top_k or M) for law in laws])
-        top_p, min_p = column([law.top_p for law in laws]), column([law.min_p for law in laws])
+    first = ids.gather(1, logits.argmax(dim=1, keepdim=True))  # equal values: the lower id
+    if laws.greedy is None:
+        return first[:, 0]
+    z = logits.to(torch.float64) / laws.divisor
+    if laws.top_k is not None:
         ordered, order = torch.sort(z, dim=1, descending=True, stable=True)
-        rank = torch.arange(M, device=z.device)
-        probability = torch.softmax(ordered.masked_fill(rank >= top_k, -math.inf), dim=1)
+        rank = torch.arange(logits.shape[1], device=z.device)
+        probability = torch.softmax(ordered.masked_fill(rank >= laws.top_k, -math.inf), dim=1)
         before = probability.cumsum(dim=1) - probability
-        stays = (rank < top_k) & ((before < top_p) | (top_p >= 1.0)) & (probability >= min_p * probability[:, :1])
+        stays = (rank < laws.top_k) & ((before < laws.top_p) | (laws.top_p >= 1.0))
+        stays &= probability >= laws.min_p * probability[:, :1]
         stays[:, 0] = True
         z = z.masked_fill(~torch.zeros_like(stays).scatter(1, order, stays), -math.inf)
-    sampled = ids.gather(1, (z + gumbel(keys, positions, ids)).argmax(dim=1, keepdim=True))[:, 0]
-    return torch.where(greedy, first, sampled)
+    sampled = ids.gather(1, (z + gumbel(keys, positions, ids)).argmax(dim=1, keepdim=True))
+    return torch.where(laws.greedy, first, sampled)[:, 0]
 
 
 def propose(
@@ -65,7 +84,7 @@ def propose(
     bonus: Tensor,
     positions: Tensor,
     keys: Tensor,
-    laws: Sequence[Law],
+    laws: LawColumns,
     *,
     w1: Tensor,
     w2: Tensor,

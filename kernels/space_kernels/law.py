@@ -37,6 +37,11 @@ class Law:
         return self.temperature == 0.0
 
     @cached_property
+    def divisor(self) -> float:
+        """What logits are divided by."""
+        return 1.0 if self.greedy else max(self.temperature, MIN_TEMPERATURE)
+
+    @cached_property
     def penalises(self) -> bool:
         """The law needs counts of the ids before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

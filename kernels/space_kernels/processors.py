@@ -11,67 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from space_kernels.law import MIN_TEMPERATURE, Law
+from space_kernels.law import Law
 from space_kernels.ordering import first_columns
+from space_kernels.row import Row as Row
+from space_kernels.row import RowRuns
+from space_kernels.row import TokenCounts as TokenCounts
 
 _NEVER = -math.inf
 _FIRST_CANDIDATES = 256
 """Candidates sorted at first for a nucleus; rows that need more are sorted deeper. The result does not depend on it."""
-
-
-class TokenCounts:
-    """How often each id occurs in one sequence: what penalties need, kept up to date instead of counted again."""
-
-    def __init__(
-        self, ids: Sequence[int], num_prompt: int, vocab_size: int, device: torch.device | str = "cpu"
-    ) -> None:
-        known = torch.tensor(ids, dtype=torch.int64, device=device)
-        self.output = torch.bincount(known[num_prompt:], minlength=vocab_size)  # [V] int64
-        self.seen = torch.bincount(known, minlength=vocab_size) > 0  # [V] bool
-
-    def extend(self, ids: Sequence[int]) -> None:
-        """Count ids that were generated."""
-        new = torch.tensor(ids, dtype=torch.int64, device=self.output.device)
-        self.output.index_add_(0, new, torch.ones_like(new))
-        self.seen[new] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One choice to be made: by which law, and behind which ids."""
-
-    law: Law
-    ids: Sequence[int]  # known ids of the sequence: prompt, then output
-    num_prompt: int
-    tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
-    counts: TokenCounts | None = field(default=None)  # of `ids`; where None, they are counted again
-    num_unknown: int = 0  # ids not known yet between the prefix and the choice (for a mask's draft)
-
-    @property
-    def position(self) -> int:
-        """Absolute index of the token being chosen."""
-        return len(self.ids) + len(self.tail) + self.num_unknown
-
-    @property
-    def num_generated(self) -> int:
-        """Generated ids before this choice."""
-        return self.position - self.num_prompt
-
-    def ends_with(self, head: Sequence[int]) -> bool:
-        """Whether the prefix is known to end with these ids."""
-        if not head:
-            return True
-        if self.num_unknown or len(head) > self.position:
-            return False
-        missing = len(head) - len(self.tail)
-        behind = self.tail[len(self.tail) - len(head) :] if missing <= 0 else self.tail
-        before = self.ids[len(self.ids) - missing :] if missing > 0 else ()
-        return [*before, *behind] == list(head)
 
 
 def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
@@ -79,21 +32,24 @@ def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
 
     logits [N, V] float32 (overwritten and returned), N rows, banned_ids [B] int64 (impossible in every row).
     """
-    edit(logits, rows, banned_ids)
-    divide(logits, rows)
-    truncate(logits, rows)
+    runs = RowRuns.of(rows)
+    edit(logits, runs, banned_ids)
+    divide(logits, runs)
+    truncate(logits, runs)
     return logits
 
 
 def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
     """Bias, allowed and banned ids, min_tokens, bad words, penalties; in place."""
-    edited = [(number, row) for number, row in enumerate(rows) if row.law.edits]
-    _add_bias(logits, edited)
-    _keep_allowed(logits, edited)
+    edited = RowRuns.of(rows).rows(_edits)
+    if edited:
+        _add_bias(logits, edited)
+        _keep_allowed(logits, edited)
     if len(banned_ids):
         logits.index_fill_(1, banned_ids, _NEVER)
-    _ban(logits, edited)
-    _penalise(logits, edited)
+    if edited:
+        _ban(logits, edited)
+        _penalise(logits, edited)
 
 
 def _cells(cells: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -152,24 +108,38 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
     logits[numbers] = z - frequency * output
 
 
-def divide(logits: Tensor, rows: Sequence[Row]) -> None:
+def divide(logits: Tensor, rows: RowRuns) -> None:
     """÷ temperature, in place; rows at temperature 0 stay as they are."""
-    temperatures = [1.0 if row.law.greedy else max(row.law.temperature, MIN_TEMPERATURE) for row in rows]
-    if any(temperature != 1.0 for temperature in temperatures):
-        logits /= torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+    if any(run.law.divisor != 1.0 for run in rows.runs):
+        divisors = [law.divisor for law in rows.laws()]
+        logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
-def truncate(z: Tensor, rows: Sequence[Row]) -> None:
+def truncate(z: Tensor, rows: RowRuns) -> None:
     """top-k, top-p, min-p, typical-p; in place, on rows already divided by their temperature."""
-    nucleus = [n for n, row in enumerate(rows) if row.law.truncates and (row.law.top_k > 0 or row.law.top_p < 1.0)]
-    if nucleus:
-        z[nucleus] = _keep_first(z[nucleus], [rows[n].law for n in nucleus])
-    floored = [n for n, row in enumerate(rows) if row.law.truncates and row.law.min_p > 0.0]
-    if floored:
-        z[floored] = _keep_probable(z[floored], [rows[n].law.min_p for n in floored])
-    typical = [n for n, row in enumerate(rows) if row.law.truncates and row.law.typical_p < 1.0]
-    if typical:
-        z[typical] = _keep_typical(z[typical], [rows[n].law.typical_p for n in typical])
+    if not any(run.law.truncates for run in rows.runs):
+        return
+    if nucleus := rows.numbers(_has_nucleus):
+        z[nucleus] = _keep_first(z[nucleus], rows.laws(_has_nucleus))
+    if floored := rows.numbers(_has_floor):
+        z[floored] = _keep_probable(z[floored], [law.min_p for law in rows.laws(_has_floor)])
+    if typical := rows.numbers(_is_typical):
+        z[typical] = _keep_typical(z[typical], [law.typical_p for law in rows.laws(_is_typical)])
+
+
+_edits = attrgetter("edits")
+
+
+def _has_nucleus(law: Law) -> bool:
+    return law.truncates and (law.top_k > 0 or law.top_p < 1.0)
+
+
+def _has_floor(law: Law) -> bool:
+    return law.truncates and law.min_p > 0.0
+
+
+def _is_typical(law: Law) -> bool:
+    return law.truncates and law.typical_p < 1.0
 
 
 def _keep_first(z: Tensor, laws: list[Law]) -> Tensor:

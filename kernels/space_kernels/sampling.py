@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from space_kernels.law import Law
 from space_kernels.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
 from space_kernels.ordering import first_columns
-from space_kernels.processors import Row, process
+from space_kernels.processors import process
+from space_kernels.row import Row, RowRuns
 
 _LOUD_NOISE = 6.0
 _LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
@@ -34,17 +36,25 @@ def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choi
 
     logits [N, V] float32 raw (overwritten), N rows, banned_ids [B] int64: never chosen.
     """
-    process(logits, rows, banned_ids)
+    runs = RowRuns.of(rows)
+    process(logits, runs, banned_ids)
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
     usable = logits.gather(1, first)[:, 0].isfinite()
     chosen = first[:, 0]
-    sampled = [number for number, row in enumerate(rows) if not row.law.greedy]
-    if sampled:
-        keys = torch.tensor([rows[n].law.key for n in sampled], device=logits.device)
-        positions = torch.tensor([rows[n].position for n in sampled], device=logits.device)
-        z = logits if len(sampled) == len(rows) else logits[sampled]
-        chosen[sampled] = sample(z, keys, positions)
+    laws = runs.laws(_is_sampled)
+    if laws:
+        keys = torch.tensor([law.key for law in laws], device=logits.device)
+        positions = torch.tensor(runs.positions(_is_sampled), device=logits.device)
+        if len(laws) == len(runs):
+            chosen = sample(logits, keys, positions)
+        else:
+            sampled = runs.numbers(_is_sampled)
+            chosen[sampled] = sample(logits[sampled], keys, positions)
     return Choice(chosen, usable)
+
+
+def _is_sampled(law: Law) -> bool:
+    return not law.greedy
 
 
 def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,3 +30,14 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
     lengths = accepted + 1
     kept = torch.arange(k + 1, device=drafts.device) < lengths[:, None]  # [S, k+1]
     return Verdict(accepted, torch.where(kept, samples, 0), lengths)
+
+
+def num_accepted(samples: Sequence[int], drafts: Sequence[int]) -> int:
+    """The same for one sequence whose samples are on the host: a, the length of the longest agreeing prefix.
+
+    samples: what the root and each of the live drafts chose, one more than drafts.
+    """
+    for count, draft in enumerate(drafts):
+        if samples[count] != draft:
+            return count
+    return len(drafts)

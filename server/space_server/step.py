@@ -12,9 +12,11 @@ from collections.abc import Sequence as Run
 from dataclasses import dataclass, field
 
 import torch
-from space_kernels.processors import Row
+from space_kernels.attention_plan import AttentionPlan
+from space_kernels.bucket_pattern import PlanKey
+from space_kernels.row import Row, RowRun, RowRuns
 from space_kernels.sampling import IdLogprobs, choose_rows, log_probabilities
-from space_kernels.verdict import verify
+from space_kernels.verdict import num_accepted
 from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
 from torch import Tensor
@@ -25,6 +27,7 @@ from space_server.drafts import BY_MASKS, Origin, Proposal
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.step_model import StepModel
+from space_server.stopwatch import Stopwatch
 from space_server.synthetic import SyntheticAcceptance
 
 _LOGPROB_ROWS = 64
@@ -60,11 +63,20 @@ class Advance:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of one step, by phase."""
+    """Seconds of one step.
+
+    The first three are model computation: calls into the network and its heads, and tensor work over the vocabulary.
+    What a step takes besides is host time; the parts of it that a step knows of are told apart below.
+    """
 
     forward: float = 0.0  # network, and the head over the chain rows
-    sample: float = 0.0  # processors, noise, verdict, log-probabilities
-    draft: float = 0.0  # the head over the accepted groups, draft head, choice of drafts
+    sample: float = 0.0  # processors, noise and choice over the vocabulary, log-probabilities
+    draft: float = 0.0  # the head over the accepted groups, candidates, draft head
+
+    pack: float = 0.0  # host: rows of the segments
+    attend: float = 0.0  # host: attention plan
+    judge: float = 0.0  # host: laws of the rows, verdict, ends
+    propose: float = 0.0  # host: whose drafts, and which rows they come from
 
 
 class Stepper:
@@ -84,6 +96,8 @@ class Stepper:
         self._draft_source = draft_source
         self._synthetic = synthetic
         self._clock = clock
+        self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
+        self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
         self._not_drafted = frozenset(facts.mask_ids)
@@ -91,8 +105,9 @@ class Stepper:
     @torch.inference_mode()
     def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
         """Run the plans in one forward pass. Adds the seconds each phase took to `times`."""
-        started = self._clock()
-        facts = self.model.facts
+        clock, facts = self._clock, self.model.facts
+        sampling, drafting = self._sampling.seconds, self._drafting.seconds
+        started = clock()
         batch = ForwardBatch.build(
             [plan.segment for plan in plans],
             block_size=self.kv.block_size,
@@ -100,74 +115,84 @@ class Stepper:
             adapter_masks=[adapter.num_masks for adapter in facts.adapters],
             device=facts.device,
         )
+        packed = clock()
+        for key in self._plan_keys:
+            AttentionPlan.of(batch.rows, key)
+        advances = [Advance(plan) for plan in plans]
+        closing = [advance for advance in advances if advance.plan.closes]
+        chosen = _choosing_rows(batch, plans, len(closing))
+        planned = clock()
         hidden = self.model.forward(batch, self.kv)  # [R, hidden]
         self.num_forwards += 1
-        advances = [Advance(plan) for plan in plans]
-        closing = [number for number, plan in enumerate(plans) if plan.closes]
-        logits = self._chain_logits(batch, hidden, plans, closing)
-        forwarded = self._clock()
+        if not closing:
+            logits = hidden.new_empty(0, facts.vocab_size, dtype=torch.float32)
+        else:
+            logits = self.model.logits(hidden[chosen])
+        forwarded = clock()
+        self._plan_keys = tuple(batch.rows.plans)
         if closing:
-            self._judge([advances[number] for number in closing], logits)
+            self._judge(closing, logits)
         for number, advance in enumerate(advances):
             if advance.plan.sequence.num_prompt_logprobs is not None:
-                advance.prompt_logprobs = self._prompt_logprobs(advance.plan, hidden, batch.chain_rows[number])
-        judged = self._clock()
+                with self._sampling:
+                    advance.prompt_logprobs = self._prompt_logprobs(advance.plan, hidden, batch.chain_rows[number])
+        judged = clock()
         self._draft(batch, hidden, advances)
-        times.forward += forwarded - started
-        times.sample += judged - forwarded
-        times.draft += self._clock() - judged
+        drafted = clock()
+        sampling, drafting = self._sampling.seconds - sampling, self._drafting.seconds - drafting
+        times.forward += forwarded - planned
+        times.sample += sampling
+        times.draft += drafting
+        times.pack += packed - started
+        times.attend += planned - packed
+        times.judge += judged - forwarded - sampling
+        times.propose += drafted - judged - drafting
         return advances
 
-    def _chain_logits(self, batch: ForwardBatch, hidden: Tensor, plans: Run[Plan], closing: Run[int]) -> Tensor:
-        """Roots and live drafts of the closing plans, one after the other: [N, V]."""
-        rows = [row for n in closing for row in batch.chain_rows[n][-1 - plans[n].layout.num_drafts :]]
-        if not rows:
-            return hidden.new_empty(0, self.model.facts.vocab_size, dtype=torch.float32)
-        return self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
-
     def _judge(self, advances: Run[Advance], logits: Tensor) -> None:
-        """Choose at every chain row, accept the drafts that agree, cut at the first end. logits [N, V] raw."""
-        rows = [row for advance in advances for row in _chain_choices(advance.plan)]
-        first = [0]
-        for advance in advances:
-            first.append(first[-1] + advance.plan.layout.num_drafts + 1)
-        raw = {
-            n: logits[first[n] : first[n + 1]].clone()
-            for n, advance in enumerate(advances)
-            if advance.plan.sequence.num_logprobs is not None
-        }
-        choice = choose_rows(logits, rows, self._banned)
+        """Choose at every chain row, accept the drafts that agree, cut at the first end.
 
-        live = [advance.plan.layout.num_drafts for advance in advances]
-        k = max(live)
-        column = torch.arange(k + 1, device=logits.device)
-        num_live = torch.tensor(live, device=logits.device)
-        at = torch.tensor(first[:-1], device=logits.device)[:, None] + torch.minimum(column, num_live[:, None])
-        drafts = torch.tensor(
-            [advance.plan.drafts + [0] * (k - d) for advance, d in zip(advances, live, strict=True)],
-            dtype=torch.int64,
-            device=logits.device,
-        ).view(len(advances), k)
-        verdict = verify(choice.ids[at], drafts, num_live)
-        accepted, emitted = verdict.accepted.tolist(), verdict.emitted.tolist()
-        usable = choice.usable[at].tolist()
-
+        logits [N, V] raw, of the root and the live drafts of each in turn.
+        """
+        rows = RowRuns([_choices(advance.plan) for advance in advances])
+        raw: dict[int, Tensor] = {}
+        first = 0
         for n, advance in enumerate(advances):
-            sequence, made = advance.plan.sequence, emitted[n][: accepted[n] + 1]
-            if not usable[n][0]:
-                advance.error = (
-                    f"No id can be chosen at position {rows[first[n]].position}: "
-                    "the logits are not finite, or every id is forbidden."
-                )
-                continue
-            if not all(usable[n][: len(made)]):
-                # What stands before the row without a choice stands alone too; the next step has that row for its root.
-                made = made[: usable[n].index(False)]
+            count = advance.plan.layout.num_drafts + 1
+            if advance.plan.sequence.num_logprobs is not None:
+                raw[n] = logits[first : first + count].clone()
+            first += count
+        with self._sampling:
+            choice = choose_rows(logits, rows, self._banned)
+            ids, usable = choice.ids.tolist(), choice.usable.tolist()
+        all_usable = all(usable)
+        first = 0
+        for n, advance in enumerate(advances):
+            plan, sequence = advance.plan, advance.plan.sequence
+            drafts = plan.drafts
+            samples = ids[first : first + len(drafts) + 1]
+            accepted = num_accepted(samples, drafts)
+            made = samples[: accepted + 1]
+            if not all_usable:
+                fit = usable[first : first + len(made)]
+                if not fit[0]:
+                    advance.error = (
+                        f"No id can be chosen at position {len(sequence.ids)}: "
+                        "the logits are not finite, or every id is forbidden."
+                    )
+                    first += len(samples)
+                    continue
+                if not all(fit):
+                    # What stands before the row without a choice stands alone too; the next step has that row for its
+                    # root.
+                    made = made[: fit.index(False)]
+            first += len(samples)
             count, advance.end = sequence.limits.cut(made, sequence.num_left)
             advance.tokens = made[:count]
-            advance.num_accepted = min(accepted[n], count)
+            advance.num_accepted = min(accepted, count)
             if n in raw:
-                advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
+                with self._sampling:
+                    advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
 
     def _prompt_logprobs(self, plan: Plan, hidden: Tensor, rows: range) -> list[IdLogprobs]:
         """Row i predicts id i+1: those of them that are prompt."""
@@ -218,7 +243,9 @@ class Stepper:
                 advance.draft_depth = depth
                 by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, rows))
-        for (advance, proposal), drafts in zip(by_masks, draft(self.model, hidden, runs, self._banned), strict=True):
+        for (advance, proposal), drafts in zip(
+            by_masks, draft(self.model, hidden, runs, self._banned, self._drafting), strict=True
+        ):
             advance.drafts = self._valid(drafts)
             if self._synthetic is not None:
                 advance.drafts = self._synthetic.drafts(
@@ -246,10 +273,25 @@ class Stepper:
         return drafts
 
 
-def _chain_choices(plan: Plan) -> list[Row]:
+def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> Tensor | slice:
+    """The rows of the step at which an id is chosen: roots and live drafts of the closing plans, one after the other.
+
+    They are the first ones where nobody has other pending ids.
+    """
+    num_drafts = sum(plan.layout.num_drafts for plan in plans)
+    if num_closing == len(plans) and batch.num_chain_rows == num_closing + num_drafts:
+        return slice(batch.num_chain_rows)
+    chains = zip(plans, batch.chain_rows, strict=True)
+    rows = [row for plan, chain in chains if plan.closes for row in chain[-1 - plan.layout.num_drafts :]]
+    return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
+
+
+def _choices(plan: Plan) -> RowRun:
     """The choices of the root and of each draft, behind the hypothetical prefix that each of them closes."""
-    sequence, drafts = plan.sequence, plan.drafts
-    return [
-        Row(sequence.law, sequence.ids, sequence.num_prompt, tail=drafts[:i], counts=sequence.counts)
-        for i in range(len(drafts) + 1)
-    ]
+    sequence = plan.sequence
+
+    def row(number: int) -> Row:
+        tail = sequence.drafts[:number]
+        return Row(sequence.law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts)
+
+    return RowRun(sequence.law, len(sequence.ids), plan.layout.num_drafts + 1, row)

@@ -1,6 +1,7 @@
 """The matrix is not blind: each of these faults, put into the worker on purpose, makes it fail."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ from space_eval.desk import DeskError
 from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import Cell
 from space_kernels.paging import StepRows
-from space_kernels.processors import Row
+from space_kernels.row import Row, RowRuns
 from space_kernels.row_pattern import Ints
-from space_kernels.verdict import Verdict
 from space_model import llama_network
 from space_model.forward_batch import ForwardBatch, Segment
 from space_server.limits import End, Limits
@@ -23,7 +23,14 @@ Fault = Callable[[Patch], None]
 
 def noise_of_the_root(patch: Patch) -> None:
     """Every row of a chain draws the noise of the chain's first position."""
-    patch.setattr(Row, "position", property(lambda row: len(row.ids)))
+    positions = RowRuns.positions
+
+    def of_the_root(rows: RowRuns, *args: Any) -> list[int]:
+        rows.runs = [replace(run, position=run.position - number) for run in rows.runs for number in range(run.count)]
+        rows.runs = [replace(run, count=1) for run in rows.runs]
+        return positions(rows, *args)
+
+    patch.setattr(RowRuns, "positions", of_the_root)
 
 
 def forgotten_drafts(patch: Patch) -> None:
@@ -108,11 +115,10 @@ def leaking_masks(patch: Patch) -> None:
 def agreement_anywhere(patch: Patch) -> None:
     """Drafts that agree are counted, wherever they stand."""
 
-    def count(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
-        accepted = (samples[:, :-1] == drafts).sum(dim=1)
-        return Verdict(accepted, samples, accepted + 1)
+    def count(samples: Sequence[int], drafts: Sequence[int]) -> int:
+        return sum(sample == draft for sample, draft in zip(samples, drafts, strict=False))
 
-    patch.setattr("space_server.step.verify", count)
+    patch.setattr("space_server.step.num_accepted", count)
 
 
 def one_seed_for_all(patch: Patch) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from space_kernels.draft_head import DraftHeadForm, choose_candidates, propose
+from space_kernels.draft_head import DraftHeadForm, LawColumns, choose_candidates, propose
 from space_kernels.law import Law
 from space_kernels.processors import Row
 from space_kernels.sampling import choose_rows
@@ -39,7 +39,8 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
 
     def run(at: slice) -> torch.Tensor:
         return propose(
-            hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at], LAWS[at],
+            hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at],
+            LawColumns.of(LAWS[at], hidden.device),
             w1=w1, w2=w2, embedding_scale=2.0, form=form,
             embed=lambda chosen: E[chosen],
             logits_of=lambda h, of: (E[of] * h[:, None]).sum(-1),
@@ -65,6 +66,6 @@ def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
     logits = tensors(9, len(LAWS), VOCAB)
     ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
     keys, positions = torch.tensor([law.key for law in LAWS]), torch.tensor([1, 2, 3, 4])
-    drafts = choose_candidates(logits, ids, LAWS, keys, positions)
+    drafts = choose_candidates(logits, ids, LawColumns.of(LAWS, logits.device), keys, positions)
     rows = [Row(law, ids=(0,) * (n + 1), num_prompt=1) for n, law in enumerate(LAWS)]
     assert drafts.tolist() == choose_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()

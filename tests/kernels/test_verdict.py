@@ -1,7 +1,7 @@
 """The verdict accepts the longest agreeing prefix of live drafts, in every row of a batch by itself."""
 
 import torch
-from space_kernels.verdict import verify
+from space_kernels.verdict import num_accepted, verify
 
 
 def test_every_accepted_length_in_one_batch() -> None:
@@ -26,3 +26,14 @@ def test_agreement_behind_a_disagreement_does_not_count() -> None:
 def test_without_drafts_the_sample_is_the_bonus() -> None:
     verdict = verify(torch.tensor([[7], [8]]), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 0]))
     assert (verdict.accepted.tolist(), verdict.emitted.tolist()) == ([0, 0], [[7], [8]])
+
+
+def test_one_sequence_on_the_host_is_judged_as_it_is_in_a_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randint(0, 2, (100, 5), generator=generator)
+    drafts = torch.randint(0, 2, (100, 4), generator=generator)
+    live = torch.randint(0, 5, (100,), generator=generator)
+    accepted = verify(samples, drafts, live).accepted.tolist()
+    assert set(accepted) == {0, 1, 2, 3, 4}
+    for of_row, chosen, drafted, count in zip(accepted, samples.tolist(), drafts.tolist(), live.tolist(), strict=True):
+        assert num_accepted(chosen[: count + 1], drafted[:count]) == of_row
