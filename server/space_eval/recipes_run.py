@@ -24,7 +24,8 @@ from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.session import held_out_rows, load_base, packed
 from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.trainer import TrainResult, train
+from space_train.train_result import TrainResult
+from space_train.trainer import train
 from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 

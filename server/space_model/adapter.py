@@ -25,11 +25,12 @@ class Adapter:
     name: str  # as requests ask for it
     gated: GatedLora
     draft_head: DraftHeadWeights | None
+    acceptance: tuple[float, ...] = ()  # as its section says
 
     @property
     def facts(self) -> AdapterFacts:
         """In numbers."""
-        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None)
+        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
 
     @classmethod
     def read(
@@ -52,7 +53,7 @@ class Adapter:
         head = None
         if section.draft_head is not None:
             head = load_draft_head(folder, section.draft_head, hidden_size=hidden_size, dtype=dtype, device=device)
-        return cls(name, gated, head)
+        return cls(name, gated, head, section.acceptance)
 
     @classmethod
     def open(

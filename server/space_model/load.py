@@ -102,6 +102,7 @@ def load_model(
         kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * number.itemsize,
         attention="torch",
         num_threads=torch.get_num_threads(),
+        acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
     )
     return _assemble(model, config, facts, draft_head, drafting)

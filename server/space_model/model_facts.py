@@ -14,6 +14,7 @@ class AdapterFacts:
     name: str  # as requests ask for it; "" is the checkpoint's own
     num_masks: int
     has_draft_head: bool
+    acceptance: tuple[float, ...] = ()  # as of ModelFacts
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ModelFacts:
     kv_bytes_per_token: int  # keys and values of one slot in all layers
     attention: str  # the attention implementation in use
     num_threads: int  # threads of one product on the CPU
+    acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
 
     @property

@@ -32,6 +32,7 @@ class SpaceSection:
     adapter: str | None  # file or folder beside config.json
     num_masks: int | None  # masks per group; None: as many as the adapter has
     draft_head: DraftHeadSection | None
+    acceptance: tuple[float, ...] = ()  # chance of draft 1, 2, … given those before it, as measured; empty: unknown
 
     @classmethod
     def parse(
@@ -72,7 +73,8 @@ class SpaceSection:
                     f"Mask id {id} is outside the vocabulary of {vocab_size}. "
                     "`spaceserve convert` adds mask rows to a checkpoint."
                 )
-        return cls(tuple(ids), None, count, _draft_head(section.get("draft_head")) if ids else None)
+        head = _draft_head(section.get("draft_head")) if ids else None
+        return cls(tuple(ids), None, count, head, _acceptance(section.get("acceptance")))
 
     @classmethod
     def _gated(
@@ -90,7 +92,15 @@ class SpaceSection:
             raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count!r}.")
         if count == 0:
             return cls((), None, 0, None)
-        return cls((), adapter, count, _draft_head(section.get("draft_head")))
+        return cls((), adapter, count, _draft_head(section.get("draft_head")), _acceptance(section.get("acceptance")))
+
+
+def _acceptance(section: object) -> tuple[float, ...]:
+    if section is None:
+        return ()
+    if not isinstance(section, list) or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in section):
+        raise InvalidSpaceSection(f'"acceptance" in the space section of config.json must be chances; got {section!r}.')
+    return tuple(float(p) for p in section)
 
 
 def _draft_head(section: object) -> DraftHeadSection | None:

@@ -98,8 +98,11 @@ class Worker:
         self._controller = controller or MeasuredController(self.cost)
         self._prefill_seconds = prefill_seconds
         self._shapes = {
-            number: AcceptanceShape(TYPICAL, max(1, num_masks))
-            for number, num_masks in ((None, facts.num_masks), *enumerate(a.num_masks for a in facts.adapters))
+            number: AcceptanceShape(prior or TYPICAL, max(1, num_masks))
+            for number, prior, num_masks in (
+                (None, facts.acceptance, facts.num_masks),
+                *((number, adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)),
+            )
         }  # by adapter
         self._clock = clock
         self._default_prefill_rows = max_prefill_rows

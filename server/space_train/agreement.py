@@ -64,9 +64,13 @@ def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8
     return figures
 
 
+def draft_agreement(figures: Measures) -> list[float]:
+    """Of draft 1, 2, …: the head's where there is one."""
+    name = "head" if "head_1" in figures else "mask"
+    return [value for key, value in figures.items() if key.startswith(f"{name}_")]
+
+
 def tokens_per_step(figures: Measures) -> float:
     """1 + Σ_j Π_{i≤j} of the agreements, the head's where there is one: what greedy steps would yield if agreement did
     not depend on what came before."""
-    name = "head" if "head_1" in figures else "mask"
-    shares = [value for key, value in figures.items() if key.startswith(f"{name}_")]
-    return float(1.0 + np.cumprod(shares).sum())
+    return float(1.0 + np.cumprod(draft_agreement(figures)).sum())

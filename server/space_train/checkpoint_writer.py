@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,16 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def write_checkpoint(
-    trainee: Trainee, weights: Mapping[str, Tensor], source: Checkpoint, folder: Path, *, dtype: torch.dtype | None
+    trainee: Trainee,
+    weights: Mapping[str, Tensor],
+    source: Checkpoint,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    acceptance: Sequence[float] = (),
 ) -> None:
     """Write `trainee` to `folder`. `weights`: its state, whole; `source`: what it was trained from; `dtype` to write
-    (None: as read).
+    (None: as read); `acceptance`: of draft 1, 2, …, as held-out text says: a server begins with it.
 
     Where the base did not move its files are linked, or copied where the file system has no links. Raises OSError where
     there is no room.
@@ -49,6 +55,8 @@ def write_checkpoint(
     config.pop("space", None)
     if plan.has_masks:
         config["space"] = space_section(trainee)
+        if acceptance:
+            config["space"]["acceptance"] = [round(chance, 3) for chance in acceptance]
     number = torch.float32 if dtype is None else dtype
     if trainee.adapters is not None:
         trainee.adapters.export(number).save(folder / GATED_LORA_FILE)

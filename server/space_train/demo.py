@@ -35,14 +35,21 @@ from space_train.session import load_base
 from space_train.sources import all_sources
 from space_train.stage import Measures
 from space_train.token_rows import TokenRows
-from space_train.tokenizer import FIRST_MASK_ID, PAD_ID, SPECIAL_TOKENS, train_tokenizer, write_tokenizer
+from space_train.tokenizer import (
+    END_OF_TEXT_ID,
+    FIRST_MASK_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    train_tokenizer,
+    write_tokenizer,
+)
 from space_train.train_batch import Texts
 from space_train.train_plan import Method, TrainPlan
 from space_train.trainee import Trainee
 from space_train.trainer import train
-from space_train.unlearn_loops import UnlearnPlan, unlearn_loops
+from space_train.unlearn_loops import LoopsToUnlearn
 
-STAGES = ("corpus", "tokenizer", "tokens", "next-token", "unlearn-loops", "own-text", "space", "head", "export")
+STAGES = ("corpus", "tokenizer", "tokens", "next-token", "own-text", "space", "head", "export")
 STREAMS = ("files", "functions")
 FUNCTION_SHARE = 0.4
 OWN_SHARE = 1 / 3
@@ -54,7 +61,7 @@ DESCRIPTION = """\
 Train the embedded model from nothing: gather permissively licensed Python, train a tokenizer, a small Llama, its mask
 tokens and its draft head, and export a checkpoint with its card.
 
-Stages, in order: corpus, tokenizer, tokens, next-token, unlearn-loops, own-text, space, head, export. Each leaves its
+Stages, in order: corpus, tokenizer, tokens, next-token, own-text, space, head, export. Each leaves its
 result under --out; a stage whose result is there is not run again, and a stage that was killed continues from its last
 checkpoint (at most 90 seconds old). To repeat a stage, delete its result and those after it.
 
@@ -92,18 +99,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of so many updates, one unlearns made-up loops; 0: none (default: 0)",
     )
     budget.add_argument(
-        "--unlearn-minutes",
+        "--unlearn-weight",
         type=float,
-        default=0,
-        help="unlearn loops of its own, minutes; mask training takes most of it back (default: 0)",
-    )
-    budget.add_argument(
-        "--unlearn-share", type=float, default=0.4, help="of the way that the weights go there (default: 0.4)"
+        default=0.0,
+        help="weight of unlearning the model's own loops beside masks and head; 0: none (default: 0)",
     )
     budget.add_argument("--own-texts", type=int, default=1024, help="texts the base writes itself (default: 1024)")
     budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
     budget.add_argument(
         "--head-minutes", type=float, default=0, help="draft head alone, minutes; 0: never (default: 0)"
+    )
+    budget.add_argument(
+        "--space-rate",
+        type=float,
+        default=1.0,
+        help="factor of the learning rates of masks and head; what has settled wants less (default: 1)",
     )
     budget.add_argument("--tokens-per-step", type=int, default=8192, help="next-token batch (default: 8192)")
     budget.add_argument("--rows-per-step", type=int, default=8, help="rows of 256 in a mask batch (default: 8)")
@@ -209,25 +219,6 @@ class Recipe:
         counters = pretrain(network, self.streams, losses, plan, budget, checkpoint, ends_line=ends_line)
         record = StageRecord("next token", counters.elapsed_seconds / 60, counters.num_tokens, counters.history)
         self.stages.append(record)
-        self.network = network
-
-    def unlearn_loops(self) -> None:
-        """Let the network leave its loops, and write it to `base`, a plain checkpoint."""
-        options, network = self.options, self.network
-        if options.unlearn_minutes:
-
-            def losses() -> Measures:
-                return bits_per_byte(network, self.held_out, self.bytes_of_id)
-
-            before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-            plan, budget = UnlearnPlan(seed=options.seed), Budget(minutes=options.unlearn_minutes)
-            counters = unlearn_loops(network, self.streams, losses, plan, budget, self.out / "unlearn_loops.pt")
-            minutes = counters.elapsed_seconds / 60
-            # Part of the way: the mean of the weights before and behind keeps most of what each has.
-            for name, tensor in network.state_dict().items():
-                tensor.copy_(torch.lerp(before[name], tensor, options.unlearn_share))
-            history = [*counters.history, {"tokens": float(counters.num_tokens), **losses()}]
-            self.stages.append(StageRecord("unlearn loops", minutes, counters.num_tokens, history))
         if not (self.out / "base" / "config.json").exists():
             export(network, self.tokenizer_folder, self.out / "base", dtype=torch.float32)
             if options.start_from is not None:
@@ -252,7 +243,7 @@ class Recipe:
     def space(self, *, head_alone: bool) -> Path:
         """Masks and head on the base, or the head alone on what that gave; the folder of the checkpoint."""
         options = self.options
-        share = 1.0 if options.start_from is None else 0.4  # of the rates: what has settled is not thrown about
+        share = options.space_rate  # of the rates
         plan = TrainPlan(
             method=Method.HEAD if head_alone else Method.FULL,
             budget=Budget(minutes=options.head_minutes if head_alone else options.space_minutes),
@@ -280,6 +271,7 @@ class Recipe:
             tokenizer_size=self.shape.vocab_size,
             given_mask_ids=self.mask_ids,
             held_out=self.held_out_texts(),
+            beside=None if head_alone else self.loops(),
             dtype=torch.bfloat16,
         )
         counters = result.counters
@@ -287,6 +279,14 @@ class Recipe:
         name = "draft head alone" if head_alone else "masks and head"
         self.stages.append(StageRecord(name, counters.seconds / 60, counters.num_tokens, history))
         return out / "model"
+
+    def loops(self) -> LoopsToUnlearn | None:
+        """The model's own loops, where it is to unlearn them: mostly behind starts of functions, as it is prompted."""
+        weight = self.options.unlearn_weight
+        if not weight:
+            return None
+        streams = [(self.streams["functions"], 22), (self.streams["files"], 10)]
+        return LoopsToUnlearn(streams, END_OF_TEXT_ID, PAD_ID, range(1, len(SPECIAL_TOKENS)), weight=weight)
 
     def rows(self, plan: TrainPlan) -> MixedRows:
         """Files and functions, and a third of own text where there is any."""
@@ -353,8 +353,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     recipe = Recipe(options)
     recipe.next_token()
-    if last >= STAGES.index("unlearn-loops"):
-        recipe.unlearn_loops()
     if last >= STAGES.index("own-text"):
         recipe.own_text()
     if last < STAGES.index("space"):

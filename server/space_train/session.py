@@ -25,7 +25,8 @@ from space_train.run_report import write_report
 from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.trainer import TrainResult, on_cpu, train
+from space_train.train_result import TrainResult
+from space_train.trainer import on_cpu, train
 
 MOST_HELD_OUT_ROWS = 64
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"

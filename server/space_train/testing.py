@@ -18,7 +18,8 @@ from space_train.packed_examples import PackedExamples
 from space_train.schedule import Budget
 from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.trainer import TrainResult, train
+from space_train.train_result import TrainResult
+from space_train.trainer import train
 
 FIRST_ID, VOCABULARY = 16, 128
 """Random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint."""

@@ -13,9 +13,9 @@ import json
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -23,14 +23,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint import Checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from space_train import sharding
-from space_train.agreement import held_out_figures, tokens_per_step
+from space_train.agreement import draft_agreement, held_out_figures, tokens_per_step
 from space_train.checkpoint_writer import write_checkpoint
 from space_train.flops import ModelCost, flops_of
 from space_train.interruption import Interrupted, interruptions
@@ -41,36 +41,19 @@ from space_train.stage import Measures, load_checkpoint, save_atomically
 from space_train.starting_point import starting_point
 from space_train.train_batch import Texts, train_batch
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.train_result import Counters, TrainResult
+from space_train.trainee import Trainee
 
 STATE_FILE = "state.pt"
 
 
-@dataclass
-class Counters:
-    """How far a run has come."""
+class Beside(Protocol):
+    """Something that every update learns besides its rows: a function of the weights, the update's number, and what it
+    keeps between updates."""
 
-    step: int = 0
-    num_tokens: int = 0  # real tokens read
-    num_masks: int = 0  # mask rows learnt from
-    flops: float = 0.0
-    seconds: float = 0.0
-    curve: list[Measures] = field(default_factory=list)  # an entry for each look at the held-out rows
-    losses: list[float] = field(default_factory=list)  # of each update
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run gave."""
-
-    folder: Path | None  # of the checkpoint; None where the run was stopped before its end
-    counters: Counters
-    peak_bytes: int  # most memory of the process, or of its GPU
-    num_processes: int = 1
-
-    @property
-    def final(self) -> Measures:
-        """The last held-out figures."""
-        return self.counters.curve[-1] if self.counters.curve else {}
+    def loss(self, trainee: Trainee, step: int) -> Tensor: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 def train(
@@ -85,6 +68,7 @@ def train(
     held_out: Texts | None = None,
     dtype: torch.dtype | None = None,
     before: Mapping[str, float] | None = None,
+    beside: Beside | None = None,
     export: bool = True,
     progress: bool = True,
     stop_after_steps: int | None = None,
@@ -93,9 +77,12 @@ def train(
     """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
 
     `given_mask_ids`: for methods that use ids; `before`: compute spent already, as counters' values (`flops`, say).
-    A run that `out` holds is resumed. `stop_after_steps` ends this call early and leaves the run resumable.
+    `beside`: what else every update learns. A run that `out` holds is resumed. `stop_after_steps` ends this call early
+    and leaves the run resumable.
     """
-    run = Run(model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids)
+    run = Run(
+        model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
+    )
     if before and run.counters.step == 0:
         run.counters = Counters(**asdict(run.counters) | dict(before))
     with interruptions() as told_to_stop:
@@ -122,8 +109,9 @@ class Run:
         *,
         tokenizer_size: int,
         given_mask_ids: list[int] | None,
+        beside: Beside | None = None,
     ) -> None:
-        self.plan, self.data, self.out = plan, data, out
+        self.plan, self.data, self.out, self.beside = plan, data, out, beside
         self.checkpoint = Checkpoint.open(source)
         if (out / "model").exists() and self.checkpoint.home.resolve() == (out / "model").resolve():
             raise InvalidPlan(f"The result would overwrite the model it is trained from, {source}: give another --out.")
@@ -137,6 +125,8 @@ class Run:
                 f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {self.accelerator.num_processes} "
                 f"processes times the {plan.accumulate} parts of an update."
             )
+        if beside is not None and self.accelerator.num_processes > 1:
+            raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
         generator = torch.Generator().manual_seed(plan.seed)
         trainee = starting_point(model, self.checkpoint, plan, generator, tokenizer_size, given_mask_ids)
         self.cost = ModelCost.of(trainee)
@@ -260,6 +250,13 @@ class Run:
                 # Gradients are averaged over processes; these losses are to be added.
                 accelerator.backward(total * accelerator.num_processes)
             sums += torch.stack((losses.next_token, losses.masks, losses.head)).detach().float()
+        extra = 0.0
+        if self.beside is not None:
+            with self._in_precision():
+                other = self.beside.loss(self.trainee, counters.step)
+            if other.requires_grad:
+                accelerator.backward(other)
+            extra = float(other.detach())
         self.optimiser.step(multiplier)
         sums = accelerator.reduce(sums, reduction="sum").cpu()
         counters.step += 1
@@ -274,8 +271,8 @@ class Run:
         if plan.has_head:
             measures["head"] = float(sums[2]) / num_masks
         weights = {"loss": 1.0, "masks": plan.mask_loss_weight, "head": plan.head_loss_weight}
-        counters.losses.append(sum(weights[name] * value for name, value in measures.items()))
-        return measures
+        counters.losses.append(sum(weights[name] * value for name, value in measures.items()) + extra)
+        return measures if self.beside is None else measures | {"beside": extra}
 
     def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """A part of an update: gradients are added up between processes in the last one alone."""
@@ -296,7 +293,8 @@ class Run:
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             run = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
-            save_atomically(run | state, self.out / STATE_FILE)
+            beside = {} if self.beside is None else {"beside": self.beside.state_dict()}
+            save_atomically(run | state | beside, self.out / STATE_FILE)
 
     def export(self, dtype: torch.dtype | None) -> Path | None:
         """Write the checkpoint to `out/model`, from the main process."""
@@ -306,7 +304,14 @@ class Run:
         folder = self.out / "model"
         if self.accelerator.is_main_process:
             try:
-                write_checkpoint(self.trainee, weights, self.checkpoint, folder, dtype=dtype)
+                write_checkpoint(
+                    self.trainee,
+                    weights,
+                    self.checkpoint,
+                    folder,
+                    dtype=dtype,
+                    acceptance=draft_agreement(self.counters.curve[-1]) if self.counters.curve else (),
+                )
             except SafetensorError as error:  # how it says that a write failed
                 raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()
@@ -359,6 +364,8 @@ class Run:
         state = load_checkpoint(file)
         _check_same(json.loads(state["plan"]), self.identity, self.out)
         self.counters = Counters(**state["counters"])
+        if self.beside is not None and "beside" in state:
+            self.beside.load_state_dict(state["beside"])
         own = self.trainee.trained
         with torch.no_grad():
             for name, tensor in state["trained"].items():

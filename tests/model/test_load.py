@@ -68,6 +68,15 @@ def test_a_checkpoint_without_masks_is_a_plain_one(copy_of: Callable[..., Path])
     assert (model.facts.num_masks, model.facts.mask_ids, model.draft_head) == (0, (), None)
 
 
+def test_the_checkpoint_says_how_its_drafts_do(copy_of: Callable[..., Path]) -> None:
+    section = {"num_masks": 2, "mask_token_ids": [4, 5], "draft_head": None}
+    assert load_model(copy_of(space=section | {"acceptance": [0.7, 0.5]})).facts.acceptance == (0.7, 0.5)
+    assert load_model(copy_of(space=section)).facts.acceptance == ()
+    for wrong in ("high", [1.5], [None]):
+        with pytest.raises(InvalidSpaceSection, match="must be chances"):
+            load_model(copy_of(space=section | {"acceptance": wrong}))
+
+
 def test_a_shared_mask_id_stands_for_every_position(copy_of: Callable[..., Path]) -> None:
     path = copy_of(space=None)
     assert load_model(path, mask_ids=[9], num_masks=3).facts.mask_ids == (9, 9, 9)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FILES = ("heapq.py", "json/decoder.py", "json/encoder.py", "statistics.py")
 TINY = "--threads 1 --no-compile --vocabulary 400 --hidden 32 --heads 1 --layers 1 --intermediate 32 --masks 3"
 STATES = ("next_token.pt", "space/state.pt", "head/state.pt")
-BUDGET = "--minutes 0.02 --unlearn-minutes 0.02 --space-minutes 0.02 --head-minutes 0.01 --own-texts 4"
+BUDGET = "--minutes 0.02 --unlearn-weight 0.5 --space-minutes 0.02 --head-minutes 0.01 --own-texts 4"
 BUDGET += " --tokens-per-step 2048 --rows-per-step 2"
 
 
@@ -58,5 +58,5 @@ def test_help_says_what_happens_in_which_order_and_how_to_resume(capsys: pytest.
     with pytest.raises(SystemExit):
         demo.arguments(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "corpus, tokenizer, tokens, next-token, unlearn-loops, own-text, space, head, export" in text
+    assert "corpus, tokenizer, tokens, next-token, own-text, space, head, export" in text
     assert "continues from its last checkpoint" in text

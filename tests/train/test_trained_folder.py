@@ -50,6 +50,7 @@ def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_pa
     ids = random_ids(30, 5)
     plain, adapted = load_model(base), load_model(result.folder)
     assert adapted.facts.adapters[0].num_masks == 3
+    assert [0 <= chance <= 1 for chance in adapted.facts.adapters[0].acceptance] == [True] * 3
     alone, beside = decoder_rows(plain, ids, 0), decoder_rows(adapted, ids, 3, 0)
     assert torch.equal(plain.logits(alone), adapted.logits(beside[:30]))
 

@@ -1,49 +1,109 @@
-"""A network's own repetitions are found, and become unlikely."""
+"""A model's own loops are found, and become unlikely beside whatever else it learns."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
 import torch
-from space_train.network import Network, NetworkShape
-from space_train.tokenizer import PAD_ID
-from space_train.unlearn_loops import greedy_texts, repeats, unlikelihood
+from space_model.checkpoint import Checkpoint
+from space_model.testing import tiny_checkpoint
+from space_train.packed_tokens import PackedTokens
+from space_train.schedule import Budget
+from space_train.session import load_base
+from space_train.stage import load_checkpoint
+from space_train.testing import random_ids, run, tiny_plan
+from space_train.train_plan import Method
+from space_train.trainee import Trainee
+from space_train.trainer import STATE_FILE
+from space_train.unlearn_loops import LoopsToUnlearn, greedy_texts, repeats, unlikelihood
 
-SHAPE = NetworkShape(40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+END, PAD = 0, 1
+MASK_IDS = [2, 3, 4]
 
 
-def small_network() -> Network:
-    network = Network(SHAPE)
-    network.initialise(torch.Generator().manual_seed(0))
-    return network
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=3, draft_head=False)
+
+
+@pytest.fixture
+def trainee(source: Path) -> Trainee:
+    plan = replace(tiny_plan(Method.FULL), budget=Budget(steps=1))
+    return Trainee(load_base(Checkpoint.open(source), plan), plan, MASK_IDS)
+
+
+def stream() -> PackedTokens:
+    return PackedTokens(np.array(random_ids(400, 3), dtype=np.uint16), seed=0)
+
+
+def loops(**changes: float) -> LoopsToUnlearn:
+    sizes = {"prompt": 6, "written": 24, "loops_from": 0.0}
+    return LoopsToUnlearn([(stream(), 3)], END, PAD, MASK_IDS, **sizes | changes)  # type: ignore[arg-type]
 
 
 def test_an_id_that_closes_a_4_gram_seen_behind_the_prompt_is_a_repetition() -> None:
     prompt, written = [20, 21, 22, 23], [20, 21, 22, 23, 24, 20, 21, 22, 23, 24]
-    closed = repeats(torch.tensor([prompt + written + [PAD_ID] * 2]), len(prompt))
+    closed = repeats(torch.tensor([prompt + written + [PAD] * 2]), len(prompt), PAD)
     # The first 20 21 22 23 is in the prompt too, but only what was written counts; the second closes at its 23.
     assert closed[0].tolist() == [False] * 12 + [True, True] + [False] * 2
 
 
-def test_greedy_texts_are_the_networks_own_most_likely_tokens() -> None:
-    network, prompts = small_network(), torch.tensor([[15, 30, 22], [17, 12, 39]])
-    texts = greedy_texts(network, prompts, 6)
+def test_greedy_texts_are_the_models_own_most_likely_ids(trainee: Trainee) -> None:
+    prompts = torch.tensor([[15, 30, 22], [17, 12, 39]])
+    texts = greedy_texts(trainee.decoder.model, prompts, 6, END, PAD, MASK_IDS)
+    assert texts.shape == (2, 9)
     assert torch.equal(texts[:, :3], prompts)
     with torch.no_grad():
-        logits = network.logits(network(texts))
-    logits[..., 1:12] = -torch.inf
+        logits = trainee.decoder.model(texts).logits
+    logits[..., MASK_IDS] = -torch.inf
     for row in range(2):
-        for at in range(3, texts.shape[1]):
-            if texts[row, at - 1] == 0 or texts[row, at] == PAD_ID:
+        for at in range(3, 9):
+            if texts[row, at - 1] == END or texts[row, at] == PAD:
                 break
             assert int(texts[row, at]) == int(logits[row, at - 1].argmax())
 
 
-def test_repetitions_become_less_likely_and_nothing_costs_where_there_are_none() -> None:
-    network, texts = small_network(), torch.tensor([[15, 30, 30, 30, 30, 30, 30, 30]])
-    closed = repeats(texts, 1)
+def test_repetitions_become_less_likely_and_nothing_costs_where_there_are_none(trainee: Trainee) -> None:
+    texts = torch.tensor([[15, 30, 30, 30, 30, 30, 30, 30]])
+    closed = repeats(texts, 1, PAD)
     assert int(closed.sum()) == 3
-    optimiser = torch.optim.Adam(network.parameters(), lr=1e-2)
-    first = float(unlikelihood(network, texts, closed).detach())
+    optimiser = torch.optim.Adam(trainee.trained.values(), lr=1e-2)
+    first = float(unlikelihood(trainee, texts, closed).detach())
     for _ in range(10):
-        unlikelihood(network, texts, closed).backward()
+        unlikelihood(trainee, texts, closed).backward()
         optimiser.step()
         optimiser.zero_grad()
-    assert float(unlikelihood(network, texts, closed).detach()) < 0.5 * first
-    assert float(unlikelihood(network, texts, torch.zeros_like(closed)).detach()) == 0.0
+    assert float(unlikelihood(trainee, texts, closed).detach()) < 0.5 * first
+    assert float(unlikelihood(trainee, texts, torch.zeros_like(closed)).detach()) == 0.0
+
+
+def test_texts_that_hardly_repeat_do_not_count(trainee: Trainee) -> None:
+    all_of_them, none = loops(), loops(loops_from=1.01)
+    all_of_them.loss(trainee, 0)
+    assert all_of_them.looping > 0
+    assert float(none.loss(trainee, 0).detach()) == none.looping == 0.0
+
+
+def test_texts_are_written_anew_only_now_and_then(trainee: Trainee) -> None:
+    some = loops(updates_each=2)
+    written = []
+    for step in range(4):
+        some.loss(trainee, step)
+        written.append(some._texts)
+    assert written[0] is written[1]
+    assert written[1] is not written[2]
+    assert not torch.equal(written[0][:, :6], written[2][:, :6])
+
+
+def test_a_run_that_unlearns_beside_goes_the_same_way_when_it_is_cut(source: Path, tmp_path: Path) -> None:
+    plan = replace(tiny_plan(Method.FULL), budget=Budget(steps=4))
+    given = {"given_mask_ids": MASK_IDS}
+    run(source, plan, tmp_path / "whole", beside=loops(), **given)
+    run(source, plan, tmp_path / "cut", beside=loops(), stop_after_steps=3, **given)
+    run(source, plan, tmp_path / "cut", beside=loops(), **given)
+    run(source, plan, tmp_path / "without", **given)
+    whole, cut, without = (load_checkpoint(tmp_path / name / STATE_FILE) for name in ("whole", "cut", "without"))
+    for name, tensor in whole["trained"].items():
+        assert torch.equal(tensor, cut["trained"][name]), name
+    assert whole["counters"]["losses"] == cut["counters"]["losses"] != without["counters"]["losses"]
