@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from space_eval.bench_arms import Side, arms, check_window, processes, sides, tokenized
-from space_eval.bench_facts import facts
+from space_eval.bench_facts import decree, facts
 from space_eval.bench_measure import Measured, Plan, measure, shown
 from space_eval.bench_options import BenchError, Settings, parse
 from space_eval.bench_plots import draw
@@ -31,7 +31,12 @@ from space_eval.prompts import PromptError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
+    "make-model": (
+        "space_eval.make_model",
+        "a checkpoint with random weights, to measure a size that one has no model of",
+    ),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
+    "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }
 """What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
 
@@ -76,12 +81,15 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
     )
     measured = await measure(sides_of, work, plan, processes(found))
     known = facts(next(iter(infos.values())))
+    known["synthetic_acceptance"] = decree(infos)
     if len(infos) > 1:
         known["servers"] = {name: info.get("model_id") for name, info in infos.items()}
     load = {**shown(plan, work), "api": settings.api, "temperature": settings.temperature}
     print(f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}")
     lengths = f"{work.output_tokens.form} tokens per answer, {_source(work)}"
     print(f"{lengths}; temperature {settings.temperature:g}\n")
+    if known["synthetic_acceptance"]:
+        print(f"{known['synthetic_acceptance']}\n")
     print(table(measured.rows))
     for name, moments in measured.moments.items():
         for one in moments[1:]:
@@ -145,6 +153,7 @@ def _write(out: Path, measured: Measured, made: Mapping[str, Any]) -> int:
     (out / "report.json").write_text(text, encoding="utf-8")
     known = made["facts"]
     note = f"{known['id']} {known['dtype']}, {known['machine']}, commit {known['commit']}"
+    note = "; ".join(filter(None, (known.get("synthetic_acceptance"), note)))
     pictures: list[str] = []
     try:
         pictures = draw(out, measured.rows, measured.moments, note)

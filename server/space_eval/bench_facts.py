@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from space_server.synthetic import label
+
 _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
 
 
@@ -26,6 +28,15 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
         "window": info.get("max_total_tokens"),
         "speculation": info.get("speculation"),
     }
+
+
+def decree(infos: Mapping[str, Mapping[str, Any]]) -> str:
+    """What must stand over every figure where a server's drafts come true by decree; "" where none's do."""
+    chances = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
+    labels = {name: label(found) for name, found in chances.items() if found}
+    if len(infos) == 1:
+        return "".join(labels.values())
+    return "; ".join(f"{name}: {said}" for name, said in labels.items())
 
 
 def machine() -> str:

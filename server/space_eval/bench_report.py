@@ -250,8 +250,11 @@ def record(facts: Mapping[str, Any], load: Mapping[str, Any], rows: Sequence[Row
 def markdown(made: Mapping[str, Any], rows: Sequence[Row], pictures: Sequence[str] = ()) -> str:
     """The record as a page."""
     head, *lines = cells(rows)
-    text = ["# Load", ""]
-    text += [f"- {name}: {_shown(value)}" for name, value in made["facts"].items() if value not in (None, [], {})]
+    decree = made["facts"].get("synthetic_acceptance")
+    text = [f"# Load, {decree}" if decree else "# Load", ""]
+    if decree:
+        text += ["Drafts came true by decree; what trained masks reach, `spaceserve bench --model demo` shows.", ""]
+    text += [f"- {name}: {_shown(value)}" for name, value in made["facts"].items() if value not in (None, "", [], {})]
     text += ["", "Load: " + "; ".join(f"{name} {_shown(value)}" for name, value in made["load"].items()), ""]
     text += ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
     text += ["", *(f"- {note}" for note in (*phase_lines(rows), *NOTES)), ""]

@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Run
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from space_server.sequence import Sequence
+if TYPE_CHECKING:  # it knows torch, which a load generator that names the chances does not need
+    from space_server.sequence import Sequence
 
 NAMED = {
     0.78: (0.84, 0.81, 0.78, 0.75, 0.72),

@@ -1,0 +1,34 @@
+"""No figure of a benchmark with synthetic acceptance is without its label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from space_eval.bench_facts import decree
+from space_eval.bench_report import markdown
+from space_server.synthetic import NAMED, label
+
+LABEL = label(NAMED[0.78])
+
+
+def info(*chances: float) -> dict[str, Any]:
+    return {"model_id": "m", "synthetic_acceptance": list(chances) or None}
+
+
+@pytest.mark.parametrize(
+    ("infos", "said"),
+    [
+        ({"server": info()}, ""),
+        ({"server": {"model_id": "somebody else's server"}}, ""),
+        ({"server": info(*NAMED[0.78])}, LABEL),
+        ({"a": info(), "b": info(*NAMED[0.78])}, f"b: {LABEL}"),
+    ],
+)
+def test_what_servers_say_of_their_drafts_becomes_a_label(infos: dict[str, dict[str, Any]], said: str) -> None:
+    assert decree(infos) == said
+
+
+@pytest.mark.parametrize(("said", "title"), [("", "# Load\n"), (LABEL, f"# Load, {LABEL}\n")])
+def test_the_label_is_in_the_title_of_the_page(said: str, title: str) -> None:
+    assert markdown({"facts": {"synthetic_acceptance": said}, "load": {}}, []).startswith(title)
