@@ -6,12 +6,13 @@ All are verified by the same rule: the choice changes how many steps a text take
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from space_server.acceptance import LEVELS_PER_UNIT, MOST_LEVEL, STEP, Acceptance, AcceptanceShape
+from space_server.acceptance import LEVELS_PER_UNIT, MOST_LEVEL, STEP, TYPICAL, Acceptance, AcceptanceShape
 from space_server.lookup import Lookup
 from space_server.prediction import Prediction
 
@@ -88,7 +89,6 @@ class DraftSources:
     def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
         """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
         self.lookup, self.masks = lookup, masks
-        self.mask_shape = AcceptanceShape()  # of sequences whose masks nobody else keeps account of
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
         }
@@ -125,7 +125,7 @@ class Trust:
                 break
 
     def _shape(self, match_length: int) -> AcceptanceShape:
-        return self._shapes[sum(match_length >= length for length in LENGTHS[1:])]
+        return self._shapes[bisect_right(LENGTHS, match_length) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +161,13 @@ class Drafter:
 
     def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
         self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
-        self._trust = {source: Trust(source, shapes) for source, shapes in sources.shapes.items()}
-        self._masks = Acceptance(sources.mask_shape)
+        self._looking_up, self._predicting = (
+            Trust(source, sources.shapes[source]) for source in (Source.LOOKUP, Source.PREDICTION)
+        )
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
         self._num_known: int | None = None  # ids read; None: nothing yet
         self._proposals: list[Proposal] = []  # what was proposed to follow them
-        self._masks_proposed: tuple[int, list[int]] = (1, [])  # depth of the first, drafts
 
     def extend(self, ids: Run[int], tokens: Run[int]) -> int:
         """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with them.
@@ -182,35 +182,31 @@ class Drafter:
         else:
             for proposal in self._proposals:
                 proposal.trust.judge(proposal, tokens)
-            depth, drafts = self._masks_proposed
-            accepted = _agreeing(drafts, tokens)
-            self._masks.step(depth, min(len(drafts), len(tokens)), accepted)
-        self._proposals, self._masks_proposed = [], (1, [])
-        before = self._prediction.num_appeared if self._prediction is not None else 0
-        for text in (self._lookup, self._prediction):
-            if text is not None:
-                text.extend(tokens)
+        self._proposals = []
         self._num_known = len(ids) + len(tokens)
-        return self._prediction.num_appeared - before if self._prediction is not None else 0
+        if self._lookup is not None:
+            self._lookup.extend(tokens)
+        if self._prediction is None:
+            return 0
+        before = self._prediction.num_appeared
+        self._prediction.extend(tokens)
+        return self._prediction.num_appeared - before
 
     def propose(self, max_drafts: int) -> Proposal | None:
         """The drafts that are worth most; None where nothing is known."""
-        for source, text in ((Source.PREDICTION, self._prediction), (Source.LOOKUP, self._lookup)):
+        for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
             if text is not None and (drafts := text.propose(max_drafts)):
-                trust = self._trust[source]
                 length = text.match_length
                 self._proposals.append(Proposal(trust, drafts, length, trust.chances(length)))
-        return max(self._proposals, key=lambda proposal: proposal.expected, default=None)
+        if len(self._proposals) < 2:
+            return self._proposals[0] if self._proposals else None
+        return max(self._proposals, key=lambda proposal: proposal.expected)
 
-    def mask_chances(self, acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
-        """Of drafts from masks `first`, `first`+1, …; `acceptance`: what others know of them."""
-        known = acceptance or self._masks
-        by_depth = _chances(known.shape.snapshot, known.level)
-        return tuple(by_depth[min(depth, len(by_depth)) - 1] for depth in range(first, first + count))
 
-    def masks_proposed(self, first: int, drafts: list[int]) -> None:
-        """The masks' drafts that will be verified, from mask `first` on."""
-        self._masks_proposed = (first, drafts)
+def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
+    """Of drafts from masks `first`, `first`+1, …; without `acceptance`, what is typical."""
+    by_depth = TYPICAL if acceptance is None else _chances(acceptance.shape.snapshot, acceptance.level)
+    return tuple(by_depth[min(depth, len(by_depth)) - 1] for depth in range(first, first + count))
 
 
 def _agreeing(drafts: Run[int], tokens: Run[int]) -> int:

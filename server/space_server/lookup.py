@@ -51,7 +51,7 @@ class Lookup:
         """
         ids = self._index.ids
         if self._length < RUNS[0]:
-            found = self._index.find(ids[-LONGEST:])
+            found = self._index.find_end()
             if found is not None and found[1] >= self._length:
                 self._place, self._length = found
         if self._length < SHORTEST_MATCH:

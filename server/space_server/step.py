@@ -23,7 +23,7 @@ from torch import Tensor
 
 from space_server.draft_source import DraftSource
 from space_server.drafting import MaskRun, draft
-from space_server.drafts import BY_MASKS, Origin, Proposal
+from space_server.drafts import BY_MASKS, Origin, Proposal, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.step_model import StepModel
@@ -231,11 +231,7 @@ class Stepper:
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
             proposal = drafter.propose(wanted) if drafter is not None else None
-            if (
-                drafter is not None
-                and proposal is not None
-                and proposal.beats(drafter.mask_chances(sequence.acceptance, depth, count))
-            ):
+            if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
                 advance.drafts, advance.draft_depth = self._valid(proposal.ids), 0
                 advance.origin = proposal.origin(len(advance.drafts))
             elif group is not None:
@@ -251,19 +247,10 @@ class Stepper:
                 advance.drafts = self._synthetic.drafts(
                     advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
                 )
-            elif advance.plan.sequence.drafter is not None:
-                self._go_on_behind(advance, proposal)
-
-    def _go_on_behind(self, advance: Advance, proposal: Proposal | None) -> None:
-        """Where the masks' drafts agree with the proposal as far as they go, the proposal goes on behind them."""
-        drafter, masks = advance.plan.sequence.drafter, advance.drafts
-        if drafter is None:
-            return
-        drafter.masks_proposed(advance.draft_depth, masks)
-        if proposal is not None and proposal.goes_on_behind(masks):
-            advance.drafts = self._valid(proposal.ids)
-            behind = drafter.mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(masks))
-            advance.origin = proposal.origin(len(advance.drafts), behind)
+            elif proposal is not None and proposal.goes_on_behind(advance.drafts):
+                masks = mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(advance.drafts))
+                advance.drafts = self._valid(proposal.ids)
+                advance.origin = proposal.origin(len(advance.drafts), masks)
 
     def _valid(self, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""

@@ -48,14 +48,22 @@ class SuffixIndex:
 
         At least one id stands at the place. Of equally long remembered runs the latest counts.
         """
-        for number, run in enumerate(RUNS):
-            if len(tail) < run:
-                continue
+        hashes = []
+        for run in RUNS:
             hashed = 0
             for id_ in tail[-run:]:
-                hashed = (hashed * _BASE + id_) & _WORD
-            place = self._tables[number][(hashed * _SPREAD & _WORD) >> self._shift]
-            if place and (length := match_length(self.ids, place, tail)) >= run:
+                hashed = hashed * _BASE + id_
+            hashes.append(hashed & _WORD)
+        return self._find(hashes, tail)
+
+    def find_end(self) -> tuple[int, int] | None:
+        """The place behind the longest known run that ends the text itself, and the length of the match."""
+        return self._find(self._hashes, self.ids)
+
+    def _find(self, hashes: Sequence[int], tail: Sequence[int]) -> tuple[int, int] | None:
+        for run, table, hashed in zip(RUNS, self._tables, hashes, strict=True):
+            place = table[(hashed * _SPREAD & _WORD) >> self._shift]
+            if place and len(tail) >= run and (length := match_length(self.ids, place, tail)) >= run:
                 return place, length
         return None
 
