@@ -104,11 +104,17 @@ class MeasuredController:
         self.cost = cost
         self._rule: Rule | None = None  # taken; None: plain decoding
         self._num_sequences = 0  # that it was taken for
+        self._num_surprises = 0  # of the cost, when it was looked at
         self._num_since = 0  # steps since it was looked at
         self._num_plain = PATIENCE  # steps of plain decoding in a row
         self._num_to_probe = PROBE_EVERY
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
+
+    @property
+    def rule(self) -> Rule | None:
+        """Taken now; None: plain decoding."""
+        return self._rule
 
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         """The layout of each, before `Room.fit`."""
@@ -116,9 +122,11 @@ class MeasuredController:
             return []
         kinds = [_kind(room) for room in rooms]
         self._num_since += 1
-        if len(rooms) != self._num_sequences or self._num_since >= EVERY:
+        surprised = self.cost.num_surprises != self._num_surprises
+        if len(rooms) != self._num_sequences or self._num_since >= EVERY or surprised:
             self._choose(Crowd.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
+            self._num_surprises = self.cost.num_surprises
         rule = self._rule
         if load.num_prefill_rows:
             rule = self._beside(Crowd.of(rooms, kinds), load)

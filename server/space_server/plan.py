@@ -33,7 +33,7 @@ class Plan:
         """The rows, for the forward pass."""
         sequence, start = self.sequence, self.sequence.num_computed
         ids = sequence.ids[start : start + self.num_pending] + self.drafts
-        return Segment(ids, start, sequence.pages, self.layout, sequence.adapter)
+        return Segment(ids, start, sequence.page_numbers, self.layout, sequence.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def plan_step(
 ) -> StepPlan:
     """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
 
-    A sequence with a single pending id always runs if it has a slot; longer ones share what the budget has left beside
-    those.
+    A sequence with a single pending id always runs if it has a slot; the others share the budget.
     """
     able: list[Sequence] = []
     out_of_slots: list[Sequence] = []
@@ -59,14 +58,9 @@ def plan_step(
         (able if sequence.num_free_slots(block_size) > 0 else out_of_slots).append(sequence)
     decoding = [sequence for sequence in able if sequence.num_pending == 1]
     room = 0 if len(decoding) == len(able) else budget.rows(decoding, able)
-    chunks: list[tuple[Sequence, int]] = []
-    for sequence in able:
-        rows = min(sequence.num_pending, sequence.num_free_slots(block_size))
-        if sequence.num_pending > 1:
-            rows = min(rows, room)
-            room -= rows
-        if rows:
-            chunks.append((sequence, rows))
+    rows_of = _prompt_rows([sequence for sequence in able if sequence.num_pending > 1], room, block_size)
+    rows_of.update((sequence.seq_id, 1) for sequence in decoding)
+    chunks = [(sequence, rows) for sequence in able if (rows := rows_of[sequence.seq_id])]
     closing = [(sequence, rows) for sequence, rows in chunks if rows == sequence.num_pending]
     rooms = [_room(sequence, block_size) for sequence, _ in closing]
     chosen = controller.layouts(rooms, _load(chunks))
@@ -82,6 +76,26 @@ def plan_step(
         for sequence, rows in chunks
     ]
     return StepPlan(plans, out_of_slots, shape_of(plans))
+
+
+def _prompt_rows(reading: list[Sequence], room: int, block_size: int) -> dict[int, int]:
+    """Prompt rows of each, by seq_id: half of the room for those that it lets finish, the shortest first; what is left
+    for the oldest. So a short prompt does not wait for a long one, and a long one gets on.
+    """
+    wanted = {s.seq_id: min(s.num_pending, s.num_free_slots(block_size)) for s in reading}
+    rows = dict.fromkeys(wanted, 0)
+    half = room // 2
+    for seq_id in sorted(wanted, key=wanted.__getitem__):
+        if wanted[seq_id] > half:
+            break
+        rows[seq_id] = wanted[seq_id]
+        half -= wanted[seq_id]
+        room -= wanted[seq_id]
+    for seq_id, most in wanted.items():
+        if not rows[seq_id]:
+            rows[seq_id] = min(most, room)
+            room -= rows[seq_id]
+    return rows
 
 
 def shape_of(plans: Iterable[Plan]) -> StepShape:

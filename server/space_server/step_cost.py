@@ -22,7 +22,16 @@ CROWDS = (0, 2, 8, 32)
 """Sequences at which the cost of a sequence may change."""
 
 DRIFT_RATE, PLACE_RATE = 0.02, 0.06
-"""How fast the whole, and the place, follow what is measured, per step."""
+"""How fast the whole, and the place, follow what is measured, per step; a place that is new follows at once."""
+
+KNOWN = 8
+"""Steps of a place after which it is no longer new; those that were measured at start are not."""
+
+SURPRISE = 1.25
+"""A step that took more than so many times what was expected, or less: who chose by it should look again."""
+
+SMOOTHNESS = 0.1
+"""How much a bend in the cost of a row costs in the fit, against the points: where nothing was measured is none."""
 
 LEAK = 0.002
 """Share of what a place is off that is forgotten with each of its steps, so that what all have in common becomes the
@@ -75,17 +84,23 @@ class StepCost:
         self._weights = [float(weight) for weight in weights]
         self._drift = 0.0  # log of measured / expected
         self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
+        self._num_steps: dict[tuple[int, int], int] = {}  # learnt from, by place
+        self.num_surprises = 0
 
     @classmethod
     def from_points(cls, points: Sequence[Point]) -> StepCost:
         """The parts that come nearest to the measured `points` (at least one), by relative distance."""
         parts = np.array([_parts(shape) for shape, _ in points])
         seconds = np.array([seconds for _, seconds in points])
-        cost = cls(_least_squares(parts / seconds[:, None], np.ones(len(points))))
+        rows = np.array([shape.num_rows for shape, _ in points])
+        smooth = _bends(len(parts[0])) * (SMOOTHNESS * np.median(rows / seconds))
+        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth))))
+        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth)), wanted))
         beyond: dict[tuple[int, int], list[float]] = {}
         for shape, taken in points:
             beyond.setdefault(_place(shape), []).append(math.log(taken / cost._base(shape)))
         cost._places = {place: sum(found) / len(found) for place, found in beyond.items()}
+        cost._num_steps = dict.fromkeys(beyond, KNOWN)
         return cost
 
     @classmethod
@@ -102,11 +117,16 @@ class StepCost:
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         """One measured step."""
-        surprise = math.log(max(seconds, 1e-9) / self.seconds(shape))
-        surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
         place = _place(shape)
-        self._drift += DRIFT_RATE * surprise
-        self._places[place] = (1.0 - LEAK) * self._places.get(place, 0.0) + PLACE_RATE * surprise
+        num_steps = self._num_steps.get(place, 0)
+        surprise = math.log(max(seconds, 1e-9) / self.seconds(shape))
+        self.num_surprises += abs(surprise) > math.log(SURPRISE)
+        if num_steps >= KNOWN:
+            surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
+            self._drift += DRIFT_RATE * surprise
+        rate = max(PLACE_RATE, 1.0 / (num_steps + 1.1))
+        self._places[place] = (1.0 - LEAK) * self._places.get(place, 0.0) + rate * surprise
+        self._num_steps[place] = num_steps + 1
 
     def as_json(self) -> list[float]:
         """What `StepCost` is made of, for a file."""
@@ -138,6 +158,16 @@ def _parts(shape: StepShape) -> list[float]:
         shape.num_noisy_rows,
         *_between(shape.num_rows, BENDS),
     ]
+
+
+def _bends(num_parts: int) -> np.ndarray[Any, Any]:
+    """Rows that take the difference between each two neighbours among the parts of the rows, and of the sequences."""
+    first_row = num_parts - len(BENDS)
+    pairs = [(at, at + 1) for at in (*range(1, len(CROWDS)), *range(first_row, num_parts - 1))]
+    found = np.zeros((len(pairs), num_parts))
+    for row, (one, other) in enumerate(pairs):
+        found[row, one], found[row, other] = -1.0, 1.0
+    return found
 
 
 def _between(number: int, bends: Sequence[int]) -> list[float]:

@@ -96,3 +96,27 @@ def test_noise_averages_out() -> None:
 def test_points_survive_a_file() -> None:
     points = [(StepShape(2, 4, 6, 2, 8, 16, 32), 0.25)]
     assert read_points(json.loads(json.dumps(write_points(points)))) == points
+
+
+def test_rows_that_were_never_measured_are_not_free() -> None:
+    """Four sequences were not measured, nor more rows than 36: they cost what rows cost before."""
+    few = [point for point in ((shape, true_seconds(shape)) for shape in shapes()) if point[0].num_sequences == 1]
+    cost = StepCost.from_points(few)
+    full = StepShape(4, 24, 120, 4, num_context=256)
+    assert 0.4 * true_seconds(full) < cost.seconds(full) < 2 * true_seconds(full)
+
+
+def test_a_place_nobody_has_been_to_is_learnt_in_a_few_steps() -> None:
+    cost, shape = StepCost.from_points([(StepShape.plain(1), 0.01)]), StepShape(16, 96, 480, 16)
+    for _ in range(6):
+        cost.learn(shape, 7.0)
+    assert cost.seconds(shape) == pytest.approx(7.0, rel=0.2)
+    assert cost.seconds(StepShape.plain(1)) == pytest.approx(0.01)
+
+
+def test_what_was_not_expected_is_counted() -> None:
+    cost, shape = measured(), StepShape.plain(4)
+    cost.learn(shape, 1.1 * cost.seconds(shape))
+    assert cost.num_surprises == 0
+    cost.learn(shape, 1.5 * cost.seconds(shape))
+    assert cost.num_surprises == 1
