@@ -117,6 +117,37 @@ def bar_plot(
     return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
 
 
+def histogram_plot(
+    path: Path,
+    values: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    x: str,
+    level: float | None = None,
+    num_bins: int = 50,
+    note: str = "",
+) -> Path:
+    """Draw how often each series takes which values, as shares, in equal bins from 0.
+
+    The bins end at twice the 90th percentile of the largest series (or at `level`); the last one holds all that is
+    larger. `level`: a dashed line, such as a bound.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    tops = [2 * sorted(of_series)[int(0.9 * (len(of_series) - 1))] for of_series in values.values()]
+    width = max([*tops, 1.1 * (level or 0.0)]) / num_bins
+    for number, (name, of_series) in enumerate(values.items()):
+        shares = [0.0] * num_bins
+        for value in of_series:
+            shares[min(int(value / width), num_bins - 1)] += 1 / len(of_series)
+        edges = [width * edge for edge in range(num_bins + 1)]
+        axes.stairs(shares, edges, label=name, color=COLOURS[number % len(COLOURS)], fill=True, alpha=0.55)
+    if level is not None:
+        axes.axvline(level, color="#555555", linewidth=0.8, linestyle="--")
+    axes.set_xlabel(x)
+    return _finish(plt, figure, axes, path, title=title, y="share", note=note, num_series=len(values))
+
+
 _WHISKERS: dict[str, Any] = {"error_kw": {"elinewidth": 1, "ecolor": "#333333"}, "capsize": 2.5}
 
 
