@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from space_kernels.bucket_pattern import BucketPattern, PlanKey, bucket_patterns
 from space_kernels.paging import StepRows
@@ -76,7 +75,7 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
         blocks = _key_blocks(rows, key, members)
         queries, step_keys, step_bound = of_bucket.queries, of_bucket.step_keys, of_bucket.step_bound
         if members.moved is not None:
-            order = torch.from_numpy(members.moved).to(rows.device)
+            order = _to(members.moved, rows)
             queries = queries[order]
             step_keys = None if step_keys is None else step_keys[order]
             step_bound = step_bound if step_bound is None or len(step_bound) == 1 else step_bound[order]
@@ -92,8 +91,8 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
         owner = rows.pattern.owner
         within = pattern.within.copy()
         within[: len(owner)] += places[owner, None]
-        outputs = torch.from_numpy(within).to(rows.device)
-    return AttentionPlan(torch.from_numpy(writes.reshape(-1)).to(rows.device), buckets, outputs.view(-1))
+        outputs = _to(within, rows)
+    return AttentionPlan(_to(writes.reshape(-1), rows), buckets, outputs.view(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +155,23 @@ def _key_blocks(rows: StepRows, key: PlanKey, members: _Members) -> list[KeyBloc
         if seen < n:
             if visible is None:
                 visible = rows.visible[members.table] - members.first_block[:, None] * KEY_BLOCK
-            bound = _gathered(_bounds_up_to(rows.device), visible[seen:n] - begin)  # [m, P, KEY_BLOCK]
+            bound = _UP_TO.take(visible[seen:n] - begin, axis=0, mode="clip")  # [m, P, KEY_BLOCK]
             if key.window is not None:
                 if oldest is None:
                     oldest = rows.positions[members.table] + 1 - key.window - members.first_block[:, None] * KEY_BLOCK
-                bound = torch.minimum(bound, _gathered(_bounds_from(rows.device), oldest[:n] - begin))
+                np.minimum(bound, _FROM.take(oldest[:n] - begin, axis=0, mode="clip"), out=bound)
             bound = bound[:, None, :, None]
-        blocks.append(KeyBlock(n, torch.from_numpy(index.reshape(-1)).to(rows.device), run, bound))
+        at_most = None if bound is None else _to(bound, rows)
+        blocks.append(KeyBlock(n, _to(index.reshape(-1), rows), run, at_most))
     return blocks
 
 
 _LANES = np.arange(KEY_BLOCK, dtype=np.int64)
+_UP_TO = np.where(np.arange(KEY_BLOCK + 1)[:, None] > _LANES, np.float32(np.inf), np.float32(-np.inf))
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the first n keys are attended (minimum is several
+times faster than a mask)."""
+_FROM = -_UP_TO
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: the same where the keys from the n-th on are attended."""
 
 
 def _pages(rows: StepRows, key: PlanKey, members: _Members) -> Ints:
@@ -188,20 +193,6 @@ def _last_slots(pages: Ints, behind: Ints, block_size: int) -> Ints:
     return last[..., None]
 
 
-@lru_cache
-def _bounds_up_to(device: torch.device) -> Tensor:
-    """[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the first n keys are attended."""
-    attended = torch.arange(KEY_BLOCK) < torch.arange(KEY_BLOCK + 1)[:, None]
-    return torch.where(attended, math.inf, -math.inf).to(device)
-
-
-@lru_cache
-def _bounds_from(device: torch.device) -> Tensor:
-    """[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the keys from the n-th on are attended."""
-    return -_bounds_up_to(device)
-
-
-def _gathered(bounds: Tensor, numbers: Ints) -> Tensor:
-    """bounds[numbers], numbers [m, P] cut to the key block (minimum is several times faster than a mask)."""
-    within = torch.from_numpy(numbers).clamp_(0, KEY_BLOCK).to(bounds.device)
-    return F.embedding(within, bounds)
+def _to(values: npt.NDArray[Any], rows: StepRows) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if rows.device.type == "cpu" else tensor.to(rows.device)

@@ -27,7 +27,7 @@ class StepRows:
 
     pattern: RowPattern
     starts: Ints  # [S] position of each sequence's first chain row
-    pages: Sequence[Sequence[int]]  # per sequence: block numbers, position 0 onwards
+    pages: Sequence[Sequence[int] | Ints]  # per sequence: block numbers, position 0 onwards
     block_size: int
     device: torch.device
     plans: dict[PlanKey, AttentionPlan] = field(default_factory=dict)  # built on first use, shared by all layers

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 from space_kernels.paging import StepRows
+from space_kernels.row_pattern import Ints
 from torch import Tensor
 
 from space_model.batch_pattern import BatchPattern, GatedRows, batch_pattern
@@ -26,7 +27,7 @@ class Segment:
 
     ids: Sequence[int]  # chain rows: pending ids, then the drafts (layout.num_drafts of them)
     start: int  # absolute position of ids[0]: the number of ids already computed
-    pages: Sequence[int]  # block numbers of the sequence, position 0 onwards
+    pages: Sequence[int] | Ints  # block numbers of the sequence, position 0 onwards
     layout: DraftLayout = field(
         default_factory=DraftLayout.plain
     )  # plain for a prefill chunk that does not reach the root

@@ -83,7 +83,8 @@ class Conversation:
         Raises Drained or ConversationFailed when there will be no more.
         """
         try:
-            said = await asyncio.wait_for(self._outbox.get(), patience)
+            async with asyncio.timeout(patience):
+                said = await self._outbox.get()
         except TimeoutError:
             return pb.WorkerMessage(report=pb.StepReport())
         if isinstance(said, Exception):

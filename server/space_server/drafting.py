@@ -20,7 +20,7 @@ from space_server.step_model import StepModel
 from space_server.stopwatch import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MaskRun:
     """The masks one sequence drafts from: consecutive rows of one group, that predict what follows the bonus."""
 

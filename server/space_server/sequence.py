@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Run
 from dataclasses import dataclass, field
 
+import numpy as np
 from space_kernels.law import Law
 from space_kernels.processors import TokenCounts
+from space_kernels.row_pattern import Ints
 
 from space_server.acceptance import Acceptance
 from space_server.drafts import BY_MASKS, Drafter, Origin, Source
@@ -41,6 +43,7 @@ class Sequence:
     drafter: Drafter | None = None  # proposes from what is known of the text; None: only its masks draft
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so
+    _page_numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64), repr=False)
 
     @property
     def num_pending(self) -> int:
@@ -62,6 +65,13 @@ class Sequence:
     def num_free_slots(self, block_size: int) -> int:
         """Slots behind the computed ids."""
         return len(self.pages) * block_size - self.num_computed
+
+    @property
+    def page_numbers(self) -> Ints:
+        """The pages as an array, which is made again only when there are more."""
+        if len(self._page_numbers) != len(self.pages):
+            self._page_numbers = np.array(self.pages, dtype=np.int64)
+        return self._page_numbers
 
     def advance(self, num_rows: int) -> None:
         """A prefill chunk that did not reach the root is computed."""
