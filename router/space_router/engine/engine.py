@@ -32,13 +32,13 @@ from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
 from space_router.engine.scheduler import Advance, Scheduler
-from space_router.engine.seat import Seat, WorkerSource
+from space_router.engine.seat import Seat
 from space_router.engine.stream import Stream
 from space_router.engine.timer import CallLater, on_the_loop
 from space_router.metrics import Metrics
 from space_router.workers.command import worker_command
 from space_router.workers.link import WorkerMismatch
-from space_router.workers.remote import RemoteWorker
+from space_router.workers.sources import worker_sources
 from space_router.workers.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ class Engine:
         self._clock = clock
         self._call_later = call_later or on_the_loop
         self._max_lag = max_lag
-        self._worker_argv = worker_argv
         self._observer = Observer(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing)
         self._pace = Pace()
@@ -95,7 +94,6 @@ class Engine:
         self._hopeless: WorkerStartFailed | None = None
         self._exit = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
-        self._supervisors: list[Supervisor] = []
         self.seats = [
             Seat(
                 source,
@@ -104,21 +102,8 @@ class Engine:
                 worker_timeout=config.worker_timeout,
                 max_prefill_rows=config.max_prefill_rows,
             )
-            for source in self._sources()
+            for source in worker_sources(config, worker_argv)
         ]
-
-    def _sources(self) -> list[WorkerSource]:
-        if self.config.worker_address:
-            return [RemoteWorker(address) for address in self.config.worker_address]
-        self._supervisors = [
-            Supervisor(
-                lambda address: self._worker_argv(self.config, address),
-                name=f"worker {number}",
-                start_timeout=self.config.worker_start_timeout,
-            )
-            for number in range(self.config.workers)
-        ]
-        return list(self._supervisors)
 
     def new_scheduler(self, facts: ModelFacts) -> Scheduler:
         """For a worker that has come."""
@@ -127,8 +112,8 @@ class Engine:
         )
 
     async def __aenter__(self) -> Engine:
-        for supervisor in self._supervisors:
-            await self._exit.enter_async_context(supervisor)
+        for source in (seat.source for seat in self.seats if isinstance(seat.source, Supervisor)):
+            await self._exit.enter_async_context(source)
         self._tasks = [asyncio.create_task(self._keep(seat)) for seat in self.seats]
         return self
 
