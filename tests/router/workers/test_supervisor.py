@@ -178,7 +178,7 @@ def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> Non
             async with engine.submit(request) as stream:
                 async for delta in stream:
                     if not tokens:
-                        pid = engine._supervisors[0].pid
+                        pid = engine.seats[0].source.pid
                         assert pid is not None
                         os.kill(pid, signal.SIGKILL)
                     tokens += delta.tokens
@@ -192,9 +192,10 @@ def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> Non
 def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
     async def whole() -> None:
         async with Engine(ServeConfig(), Metrics(), worker_argv=scripted_argv("--fail", "no model at /x")) as engine:
+            supervisor = engine.seats[0].source
             with pytest.raises(WorkerStartFailed, match="no model at /x"):
                 await engine.wait_ready()
-            assert engine._supervisors[0].num_starts == 1
+            assert supervisor.num_starts == 1
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -211,7 +212,7 @@ def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
             argv = lambda config, address: worker_command(config, address, module="space_router.testing")
             async with Engine(ServeConfig(), Metrics(), worker_argv=argv) as engine:
                 await engine.wait_ready()
-                print(engine._supervisors[0].pid, flush=True)
+                print(engine.seats[0].source.pid, flush=True)
                 await asyncio.sleep(60)
 
         asyncio.run(main())
