@@ -128,7 +128,8 @@ class MeasuredController:
             self._num_sequences, self._num_since = len(rooms), 0
             self._num_surprises = self.cost.num_surprises
         rule = self._rule
-        if load.num_prefill_rows:
+        # Masks of one step alone bring nothing: where the next one decodes plainly, its drafts would be dropped.
+        if load.num_prefill_rows and rule is not None:
             rule = self._beside(Crowd.of(rooms, kinds), load)
         elif rule is not None and self._is_probe():
             rule = None

@@ -75,6 +75,18 @@ def test_masks_go_when_a_prompt_fills_the_step() -> None:
     assert alone[0].num_rows > crowded[0].num_rows
 
 
+def test_where_decoding_is_plain_a_prompt_brings_no_masks() -> None:
+    """However cheap they are beside it: the next step would drop their drafts."""
+
+    class CheapBesidePrompts(Machine):
+        def seconds(self, shape: StepShape) -> float:
+            return 1.0 if shape.num_prefill_rows else super().seconds(shape)
+
+    controller = MeasuredController(CheapBesidePrompts(0.01, 1.0))
+    assert settled(controller, [room()] * 4) == [DraftLayout.plain()] * 4
+    assert controller.layouts([room()] * 4, Load(num_prefill_rows=400)) == [DraftLayout.plain()] * 4
+
+
 def test_at_the_threshold_the_choice_does_not_swing() -> None:
     """Costs that tell two layouts apart by less than the margin, in turn one and the other."""
     machine = Machine(1.0, 0.02, ridge=16)
