@@ -115,6 +115,7 @@ class Figures:
     prompt_cached: float  # share of prompt ids that were not computed
     num_preemptions: int
     changes_per_second: float  # of the controller's rule, per worker; nan where there is none
+    turns_per_second: float  # of these, from plain decoding to drafts or back
     num_kept: int  # requests within every limit
     kept_late: float  # share of those that came in the second half: the first one warms up
     latencies: Mapping[str, Mapping[str, float]]  # name -> percentile -> seconds

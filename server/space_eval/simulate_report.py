@@ -33,7 +33,7 @@ _HEAD = (
     "queue p95",
     "preempted",
     "within limits",
-    "changes/s",
+    "changes / turns a s",
 )
 
 
@@ -83,7 +83,7 @@ def table(runs: Sequence[Figures], *, has_limits: bool = True) -> str:
             _ms(times["queue"]["p95"]),
             str(run.num_preemptions),
             f"{run.num_kept / max(1, run.num_requests):.1%}" if has_limits else "–",
-            _shown(run.changes_per_second, 1),
+            f"{_shown(run.changes_per_second, 1)} / {_shown(run.turns_per_second, 1)}",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -129,6 +129,9 @@ def markdown(known: Mapping[str, Any], tables: Sequence[str], pictures: Sequence
     lines += [f"{name}: {value}  " for name, value in known.items() if name != "what"]
     lines += ["", *tables, ""]
     lines += [f"{name}: {what}  " for name, what in LATENCIES.items()]
+    lines.append(
+        "changes, turns: how often the controller takes another rule, or goes from plain decoding to drafts or back  "
+    )
     lines += ["", *(f"![{picture.partition('.')[0]}]({picture})" for picture in pictures)]
     return "\n".join(lines) + "\n"
 

@@ -295,6 +295,7 @@ class Simulation:
         record, scenario = self.record, self.scenario
         moments = record.moments
         changes = sum(worker.controller.num_changes for worker in self.workers)
+        turns = sum(worker.controller.num_turns for worker in self.workers)
         measured = all(isinstance(worker.controller.controller, MeasuredController) for worker in self.workers)
         finite = [seat.scheduler for seat in self.table.seats if seat.scheduler is not None]
         return Figures(
@@ -312,6 +313,7 @@ class Simulation:
             prompt_cached=_share(record.num_cached, record.num_prompt),
             num_preemptions=sum(scheduler.num_preemptions for scheduler in finite),
             changes_per_second=changes / scenario.seconds / scenario.num_workers if measured else math.nan,
+            turns_per_second=turns / scenario.seconds / scenario.num_workers if measured else math.nan,
             num_kept=record.num_kept,
             kept_late=_share(record.num_late_kept, record.num_late),
             latencies={name: percentiles(getattr(record, name)) for name in LATENCIES},

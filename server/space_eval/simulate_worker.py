@@ -133,6 +133,7 @@ class Watched:
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
         self.num_changes = 0  # of the rule by which layouts follow, where there is one
+        self.num_turns = 0  # of these, from plain decoding to drafts or back
         self._rule: object = None
 
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
@@ -140,6 +141,7 @@ class Watched:
         if isinstance(self.controller, MeasuredController):
             rule = self.controller.rule
             self.num_changes += rule != self._rule
+            self.num_turns += (rule is None) != (self._rule is None)
             self._rule = rule
         return chosen
 
