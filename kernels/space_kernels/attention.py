@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from space_kernels.attention_plan import KEY_BLOCK, AttentionPlan
+from space_kernels.attention_plan import AttentionPlan
 from space_kernels.bucket_pattern import PlanKey
 from space_kernels.paging import StepRows
+from space_kernels.plan_ground import KEY_BLOCK
 
 _FLOOR = -1e30
 """Least running maximum: a row that sees nothing of a block keeps exp(-inf - floor) = 0 instead of exp(-inf + inf)."""

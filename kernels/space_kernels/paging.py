@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,11 +60,19 @@ class StepRows:
 
     @cached_property
     def page_table(self) -> Ints:
-        """[S, most pages written] block numbers; 0 where a sequence has fewer."""
-        counts = (-(-self.written // self.block_size)).tolist()
+        """[S, most pages] block numbers; 0 where a sequence has fewer. The last step's while nobody got another page.
+
+        Arrays of pages are never written to, so the same array is the same pages; a list may have grown.
+        """
+        known = self.pattern.parts.get(_PageTable)
+        if isinstance(known, _PageTable) and all(map(is_, known.pages, self.pages)):
+            return known.table
+        counts = list(map(len, self.pages))
         table = np.zeros((len(counts), max(counts, default=0)), dtype=np.int64)
         for row, pages, count in zip(table, self.pages, counts, strict=True):
-            row[:count] = pages[:count]
+            row[:count] = pages
+        if all(isinstance(pages, np.ndarray) for pages in self.pages):
+            self.pattern.parts[_PageTable] = _PageTable(self.pages, table)
         return table
 
     def chain_slots(self) -> Ints:
@@ -73,3 +82,11 @@ class StepRows:
         blocks = positions // self.block_size
         pages = self.page_table[self.pattern.owner[:chain], blocks]
         return positions + (pages - blocks) * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class _PageTable:
+    """The page table that the last step with a pattern had."""
+
+    pages: Sequence[Sequence[int] | Ints]
+    table: Ints

@@ -66,21 +66,45 @@ def test_packed_arrays_are_those_of_rows_taken_one_by_one(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(15))
 def test_a_plan_lets_every_row_see_exactly_what_it_may(seed: int, window: int | None) -> None:
     segments = random_segments(np.random.default_rng(seed), adapters=False)
-    moved = [Segment(s.ids, s.start + 129, s.pages, s.layout) for s in segments]  # the same pattern, somewhere else
-    for of_step in (segments, moved):
-        batch = ForwardBatch.build(of_step, block_size=BLOCK_SIZE, mask_ids=MASKS)
-        key = PlanKey(num_heads=2, kv_heads=2, window=window)
-        plan = AttentionPlan.of(batch.rows, key)
-        found = {}
-        where = 0
-        for bucket in plan.buckets:
-            found.update(seen_by(bucket, where))
-            where += len(bucket.queries)
-        for row in range(batch.num_rows):
-            for head in range(2):
-                query, seen = found[int(plan.outputs[row * 2 + head])]
-                assert query == row * 2 + head
-                assert seen == may_see(of_step, batch, row, head, window)
+    elsewhere = [Segment(s.ids, s.start + 129, s.pages, s.layout) for s in segments]
+    assert_sees(segments, window)
+    assert_sees(elsewhere, window)  # the same pattern
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_of_steps_behind_each_other_do_too(seed: int, window: int | None) -> None:
+    """Sequences move on by a few positions, over the edges of key blocks; now and then one gets another page."""
+    generator = np.random.default_rng(seed)
+    layout = [DraftLayout.plain(), DraftLayout(2, (2, 0, 1))][seed % 2]
+    starts = generator.integers(100, 260, 3).tolist()
+    pages = [np.arange(n * 40, n * 40 + 24) for n in range(3)]
+    for _ in range(12):
+        ids = [1] * (layout.num_drafts + 1)
+        assert_sees([Segment(ids, start, held, layout) for start, held in zip(starts, pages, strict=True)], window)
+        starts = [start + int(generator.integers(0, 8)) for start in starts]
+        if generator.random() < 0.3:
+            chosen = int(generator.integers(0, 3))
+            pages[chosen] = np.append(pages[chosen], 120 + len(pages[chosen]) + 40 * chosen)
+
+
+def assert_sees(segments: Sequence[Segment], window: int | None) -> None:
+    batch = ForwardBatch.build(segments, block_size=BLOCK_SIZE, mask_ids=MASKS)
+    plan = AttentionPlan.of(batch.rows, PlanKey(num_heads=2, kv_heads=2, window=window))
+    found = {}
+    where = 0
+    for bucket in plan.buckets:
+        found.update(seen_by(bucket, where))
+        where += len(bucket.queries)
+    slots = batch.rows.chain_slots()
+    for row in range(batch.num_rows):
+        for head in range(2):
+            query, seen = found[int(plan.outputs[row * 2 + head])]
+            assert query == row * 2 + head
+            assert seen == may_see(segments, batch, row, head, window)
+            if row < batch.num_chain_rows:
+                block, offset = divmod(int(slots[row]), BLOCK_SIZE)
+                assert int(plan.writes[row * 2 + head]) == (block * 2 + head) * BLOCK_SIZE + offset
 
 
 def may_see(segments: Sequence[Segment], batch: ForwardBatch, row: int, head: int, window: int | None) -> Seen:
