@@ -96,11 +96,15 @@ def _write_weights(
 ) -> None:
     """All weights of the model, in shards of transformers' own."""
     prefix = "decoder.model."
-    state = {
-        name.removeprefix(prefix): tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in weights.items()
-        if name.startswith(prefix)
-    }
+    state: dict[str, Tensor] = {}
+    written: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one tensor, or both would be in the file
+    for name, tensor in weights.items():
+        if name.startswith(prefix):
+            key = tensor.data_ptr(), tensor.shape
+            if key not in written:
+                wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+                written[key] = tensor.detach().to(wanted)
+            state[name.removeprefix(prefix)] = written[key]
     # transformers refuses to write some generation configs that it reads; the source's is copied as it is.
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder, state_dict=state)

@@ -71,10 +71,13 @@ def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(
             assert {tensor.dtype for tensor in head.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_grown_vocabulary_is_written_whole_and_tied_weights_once(tied: bool, tmp_path: Path) -> None:
+def test_a_grown_vocabulary_is_written_whole_and_tied_weights_once(
+    tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
     source = tiny_checkpoint(tmp_path / "base", num_masks=0, tie_word_embeddings=tied)
-    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out", tokenizer_size=127, dtype=torch.float32).folder
+    folder = run(source, tiny_plan(Method.FULL), tmp_path / "out", tokenizer_size=127, dtype=dtype).folder
     assert folder is not None
     weights = load_file(folder / "model.safetensors")
     assert len(weights["model.embed_tokens.weight"]) == 130
