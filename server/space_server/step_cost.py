@@ -9,8 +9,11 @@ cheaper than its neighbours say).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,6 +85,8 @@ class StepCost:
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights`: seconds for one of each of the parts."""
         self._weights = [float(weight) for weight in weights]
+        self._crowd = _BentLine(CROWDS, self._weights[1 : 1 + len(CROWDS)])
+        self._rows = _BentLine(BENDS, self._weights[-len(BENDS) :])
         self._drift = 0.0  # log of measured / expected
         self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
         self._num_steps: dict[tuple[int, int], int] = {}  # learnt from, by place
@@ -133,8 +138,32 @@ class StepCost:
         return list(self._weights)
 
     def _base(self, shape: StepShape) -> float:
-        total = sum(weight * part for weight, part in zip(self._weights, _parts(shape), strict=True))
+        # The weights times `_parts`, without listing them: a controller asks some hundred times a second.
+        weights, first = self._weights, 1 + len(CROWDS)
+        total = (
+            weights[0]
+            + self._crowd.at(shape.num_sequences)
+            + weights[first] * (shape.num_chain_rows - shape.num_sequences)
+            + weights[first + 1] * shape.num_drafting
+            + (weights[first + 2] * shape.num_context + weights[first + 3] * shape.num_pairs) / _KEYS
+            + weights[first + 4] * shape.num_noisy_rows
+            + self._rows.at(shape.num_rows)
+        )
         return max(total, 1e-6)
+
+
+class _BentLine:
+    """A line from 0 whose slope changes at bends."""
+
+    def __init__(self, bends: Sequence[int], slopes: Sequence[float]) -> None:
+        self._bends, self._slopes = bends, slopes
+        self._heights = [0.0]  # at the bends
+        for (begin, end), slope in zip(pairwise(bends), slopes, strict=False):
+            self._heights.append(self._heights[-1] + slope * (end - begin))
+
+    def at(self, number: int) -> float:
+        piece = bisect_right(self._bends, number) - 1
+        return self._heights[piece] + self._slopes[piece] * (number - self._bends[piece])
 
 
 def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
@@ -177,7 +206,12 @@ def _between(number: int, bends: Sequence[int]) -> list[float]:
 
 def _place(shape: StepShape) -> tuple[int, int]:
     """Shapes of about the same size, to an eighth of a doubling."""
-    return round(8 * math.log2(max(shape.num_sequences, 1))), round(8 * math.log2(max(shape.num_rows, 1)))
+    return _eighths(shape.num_sequences), _eighths(shape.num_rows)
+
+
+@lru_cache(maxsize=4096)
+def _eighths(number: int) -> int:
+    return round(8 * math.log2(max(number, 1)))
 
 
 def _least_squares(parts: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> list[float]:

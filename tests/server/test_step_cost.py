@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_server.step_cost import StepCost, StepShape, read_points, write_points
+from space_server.step_cost import BENDS, CROWDS, StepCost, StepShape, read_points, write_points
 
 
 def true_seconds(shape: StepShape) -> float:
@@ -56,6 +56,24 @@ def test_what_lies_between_is_near(sequences: int, drafts: int, masks: int) -> N
 
 
 measured_once = measured()
+
+
+@given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 30), st.integers(0, 2000), st.integers(0, 9999))
+def test_seconds_are_the_weights_times_what_is_laid_out(
+    sequences: int, drafts: int, masks: int, prefill: int, context: int
+) -> None:
+    chain, rows = sequences * (1 + drafts), sequences * (1 + drafts + masks) + prefill
+    shape = StepShape(sequences, chain, sequences * masks, sequences, prefill, 7 * prefill, context, 3)
+    pairs = 7 * prefill + (rows - prefill) * context // sequences
+    laid_out = [1, *between(sequences, CROWDS), chain - sequences, sequences, context / 1024, pairs / 1024, 3]
+    weights = [1e-3 * (n + 1) for n in range(len(laid_out) + len(BENDS))]
+    expected = sum(w * n for w, n in zip(weights, [*laid_out, *between(rows, BENDS)], strict=True))
+    assert StepCost(weights).seconds(shape) == pytest.approx(expected)
+
+
+def between(number: int, bends: tuple[int, ...]) -> list[int]:
+    """How many of 0 .. number lie in each piece between bends."""
+    return [len(range(begin, min(number, end))) for begin, end in zip(bends, (*bends[1:], 1 << 30), strict=True)]
 
 
 @given(st.integers(1, 64), st.integers(0, 5), st.integers(0, 20))
