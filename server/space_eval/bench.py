@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "space_eval.make_model",
         "a checkpoint with random weights, to measure a size that one has no model of",
     ),
+    "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }

@@ -1,5 +1,6 @@
 """What README.md tells people to type works as it is written."""
 
+import importlib
 import json
 import re
 import shlex
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
+from space_eval.bench import COMMANDS as BENCHMARKS
+from space_eval.bench import parse as parse_bench
 from space_model.convert import _parser as convert_parser
 from space_router.config import ServeConfig, settings
 from space_router.metrics import Metrics
@@ -32,6 +35,17 @@ def commands(readme: str) -> list[list[str]]:
 
 def targets(root: Path) -> set[str]:
     return set(re.findall(r"^([a-z-]+):.*##", (root / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def test_every_benchmark_exists_and_takes_the_flags_it_is_given(readme: str, commands: list[list[str]]) -> None:
+    named = set(re.findall(r"`spaceserve bench ([a-z][a-z-]*)", readme))
+    assert named == set(BENCHMARKS)
+    for name in named:
+        assert hasattr(importlib.import_module(BENCHMARKS[name][0]), "main")
+    lines = [words[2:] for words in commands if words[0].endswith("spaceserve") and words[1] == "bench"]
+    assert len(lines) >= 4
+    for flags in lines:
+        parse_bench(flags, "")
 
 
 def test_every_make_target_exists(root: Path, readme: str) -> None:
