@@ -46,8 +46,8 @@ class Advance:
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
     origin: Origin = BY_MASKS  # who proposed them
     num_predicted: int = 0  # ids of the client's prediction that appeared with this step
-    logprobs: list[IdLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[IdLogprobs] = field(default_factory=list)
+    logprobs: Run[IdLogprobs] = ()
+    prompt_logprobs: Run[IdLogprobs] = ()
     error: str | None = None  # the sequence cannot go on
 
     def commit(self) -> None:

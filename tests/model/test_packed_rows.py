@@ -74,18 +74,21 @@ def test_a_plan_lets_every_row_see_exactly_what_it_may(seed: int, window: int | 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_of_steps_behind_each_other_do_too(seed: int, window: int | None) -> None:
-    """Sequences move on by a few positions, over the edges of key blocks; now and then one gets another page."""
+    """Sequences move on by a few positions, over the edges of key blocks, and get pages as they need them or ahead."""
     generator = np.random.default_rng(seed)
     layout = [DraftLayout.plain(), DraftLayout(2, (2, 0, 1))][seed % 2]
-    starts = generator.integers(100, 260, 3).tolist()
-    pages = [np.arange(n * 40, n * 40 + 24) for n in range(3)]
+    ids = [1] * (layout.num_drafts + 1)
+    starts = (generator.integers(114, 127, 3) + [0, 0, KEY_BLOCK]).tolist()
+    free = iter(generator.permutation(400).tolist())
+    pages = [np.empty(0, dtype=np.int64)] * 3
     for _ in range(12):
-        ids = [1] * (layout.num_drafts + 1)
+        for n, start in enumerate(starts):
+            missing = -(-(start + len(ids)) // BLOCK_SIZE) - len(pages[n])
+            if missing > 0:
+                missing += 2 * n
+                pages[n] = np.append(pages[n], [next(free) for _ in range(missing)])
         assert_sees([Segment(ids, start, held, layout) for start, held in zip(starts, pages, strict=True)], window)
-        starts = [start + int(generator.integers(0, 8)) for start in starts]
-        if generator.random() < 0.3:
-            chosen = int(generator.integers(0, 3))
-            pages[chosen] = np.append(pages[chosen], 120 + len(pages[chosen]) + 40 * chosen)
+        starts = [start + int(generator.integers(0, 4)) for start in starts]
 
 
 def assert_sees(segments: Sequence[Segment], window: int | None) -> None:
