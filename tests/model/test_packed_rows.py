@@ -78,7 +78,7 @@ def test_plans_of_steps_behind_each_other_do_too(seed: int, window: int | None) 
     generator = np.random.default_rng(seed)
     layout = [DraftLayout.plain(), DraftLayout(2, (2, 0, 1))][seed % 2]
     ids = [1] * (layout.num_drafts + 1)
-    starts = (generator.integers(114, 127, 3) + [0, 0, KEY_BLOCK]).tolist()
+    starts = [int(generator.integers(114, 127)) + behind for behind in (0, 0, KEY_BLOCK)]
     free = iter(generator.permutation(400).tolist())
     pages = [np.empty(0, dtype=np.int64)] * 3
     for _ in range(12):
