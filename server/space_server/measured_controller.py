@@ -22,7 +22,7 @@ MARGIN = 0.02
 """Speculating must be so much better than plain decoding, and a change so much better than what is done now."""
 
 EVERY = 8
-"""Steps after which the choice is looked at again, where the sequences stay the same."""
+"""Steps after which the choice is looked at again, where the crowd keeps its size to an eighth."""
 
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
@@ -123,7 +123,7 @@ class MeasuredController:
         kinds = [_kind(room) for room in rooms]
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
-        if len(rooms) != self._num_sequences or self._num_since >= EVERY or surprised:
+        if 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences or self._num_since >= EVERY or surprised:
             self._choose(Crowd.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
             self._num_surprises = self.cost.num_surprises

@@ -87,6 +87,25 @@ def test_where_decoding_is_plain_a_prompt_brings_no_masks() -> None:
     assert controller.layouts([room()] * 4, Load(num_prefill_rows=400)) == [DraftLayout.plain()] * 4
 
 
+def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
+    """Under load somebody comes or goes with every step; what was best for 31 is best for 32."""
+    asked: list[StepShape] = []
+
+    class Asked(Machine):
+        def seconds(self, shape: StepShape) -> float:
+            asked.append(shape)
+            return super().seconds(shape)
+
+    controller = MeasuredController(Asked(1.0, 0.0, 0))
+    settled(controller, [room()] * 32)
+    counts = []
+    for size in (32, 31, 33, 32, 20):
+        asked.clear()
+        controller.layouts([room()] * size, Load())
+        counts.append(len(asked))
+    assert max(counts[1:4]) < min(20, counts[4])
+
+
 def test_at_the_threshold_the_choice_does_not_swing() -> None:
     """Costs that tell two layouts apart by less than the margin, in turn one and the other."""
     machine = Machine(1.0, 0.02, ridge=16)
