@@ -60,9 +60,14 @@ class AcceptanceShape:
 
     def log_odds(self, depth: int) -> float:
         """Of p_depth; depths count from 1, those behind the last one are as it is."""
-        at = min(depth, len(self._verified)) - 1
-        p = min(max(self._accepted[at] / self._verified[at], _LEAST), _MOST)
+        p = self.mean(depth)
         return math.log(p / (1.0 - p))
+
+    def mean(self, depth: int) -> float:
+        """p_depth over all sequences, off 0 and 1."""
+        at = min(depth, len(self._verified)) - 1
+        p = self._accepted[at] / self._verified[at]
+        return _LEAST if p < _LEAST else min(p, _MOST)
 
     def chance(self, depth: int, level: int = 0) -> float:
         """p_depth of a sequence of this level."""
@@ -108,8 +113,9 @@ class Acceptance:
     def step(self, first_depth: int, num_verified: int, num_accepted: int) -> None:
         """One step's verdict: drafts of depth first_depth, first_depth+1, … of which the first `num_accepted` stand."""
         self.shift *= 1.0 - FORGET
+        against = math.exp(-self.shift)  # what the odds of a rejection are multiplied by
         for number in range(min(num_accepted + 1, num_verified)):
-            accepted = number < num_accepted
-            surprise = accepted - self.chance(first_depth + number)
-            self.shape.learn(first_depth + number, accepted)
-            self.shift += STEP * surprise
+            depth, accepted = first_depth + number, number < num_accepted
+            p = self.shape.mean(depth)
+            self.shape.learn(depth, accepted)
+            self.shift += STEP * (accepted - p / (p + (1.0 - p) * against))

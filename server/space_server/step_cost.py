@@ -40,6 +40,10 @@ LEAK = 0.002
 """Share of what a place is off that is forgotten with each of its steps, so that what all have in common becomes the
 drift's."""
 
+NEAR, CAUTION = 3, 0.02
+"""Eighths of a doubling that a place may be larger than one that is known; for each beyond, a step is feared to cost so
+much more: what nobody has seen is tried where it promises much, not where it promises a little."""
+
 OUTLIER = 2.0
 """A step that took more than so many times what was expected teaches no more than this: the machine was away."""
 
@@ -90,6 +94,7 @@ class StepCost:
         self._drift = 0.0  # log of measured / expected
         self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
         self._num_steps: dict[tuple[int, int], int] = {}  # learnt from, by place
+        self._fears: dict[tuple[int, int], float] = {}  # by place, as long as no other becomes known
         self.num_surprises = 0
 
     @classmethod
@@ -118,20 +123,35 @@ class StepCost:
 
     def seconds(self, shape: StepShape) -> float:
         """Expected, as things stand now."""
-        return self._base(shape) * math.exp(self._drift + self._places.get(_place(shape), 0.0))
+        place = _place(shape)
+        beyond = self._places.get(place)
+        if beyond is None:
+            beyond = self._fear(place)
+        return self._base(shape) * math.exp(self._drift + beyond)
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         """One measured step."""
         place = _place(shape)
         num_steps = self._num_steps.get(place, 0)
+        if place not in self._places:
+            self._places[place] = 0.0
+            self._fears.clear()
         surprise = math.log(max(seconds, 1e-9) / self.seconds(shape))
         self.num_surprises += abs(surprise) > math.log(SURPRISE)
         if num_steps >= KNOWN:
             surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
             self._drift += DRIFT_RATE * surprise
         rate = max(PLACE_RATE, 1.0 / (num_steps + 1.1))
-        self._places[place] = (1.0 - LEAK) * self._places.get(place, 0.0) + rate * surprise
+        self._places[place] = (1.0 - LEAK) * self._places[place] + rate * surprise
         self._num_steps[place] = num_steps + 1
+
+    def _fear(self, place: tuple[int, int]) -> float:
+        """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""
+        if place not in self._fears:
+            sequences, rows = place
+            distances = (max(sequences - other, rows - far) for other, far in self._places)
+            self._fears[place] = CAUTION * max(0, min(distances, default=0) - NEAR)
+        return self._fears[place]
 
     def as_json(self) -> list[float]:
         """What `StepCost` is made of, for a file."""

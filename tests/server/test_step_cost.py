@@ -138,3 +138,14 @@ def test_what_was_not_expected_is_counted() -> None:
     assert cost.num_surprises == 0
     cost.learn(shape, 1.5 * cost.seconds(shape))
     assert cost.num_surprises == 1
+
+
+def test_what_nobody_has_seen_is_feared_until_somebody_has() -> None:
+    near = [(shape, true_seconds(shape)) for shape in shapes() if shape.num_sequences <= 8]
+    cost = StepCost.from_points(near)
+    far, known = StepShape(64, 384, 1920, 64, num_context=4096), StepShape(8, 16, 16, 8, num_context=512)
+    before = cost.seconds(far)
+    assert cost.seconds(known) == pytest.approx(true_seconds(known), rel=0.05)
+    assert before > 1.3 * cost._base(far)
+    cost.learn(far, cost._base(far))
+    assert cost.seconds(far) == pytest.approx(cost._base(far))
