@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class StepRows:
     """The rows of one step: a pattern, and where each of its sequences stands.
 
-    A row attends the first `visible` slots of its sequence (fewer with a sliding window); a mask row also the masks
+    A row attends the slots of its sequence up to its reach (fewer with a sliding window); a mask row also the masks
     before it in its group, and itself.
     """
 
@@ -47,11 +47,6 @@ class StepRows:
     def positions(self) -> Ints:
         """[rows] absolute position."""
         return self.starts[self.pattern.owner] + self.pattern.offsets
-
-    @cached_property
-    def visible(self) -> Ints:
-        """[rows] leading slots the row may attend."""
-        return self.starts[self.pattern.owner] + self.pattern.reach
 
     @cached_property
     def written(self) -> Ints:

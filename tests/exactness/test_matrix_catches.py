@@ -54,9 +54,10 @@ def seeing_ahead(patch: Patch) -> None:
 
     def build_seeing(cls: type[ForwardBatch], segments: Sequence[Segment], **kwargs: Any) -> ForwardBatch:
         batch: ForwardBatch = build(cls, segments, **kwargs)
+        reach = batch.rows.pattern.reach.copy()
         for rows in batch.chain_rows:
-            batch.rows.visible[rows.start : rows.stop - 1] += 1
-        return batch
+            reach[rows.start : rows.stop - 1] += 1
+        return replace(batch, rows=replace(batch.rows, pattern=replace(batch.rows.pattern, reach=reach, parts={})))
 
     patch.setattr(ForwardBatch, "build", classmethod(build_seeing))
 

@@ -22,7 +22,7 @@ def test_chain_rows_come_first_then_masks_then_padding() -> None:
     assert batch.mask_rows == [[range(4, 6), range(6, 6), range(6, 7)], [range(7, 8)]]
     assert batch.ids.tolist() == [7, 8, 9, 4, 100, 101, 100, 100]
     assert batch.positions.tolist() == [5, 6, 7, 0, 6, 7, 8, 1]
-    assert batch.rows.visible.tolist() == [6, 7, 8, 1, 6, 6, 8, 1]
+    assert batch.rows.pattern.reach.tolist() == [1, 2, 3, 1, 1, 1, 3, 1]
     assert (batch.num_chain_rows, batch.num_mask_rows, batch.num_rows) == (4, 4, 8)
 
 

@@ -52,7 +52,7 @@ def test_packed_arrays_are_those_of_rows_taken_one_by_one(seed: int) -> None:
     assert batch.ids.tolist() == [id_ for _, id_, _, _ in rows] + padding
     assert batch.positions.tolist() == [position for _, _, position, _ in rows] + padding
     assert batch.rows.positions.tolist() == [position for _, _, position, _ in rows]
-    assert batch.rows.visible.tolist() == [visible for _, _, _, visible in rows]
+    assert batch.rows.pattern.reach.tolist() == [visible - segments[n].start for n, _, _, visible in rows]
     assert batch.rows.pattern.owner.tolist() == [number for number, _, _, _ in rows]
     assert batch.num_chain_rows == sum(len(segment.ids) for segment in segments)
     slots = [segments[n].pages[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for n, _, p, _ in rows]
