@@ -18,8 +18,11 @@ from space_server.step_cost import StepCost, StepShape
 MASK_PRICE = 0.8
 """Of a row's price, what a mask row's is: it is neither sampled nor written."""
 
-MARGIN = 0.02
-"""Speculating must be so much better than plain decoding, and a change so much better than what is done now."""
+TAKE_UP, LEAVE, CHANGE = 0.08, 0.03, 0.02
+"""By how much speculating must be expected to beat plain decoding to be taken up, and to go on; and another rule the
+one that is followed. What is expected leaves out what ends and beginnings cost, some hundredths; between the first two
+nothing changes, so that a crowd at the threshold does not swing.
+"""
 
 EVERY = 8
 """Steps after which the choice is looked at again, where the crowd keeps its size to an eighth."""
@@ -134,7 +137,7 @@ class MeasuredController:
         elif rule is not None and self._is_probe():
             rule = None
         self._num_plain = 0 if rule is not None else self._num_plain + 1
-        price = self._row_price(len(rooms), load)
+        price = self._row_price(len(rooms), load) if any(room.chances for room in rooms) else 0.0
         return [self._layout(room, kind, rule, price) for room, kind in zip(rooms, kinds, strict=True)]
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
@@ -144,11 +147,11 @@ class MeasuredController:
         best = max(RULES, key=rates.__getitem__)
         self._advantage = rates[best] / plain - 1.0
         if self._rule is None:
-            if rates[best] > (1.0 + MARGIN) * plain and self._num_plain >= PATIENCE:
+            if rates[best] > (1.0 + TAKE_UP) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
-        elif rates[self._rule] <= plain and rates[best] <= (1.0 + MARGIN) * plain:
+        elif rates[best] < (1.0 + LEAVE) * plain:
             self._rule = None
-        elif rates[best] > (1.0 + MARGIN) * rates[self._rule]:
+        elif rates[best] > (1.0 + CHANGE) * rates[self._rule]:
             self._rule = best
         self._rate = plain if self._rule is None else rates[self._rule]
 
