@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from space_server.step_cost import StepShape
 
 from space_eval.simulate_figures import Figures
 from space_eval.simulate_load import Poisson
@@ -42,15 +45,17 @@ def plan(scenario: Scenario, arm: Speculation, share: float, wanted: float | Non
 
 
 def highest_rate(scenario: Scenario, share: float, say: Say) -> tuple[float, Figures | None]:
-    """Of one worker, to within `PRECISION`: doubled until it fails, then halved between."""
+    """Of one worker, to within `PRECISION`: from a guess doubled until it fails, or halved until it holds; then between
+    the two.
+    """
     tried: dict[float, Figures] = {}
 
     def held(rate: float) -> bool:
-        tried[rate] = figures = at_rate(replace(scenario, num_workers=1), rate)
+        tried[rate] = figures = at_rate(replace(scenario, num_workers=1), rate, share)
         say(f"{figures.arm}: {rate:.3g}/s: {figures.kept_late:.1%} of requests within the limits")
         return figures.kept_late >= share
 
-    low, high = 0.0, 1.0
+    low, high = 0.0, guess(scenario)
     while high < MOST_RATE and held(high):
         low, high = high, 2 * high
     while not low and high > LEAST_RATE:
@@ -67,6 +72,17 @@ def highest_rate(scenario: Scenario, share: float, say: Say) -> tuple[float, Fig
     return low, tried.get(low)
 
 
+def guess(scenario: Scenario) -> float:
+    """Requests a second that a worker might hold, decoding plainly: where to begin."""
+    asks = list(itertools.islice(scenario.work.asks(), 200))
+    num_prompt = sum(len(ask.prompt_ids) for ask in asks) / len(asks)
+    num_output = sum(ask.num_output * ask.num_choices for ask in asks) / len(asks)
+    batch = scenario.worker.max_sequences
+    step = scenario.machine.seconds(StepShape.plain(batch, round(batch * (num_prompt + num_output / 2))))
+    prefill = scenario.machine.seconds(StepShape(1, 1, num_prefill_rows=round(num_prompt)))
+    return min(MOST_RATE / 2, max(LEAST_RATE, 0.5 / (num_output * step / batch + prefill)))
+
+
 def fewest_workers(
     scenario: Scenario, share: float, wanted: float, rate_of_one: float, say: Say
 ) -> tuple[int | None, Figures | None]:
@@ -74,7 +90,7 @@ def fewest_workers(
     number = min(MOST_WORKERS, max(1, math.ceil(wanted / rate_of_one)))
     best: tuple[int | None, Figures | None] = (None, None)
     while 0 < number <= MOST_WORKERS:
-        figures = at_rate(replace(scenario, num_workers=number), wanted)
+        figures = at_rate(replace(scenario, num_workers=number), wanted, share)
         say(f"{figures.arm}: {number} workers: {figures.kept_late:.1%} of requests within the limits")
         if figures.kept_late >= share:
             best = number, figures
@@ -86,9 +102,13 @@ def fewest_workers(
     return best
 
 
-def at_rate(scenario: Scenario, rate: float) -> Figures:
-    """The scenario with so many requests a second, long enough for at least 100 of them."""
+def at_rate(scenario: Scenario, rate: float, share: float) -> Figures:
+    """The scenario with so many requests a second, long enough for at least 100 of them; broken off where so many have
+    failed that `share` cannot be kept.
+    """
     seconds = max(scenario.seconds, 100 / rate)
     work = replace(scenario.work, arrivals=Poisson(rate))
     # A queue without bound: who waits too long breaks a limit by himself.
-    return Simulation(replace(scenario, work=work, seconds=seconds, max_queue=1 << 30)).run()
+    made = replace(scenario, work=work, seconds=seconds, max_queue=1 << 30)
+    num_expected = rate * seconds / 2
+    return Simulation(made, most_failed=2 * (1 - share) * num_expected + 10).run()

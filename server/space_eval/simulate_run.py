@@ -81,8 +81,11 @@ class Simulation:
         *,
         cost: Callable[[], StepCost] | None = None,
         progress: Callable[[float], None] = lambda seconds: None,
+        most_failed: float = math.inf,
     ) -> None:
-        """`cost`: what a worker knows at its start, over the scenario's; `progress`: is told how far it is."""
+        """`cost`: what a worker knows at its start, over the scenario's; `progress`: is told how far it is;
+        `most_failed`: once more requests of the second half have broken a limit, the run is broken off.
+        """
         self.scenario = scenario
         self.workers: list[SimulatedWorker] = []  # of all incarnations
         self.visits: dict[Stream, Visit] = {}
@@ -90,6 +93,7 @@ class Simulation:
         self.record = Record()
         self._cost = cost or scenario.cost
         self._progress = progress
+        self._most_failed = most_failed
         self._library = Library(scenario.acceptance, scenario.seed)
         self._asks = scenario.work.asks()
         self._closing = False
@@ -128,8 +132,10 @@ class Simulation:
                 self.table.now = max(self.table.now, end)
                 self._look(end)
                 self._progress(end)
+                if broken_off := self._num_failed() > self._most_failed:
+                    break
             self._closing = True
-            if isinstance(self.scenario.work.arrivals, Streams):
+            if broken_off or isinstance(self.scenario.work.arrivals, Streams):
                 for stream in list(self.visits):
                     self._end(stream, "cut")
             self.table.run(math.inf)
@@ -157,12 +163,20 @@ class Simulation:
 
     def _next_arrival(self) -> None:
         ask = next(self._asks)
-        if ask.arrives < self.scenario.seconds:
+        if ask.arrives < self.scenario.seconds and not self._closing:
             self.table.at(ask.arrives, lambda: self._arrive(ask))
 
     def _arrive(self, ask: Ask) -> None:
-        self._submit(ask, None)
-        self._next_arrival()
+        if not self._closing:
+            self._submit(ask, None)
+            self._next_arrival()
+
+    def _num_failed(self) -> int:
+        """Requests of the second half that have broken a limit, or are sure to."""
+        limits = dict(self.scenario.limits.seconds) if self.scenario.limits else {}
+        half, latest = self.scenario.seconds / 2, self.table.now - limits.get("ttft", math.inf)
+        waiting = sum(half <= visit.begun < latest and not visit.num_tokens for visit in self.visits.values())
+        return self.record.num_late - self.record.num_late_kept + waiting
 
     def _next_of_stream(self) -> None:
         arrivals = self.scenario.work.arrivals
@@ -260,7 +274,9 @@ class Simulation:
         record = self.record
         self.ended.append(visit)
         record.outcomes[visit.outcome or ""] += 1
-        is_late = visit.begun >= self.scenario.seconds / 2 and visit.outcome not in ("left", "cut")
+        is_late = visit.begun >= self.scenario.seconds / 2 and (
+            visit.outcome not in ("left", "cut") or self._is_off(visit)
+        )
         record.num_late += is_late
         if not visit.num_tokens:
             return
@@ -276,6 +292,12 @@ class Simulation:
             is_kept = limits is None or all(taken[name] <= limit for name, limit in limits.seconds)
             record.num_kept += is_kept
             record.num_late_kept += is_kept and is_late
+
+    def _is_off(self, visit: Visit) -> bool:
+        """The run was broken off while it waited for its first token, too long: it counts as one that failed."""
+        limits = dict(self.scenario.limits.seconds) if self.scenario.limits else {}
+        late = self.table.now - visit.begun > limits.get("ttft", math.inf)
+        return visit.outcome == "cut" and not visit.num_tokens and late
 
     def _look(self, now: float) -> None:
         """How things stand at the end of a moment, and the next one begins."""
