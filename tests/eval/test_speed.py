@@ -158,7 +158,7 @@ def test_a_model_that_assists_itself_has_every_draft_accepted() -> None:
     assert (
         assisted.num_forwards + assisted.num_draft_forwards == 16
     )  # each pass of either model gave one id of the text
-    assert assisted.num_forwards <= 6
+    assert assisted.num_forwards <= 8  # drafts end where the assistant is unsure
     assert plain.num_draft_forwards == 0
     assert other.draft_weight_bytes > 20_000_000  # 5.26 M parameters, the tied embedding once
     assert other.draft_kv_bytes_per_token == model.facts.kv_bytes_per_token
