@@ -29,8 +29,8 @@ LEVELS_PER_UNIT = 2
 MOST_LEVEL = 8
 """Shifts are told apart in halves of a unit of log-odds, up to 4 either way."""
 
-SNAPSHOT_EVERY = 200
-"""Verdicts between two snapshots of the shape."""
+SNAPSHOT_EVERY, EARLY = 200, (16, 48, 100)
+"""Verdicts between two snapshots of the shape; and after how many the first ones are taken, while the prior goes."""
 
 _LEAST, _MOST = 0.02, 0.98
 
@@ -79,7 +79,7 @@ class AcceptanceShape:
         self._accepted[at] = SHAPE_MEMORY * self._accepted[at] + accepted
         self._verified[at] = SHAPE_MEMORY * self._verified[at] + 1.0
         self._num_learnt += 1
-        if self._num_learnt % SNAPSHOT_EVERY == 0:
+        if self._num_learnt % SNAPSHOT_EVERY == 0 or self._num_learnt in EARLY:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:

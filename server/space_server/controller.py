@@ -11,7 +11,7 @@ from space_model.draft_layout import DraftLayout
 from space_server.acceptance import Acceptance
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each sequence and step, and freezing doubles what that takes
 class Room:
     """What one sequence could lay out in this step."""
 
@@ -29,6 +29,9 @@ class Room:
         With g drafts accepted this step emits g+1 ids, and the next one verifies at most num_left - (g+1) - 1 drafts.
         """
         drafts = min(layout.num_drafts, self.num_drafts)
+        most = max(layout.masks)
+        if drafts == layout.num_drafts and (not most or most <= min(self.max_masks, self.num_left - drafts - 2)):
+            return layout
         masks = (min(layout.masks[g], self.max_masks, self.num_left - g - 2) for g in range(drafts + 1))
         return DraftLayout(drafts, tuple(max(0, count) for count in masks))
 

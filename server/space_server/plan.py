@@ -14,7 +14,7 @@ from space_server.sequence import Sequence
 from space_server.step_cost import StepShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Room
 class Plan:
     """One sequence's part of a step: pending ids, and the layout behind the root if they reach it."""
 

@@ -1,12 +1,14 @@
 """The command finds every text equal, and names the first token where it is not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from space_eval.__main__ import main
 from space_eval.equivalence_command import Cell, CellResult, faults_of
-from space_kernels.processors import Row
+from space_kernels.row import RowRuns
 from space_model.testing import tiny_checkpoint
 
 Patch = pytest.MonkeyPatch
@@ -50,7 +52,14 @@ def test_every_text_is_equal_and_every_accepted_length_occurred(
 def test_a_fault_ends_with_status_1_and_the_first_token_that_differs(
     folder: Path, prompts: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(Row, "position", property(lambda row: len(row.ids)))  # a chain's rows share one noise
+    positions = RowRuns.positions
+
+    def of_the_root(rows: RowRuns, *args: Any) -> list[int]:
+        """A chain's rows share one noise."""
+        rows.runs = [replace(run, position=run.position - n, count=1) for run in rows.runs for n in range(run.count)]
+        return positions(rows, *args)
+
+    monkeypatch.setattr(RowRuns, "positions", of_the_root)
     assert run(folder, prompts, "--k", "3", "--temperature", "1") == 1
     said = capsys.readouterr()
     assert "NOT PROVED" in said.out
