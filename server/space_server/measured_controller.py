@@ -123,10 +123,16 @@ class MeasuredController:
         """The layout of each, before `Room.fit`."""
         if not rooms:
             return []
-        kinds = [_kind(room) for room in rooms]
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
-        if 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences or self._num_since >= EVERY or surprised:
+        has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
+        is_due = has_changed or surprised or self._num_since >= EVERY
+        has_others = any(room.chances for room in rooms)
+        if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
+            self._num_plain += 1
+            return [PLAIN.layout] * len(rooms)
+        kinds = [_kind(room) for room in rooms]
+        if is_due:
             self._choose(Crowd.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
             self._num_surprises = self.cost.num_surprises
@@ -137,7 +143,7 @@ class MeasuredController:
         elif rule is not None and self._is_probe():
             rule = None
         self._num_plain = 0 if rule is not None else self._num_plain + 1
-        price = self._row_price(len(rooms), load) if any(room.chances for room in rooms) else 0.0
+        price = self._row_price(len(rooms), load) if has_others else 0.0
         return [self._layout(room, kind, rule, price) for room, kind in zip(rooms, kinds, strict=True)]
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
