@@ -305,7 +305,7 @@ class Run:
 
 
 def _prediction(drafts: str, tokens: Sequence[int], live_ids: Sequence[int]) -> tuple[int, ...]:
-    """What a client would have predicted of this text: all of it, with every seventh id another, or only the first right."""
+    """What a client predicted of this text: all of it, with every seventh id another, or only the first right."""
     if "predicted" not in drafts:
         return ()
     others = [live_ids[(live_ids.index(id_) + 1) % len(live_ids)] if id_ in live_ids else id_ for id_ in tokens]
