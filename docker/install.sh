@@ -78,6 +78,12 @@ if [ "$device" = auto ]; then
 fi
 lock=$LOCKS/run.txt
 if $dev; then lock=$LOCKS/dev.txt; fi
+own_lock=""
+if $dev && [ "$device" = cuda ]; then # torch's CUDA build brings the triton that it was built with
+    own_lock=$(mktemp)
+    awk '/^[^ ]/ { skip = /^triton==/ } !skip' "$lock" >"$own_lock"
+    lock=$own_lock
+fi
 python=$venv/bin/python
 
 # ---------------------------------------------------------------------------------------------- what is there already
@@ -233,7 +239,7 @@ $(cat "$log")"
 
 log=$(mktemp)
 lockdir=$venv.lock
-trap 'rm -f "$log"' EXIT
+trap 'rm -f "$log" "$own_lock"' EXIT
 trap 'printf "\n"; say "interrupted; run it again to go on."; exit 130' INT TERM
 
 if [ -z "$stages" ] && is_complete >/dev/null; then
@@ -252,7 +258,7 @@ until mkdir "$lockdir" 2>/dev/null; do
     sleep 2
 done
 echo $$ >"$lockdir/pid"
-trap 'rm -rf "$log" "$lockdir"' EXIT
+trap 'rm -rf "$log" "$lockdir" "$own_lock"' EXIT
 
 started=$SECONDS
 if [ -x "$python" ]; then rm -f "$venv"/.installed-*; fi

@@ -1,12 +1,18 @@
-"""How the tests are shared out among processes."""
+"""How the tests are shared out among processes, and where Triton's kernels run."""
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+
+# Read by triton where a kernel is declared: without a GPU kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(optionalhook=True)
