@@ -70,7 +70,7 @@ def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     ids = torch.arange(V, device=z.device)[None]
     possible = z >= z.amax(dim=1, keepdim=True) - (GUMBEL_MAX - GUMBEL_MIN + 0.01)
     counts = possible.sum(dim=1)
-    most = int(counts.max())
+    most = max(1, int(counts.max()))  # 0 where every row has a NaN
     if most < V // 4:
         row, id_ = possible.nonzero(as_tuple=True)  # row-major: ids ascend in a row
         column = torch.arange(len(row), device=z.device) - (counts.cumsum(dim=0) - counts)[row]

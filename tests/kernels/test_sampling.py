@@ -36,6 +36,11 @@ def test_rows_of_nan_and_of_nothing_possible_harm_no_other_row() -> None:
     assert sample(z, keys, keys)[[0, 3]].tolist() == alone[[0, 3]].tolist()
 
 
+def test_where_every_row_has_a_nan_nothing_is_usable_and_nothing_fails() -> None:
+    rows = [Row(Law(key=n), (0,), 1) for n in range(2)]
+    assert choose_rows(torch.full((2, 30), math.nan), rows, NO_IDS).usable.tolist() == [False, False]
+
+
 def test_the_law_of_choice_is_the_softmax() -> None:
     z = torch.tensor([[0.0, 1.0, -math.inf, 2.0]])
     positions = torch.arange(40_000)
