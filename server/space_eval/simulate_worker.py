@@ -136,6 +136,10 @@ class Watched:
         self.num_turns = 0  # of these, from plain decoding to drafts or back
         self._rule: object = None
 
+    @property
+    def row_price(self) -> float:
+        return self.controller.row_price
+
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         chosen = self.controller.layouts(rooms, load)
         if isinstance(self.controller, MeasuredController):

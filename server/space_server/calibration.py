@@ -37,10 +37,14 @@ CONTEXT, LONG_CONTEXT = 64, 512
 NEW_TOKENS = 160
 """That each sequence has slots for."""
 
-NUM_STEPS = 5
-"""Timed steps of a shape, of which the middle one counts."""
+NUM_IDLE, NUM_STEPS = 2, 5
+"""First steps of a case, whose layouts have no drafts to follow yet; then timed ones, of which the middle counts."""
 
-PREFILL_ROWS = (32, 128, 512)
+ENOUGH = 0.1
+"""Seconds of a case after which one timed step suffices: what takes so long is not lost in the clock."""
+
+PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 0), (512, 0))
+"""Rows of a prompt, and ids computed before them."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,33 +73,49 @@ def calibrate(
     """Points for `StepCost.from_points`; small ones first, as many as there are seconds for."""
     points: list[Point] = []
     begun = clock()
-    for num_sequences, layout, context, temperature in _cases(model.facts, max_sequences):
+    for case in _cases(model.facts, max_sequences):
         left = seconds - (clock() - begun)
-        expected = _expected(points, num_sequences * layout.num_rows)
-        if points and (NUM_STEPS + 1) * expected > left:
-            continue
-        points += _measure(model, kv, num_sequences, layout, context, temperature, clock)
-    for rows in PREFILL_ROWS:
-        if points and 2 * _expected(points, rows) < seconds - (clock() - begun):
-            points += _prefill(model, kv, rows, clock)
+        if not points or case.least_steps * _expected(points, case.num_rows) < left:
+            points += _measure(model, kv, case, clock)
     return points
 
 
-def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[tuple[int, DraftLayout, int, float]]:
-    """Sequences, layout, context, temperature: the most telling first."""
+@dataclass(frozen=True)
+class Case:
+    """Steps to measure: of sequences that decode with one layout, or of a prompt."""
+
+    num_sequences: int
+    layout: DraftLayout
+    context: int = CONTEXT  # ids that each has computed before
+    temperature: float = 0.0
+    prompt_rows: int = 0  # ids to compute, of a single sequence; 0: it decodes
+
+    @property
+    def num_rows(self) -> int:
+        """Of a step."""
+        return self.prompt_rows or self.num_sequences * self.layout.num_rows
+
+    @property
+    def least_steps(self) -> int:
+        """That it takes to measure it."""
+        return 1 if self.prompt_rows else NUM_IDLE + 1
+
+
+def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
+    """The most telling first: as many are measured as there is time for."""
     k = facts.most_masks
     plain = DraftLayout.plain()
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
-    wanted = [(1, some), (1, full), *((n, some if n <= 16 else few) for n in (8, 32, 64, 2, 16, 4, 128, 256))]
-    cases = [(1, plain, CONTEXT, 0.0)]
-    for num_sequences, layout in wanted:
-        cases += [(num_sequences, plain, CONTEXT, 0.0), (num_sequences, layout, CONTEXT, 0.0)]
+    prompts = [Case(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
+    cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), prompts[1]]
+    for num_sequences in (32, 64, 2, 16, 4, 128, 256):
+        cases += [Case(num_sequences, plain), Case(num_sequences, some if num_sequences <= 16 else few)]
     for num_sequences in (1, 8, 32):
-        cases += [(num_sequences, plain, CONTEXT, 1.0), (num_sequences, few, CONTEXT, 1.0)]
-        cases += [(num_sequences, plain, LONG_CONTEXT, 0.0), (num_sequences, some, LONG_CONTEXT, 0.0)]
-    cases += [(8, full, CONTEXT, 0.0), (32, some, CONTEXT, 0.0), (64, some, CONTEXT, 0.0)]
+        cases += [Case(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
+        cases += [Case(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
+    cases += [Case(8, full), Case(32, some), Case(64, some), *prompts[2:]]
     for case in dict.fromkeys(cases):
-        if case[0] <= max_sequences:
+        if case.num_sequences <= max_sequences:
             yield case
 
 
@@ -104,44 +124,28 @@ def _expected(points: list[Point], num_rows: int) -> float:
     return max((seconds * max(1.0, num_rows / shape.num_rows) for shape, seconds in points[-1:]), default=0.0)
 
 
-def _measure(
-    model: StepModel,
-    kv: PagedKV,
-    num_sequences: int,
-    layout: DraftLayout,
-    context: int,
-    temperature: float,
-    clock: Callable[[], float],
-) -> list[Point]:
-    """The shapes that the timed steps had, each with the middle one of its seconds; none where pages do not suffice."""
-    cost = Recorder()
-    worker = _worker(model, kv, cost, FixedLayout(lambda room: layout), num_sequences, clock)
-    size = kv.block_size
-    pages_each = -(-(context + NEW_TOKENS) // size)
-    if pages_each > kv.num_blocks or context + NEW_TOKENS > model.facts.window:
+def _measure(model: StepModel, kv: PagedKV, case: Case, clock: Callable[[], float]) -> list[Point]:
+    """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice."""
+    num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
+    pages_each = -(-num_slots // kv.block_size)
+    if pages_each > kv.num_blocks or num_slots > model.facts.window:
         return []
-    rng = random.Random(0)
-    for number in range(num_sequences):
-        first = (
-            number * pages_each % max(1, kv.num_blocks - pages_each + 1)
-        )  # shared where there are few: K, V mean nothing
-        _admit(worker, number, context, range(first, first + pages_each), temperature, rng)
-    for _ in range(NUM_STEPS + 2):
+    cost, rng = Recorder(), random.Random(0)
+    worker = _worker(model, kv, cost, FixedLayout(lambda room: case.layout), case.num_sequences, clock)
+    for number in range(case.num_sequences):
+        # shared where there are few: K and V mean nothing
+        first = number * pages_each % max(1, kv.num_blocks - pages_each + 1)
+        _admit(worker, number, case, range(first, first + pages_each), rng)
+    if case.prompt_rows:
         worker.step()
-    timed = sorted(cost.points[2:], key=lambda point: point[1])
+        return cost.points
+    begun = clock()
+    while len(cost.points) < NUM_IDLE + NUM_STEPS:
+        worker.step()
+        if len(cost.points) > NUM_IDLE and clock() - begun > ENOUGH:
+            break
+    timed = sorted(cost.points[NUM_IDLE:], key=lambda point: point[1])
     return timed[len(timed) // 2 :][:1]
-
-
-def _prefill(model: StepModel, kv: PagedKV, rows: int, clock: Callable[[], float]) -> list[Point]:
-    """A prompt of so many rows by itself."""
-    pages = -(-(rows + 2) // kv.block_size)
-    if pages > kv.num_blocks or rows + 2 > model.facts.window:
-        return []
-    cost = Recorder()
-    worker = _worker(model, kv, cost, FixedLayout(lambda room: DraftLayout.plain()), 1, clock)
-    _admit(worker, 0, rows, range(pages), 0.0, random.Random(0), num_cached=0)
-    worker.step()
-    return cost.points
 
 
 def _worker(
@@ -167,26 +171,17 @@ def _worker(
     return worker
 
 
-def _admit(
-    worker: Worker,
-    number: int,
-    context: int,
-    pages: range,
-    temperature: float,
-    rng: random.Random,
-    *,
-    num_cached: int | None = None,
-) -> None:
+def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Random) -> None:
     facts = worker.facts
     allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
-    ids = rng.choices(allowed, k=context + 1)
+    ids = rng.choices(allowed, k=case.context + (case.prompt_rows or 1))
     admit = pb.Admit(
         seq_id=number + 1,
         ids=ids,
         num_prompt=len(ids),
-        num_cached=context if num_cached is None else num_cached,
+        num_cached=case.context,
         pages=pages,
-        sampling=pb.Sampling(seed=number, temperature=temperature),
+        sampling=pb.Sampling(seed=number, temperature=case.temperature),
         limits=pb.Limits(max_tokens=NEW_TOKENS),
         max_draft_length=worker.max_draft_length,
     )
@@ -207,6 +202,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
         device,
         str(os.cpu_count()),
         str(facts.num_threads),
+        str(facts.num_ranks),
         facts.attention,
         torch.__version__,
         str(block_size),

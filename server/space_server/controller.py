@@ -48,6 +48,11 @@ class Load:
 class Controller(Protocol):
     """Chooses the layouts of a step; the step makes them fit."""
 
+    @property
+    def row_price(self) -> float:
+        """Accepted drafts that a chain row more must bring now: whoever proposes can leave out what cannot."""
+        ...
+
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         """One layout per sequence that reaches its root in this step, in their order."""
         ...
@@ -55,6 +60,8 @@ class Controller(Protocol):
 
 class FixedLayout:
     """Each sequence by itself, by a rule: for tests, for measuring, and where the operator insists on one k."""
+
+    row_price = 0.0
 
     def __init__(self, rule: Callable[[Room], DraftLayout]) -> None:
         self._rule = rule

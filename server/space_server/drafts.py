@@ -67,6 +67,9 @@ behind a right one is right more often than the first. Predictions: assumed, fro
 
 NUM_DEPTHS = 8
 
+JUDGED_EVERY = 8
+"""Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""
+
 
 @lru_cache(maxsize=4096)
 def _chances(log_odds: tuple[float, ...], level: int) -> tuple[float, ...]:
@@ -89,6 +92,7 @@ class DraftSources:
     def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
         """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
         self.lookup, self.masks = lookup, masks
+        self.price = 0.0  # accepted drafts that a chain row must bring in a step, as things stand: the worker's to set
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
         }
@@ -193,11 +197,13 @@ class Drafter:
         return self._prediction.num_appeared - before
 
     def propose(self, max_drafts: int) -> Proposal | None:
-        """The drafts that are worth most; None where nothing is known."""
+        """The drafts that are worth most; None where nothing is known, or worth its row."""
         for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
             if text is not None and (drafts := text.propose(max_drafts)):
                 length = text.match_length
-                self._proposals.append(Proposal(trust, drafts, length, trust.chances(length)))
+                chances = trust.chances(length)
+                if chances[0] > self._sources.price or (self._num_known or 0) % JUDGED_EVERY == 0:
+                    self._proposals.append(Proposal(trust, drafts, length, chances))
         if len(self._proposals) < 2:
             return self._proposals[0] if self._proposals else None
         return max(self._proposals, key=lambda proposal: proposal.expected)

@@ -24,6 +24,9 @@ one that is followed. What is expected leaves out what ends and beginnings cost,
 nothing changes, so that a crowd at the threshold does not swing.
 """
 
+PROPOSAL_MARGIN = 1.15
+"""How many times the price of its row a draft that no mask made must bring."""
+
 EVERY = 8
 """Steps after which the choice is looked at again, where the crowd keeps its size to an eighth."""
 
@@ -113,6 +116,7 @@ class MeasuredController:
         self._num_to_probe = PROBE_EVERY
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
+        self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
     @property
     def rule(self) -> Rule | None:
@@ -143,11 +147,11 @@ class MeasuredController:
         elif rule is not None and self._is_probe():
             rule = None
         self._num_plain = 0 if rule is not None else self._num_plain + 1
-        price = self._row_price(len(rooms), load) if has_others else 0.0
-        return [self._layout(room, kind, rule, price) for room, kind in zip(rooms, kinds, strict=True)]
+        return [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
         load = Load(num_context=load.num_context)
+        self.row_price = self._row_price(crowd.size, load)
         plain = self._expected(None, crowd, load).rate
         rates = {rule: self._expected(rule, crowd, load).rate for rule in RULES}
         best = max(RULES, key=rates.__getitem__)
@@ -193,11 +197,11 @@ class MeasuredController:
         return Expected(tokens, self.cost.seconds(shape))
 
     def _row_price(self, num_sequences: int, load: Load) -> float:
-        """Tokens that a chain row more for each sequence must bring, at what a token costs now."""
+        """At what a token costs now, with a margin for the host's part in proposing and judging."""
         alone = StepShape.plain(num_sequences, load.num_context)
         more = StepShape(num_sequences, 5 * num_sequences, num_context=load.num_context)
         before = self.cost.seconds(alone)
-        return max(0.0, self.cost.seconds(more) - before) / (4 * before)
+        return PROPOSAL_MARGIN * max(0.0, self.cost.seconds(more) - before) / (4 * before)
 
     def _is_probe(self) -> bool:
         """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""
@@ -209,7 +213,7 @@ class MeasuredController:
         self._num_to_probe = PROBE_EVERY
         return True
 
-    def _layout(self, room: Room, kind: Kind, rule: Rule | None, price: float) -> DraftLayout:
+    def _layout(self, room: Room, kind: Kind, rule: Rule | None) -> DraftLayout:
         layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
         if not room.chances:
             return layout
@@ -217,7 +221,7 @@ class MeasuredController:
         num_drafts, reached = 0, 1.0
         for chance in room.chances:
             reached *= chance
-            if reached <= price:
+            if reached <= self.row_price:
                 break
             num_drafts += 1
         groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))

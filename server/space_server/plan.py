@@ -33,7 +33,7 @@ class Plan:
         """The rows, for the forward pass."""
         sequence, start = self.sequence, self.sequence.num_computed
         ids = sequence.ids[start : start + self.num_pending] + self.drafts
-        return Segment(ids, start, sequence.page_numbers, self.layout, sequence.adapter)
+        return Segment(ids, start, sequence.page_numbers, self.layout, sequence.adapter, sequence.seq_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,24 @@ def plan_step(
     rooms = [_room(sequence, block_size) for sequence, _ in closing]
     chosen = controller.layouts(rooms, _load(chunks))
     fitted = [room.fit(layout) for room, layout in zip(rooms, chosen, strict=True)]
-    layouts = {sequence.seq_id: layout for (sequence, _), layout in zip(closing, fitted, strict=True)}
-    plans = [
-        Plan(
-            sequence,
-            rows,
-            layouts.get(sequence.seq_id, DraftLayout.plain()),
-            closes=sequence.seq_id in layouts,
-        )
+    plans = _plans(chunks, [sequence for sequence, _ in closing], fitted)
+    shape = shape_of(plans)
+    if not budget.allows(shape):  # the prompt's rows are few already: drafts wait
+        plans = _plans(chunks, [sequence for sequence, _ in closing], [DraftLayout.plain()] * len(closing))
+        shape = shape_of(plans)
+    return StepPlan(plans, out_of_slots, shape)
+
+
+def _plans(
+    chunks: Iterable[tuple[Sequence, int]], closing: Iterable[Sequence], layouts: Iterable[DraftLayout]
+) -> list[Plan]:
+    """One for each chunk; those that close lay out their `layouts`."""
+    by_seq_id = {sequence.seq_id: layout for sequence, layout in zip(closing, layouts, strict=True)}
+    plain = DraftLayout.plain()
+    return [
+        Plan(sequence, rows, by_seq_id.get(sequence.seq_id, plain), closes=sequence.seq_id in by_seq_id)
         for sequence, rows in chunks
     ]
-    return StepPlan(plans, out_of_slots, shape_of(plans))
 
 
 def _prompt_rows(reading: list[Sequence], room: int, block_size: int) -> dict[int, int]:

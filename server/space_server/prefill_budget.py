@@ -38,3 +38,10 @@ class PrefillBudget:
             else:
                 most = rows - 1
         return least
+
+    def allows(self, shape: StepShape) -> bool:
+        """Whether a step may be so large: one with prompt rows beside sequences that decode keeps within `seconds`."""
+        if self.seconds is None or self.cost is None or not shape.num_prefill_rows:
+            return True
+        has_drafts = shape.num_chain_rows > shape.num_sequences or shape.num_mask_rows > 0
+        return not has_drafts or self.cost.seconds(shape) <= self.seconds

@@ -240,6 +240,7 @@ class Worker:
             block_size=self.block_size,
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
         )
+        self._sources.price = self._controller.row_price
         times = StepTimes()
         advances = self._run(plan.plans, times) if plan.plans else []
         report = pb.StepReport(stepped=bool(advances))

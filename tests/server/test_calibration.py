@@ -22,6 +22,7 @@ def test_shapes_are_measured_from_one_sequence_to_the_most(model: SpaceModel) ->
     assert max(shape.num_sequences for shape, _ in points) == 8
     assert any(shape.num_mask_rows for shape, _ in points)
     assert any(shape.num_noisy_rows for shape, _ in points)
+    assert any(shape.num_prefill_rows and not shape.num_prefill_pairs for shape, _ in points)
     assert all(0 < seconds < 20 for _, seconds in points)
     assert StepCost.from_points(points).seconds(StepShape.plain(8)) > 0
 
@@ -44,6 +45,20 @@ def test_measuring_ends_when_its_seconds_are_used(model: SpaceModel) -> None:
         model, model.allocate_kv(256, 16), max_sequences=64, seconds=60.0, clock=lambda: float(next(ticks))
     )
     assert 1 <= len(points) <= 3
+
+
+def test_a_slow_model_has_prompts_and_several_sequences_measured_all_the_same(model: SpaceModel) -> None:
+    now = 0.0
+
+    def clock() -> float:  # asked some times in a step: 60 ms
+        nonlocal now
+        now += 0.005
+        return now
+
+    points = calibrate(model, model.allocate_kv(256, 16), max_sequences=64, seconds=3.0, clock=clock)
+    assert {shape.num_sequences for shape, _ in points} >= {1, 8}
+    assert any(shape.num_mask_rows for shape, _ in points)
+    assert any(shape.num_prefill_rows for shape, _ in points)
 
 
 def test_points_are_kept_for_the_next_start(model: SpaceModel, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from space_proto import worker_pb2 as pb
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout
-from space_server.drafts import DraftSources, Source, mask_chances
+from space_server.drafts import JUDGED_EVERY, DraftSources, Source, mask_chances
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import SOURCE_DRAFTS, Worker
 
@@ -64,6 +64,27 @@ def test_where_nothing_repeats_the_masks_draft() -> None:
     run = ran(router_of(model, k=3))
     assert run.tokens == said(model, 96)
     assert sources_of(run) == {pb.DRAFT_SOURCE_MASKS}
+
+
+def test_what_cannot_pay_its_row_is_not_proposed_but_judged_now_and_then() -> None:
+    sources = DraftSources(lookup=True)
+    drafter = sources.drafter(0, ())
+    assert drafter is not None
+    known: list[int] = []
+
+    def proposals(count: int) -> int:
+        found = 0
+        for _ in range(count):
+            token = repeating(len(known))
+            drafter.extend(known, [token])
+            known.append(token)
+            found += drafter.propose(8) is not None
+        return found
+
+    proposals(3 * PERIOD)
+    assert proposals(64) == 64
+    sources.price = 1.0
+    assert proposals(64) == 64 // JUDGED_EVERY
 
 
 def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:

@@ -9,6 +9,7 @@ from space_server.limits import Limits
 from space_server.plan import plan_step
 from space_server.prefill_budget import PrefillBudget
 from space_server.sequence import Sequence
+from space_server.step_cost import StepCost, StepShape
 
 BLOCK = 16
 PLAIN = FixedLayout(lambda room: DraftLayout.plain())
@@ -52,6 +53,27 @@ def test_of_long_prompts_the_oldest_is_read_first() -> None:
 
 def test_who_decodes_runs_beside_the_budget() -> None:
     assert rows([sequence(1, 300), sequence(2, 33, 32)], 100) == {1: 100, 2: 1}
+
+
+class Slow(StepCost):
+    """A millisecond a row."""
+
+    def seconds(self, shape: StepShape) -> float:
+        return 1e-3 * shape.num_rows
+
+
+def test_drafts_wait_where_they_would_take_a_step_with_prompt_rows_over_its_seconds() -> None:
+    drafting = sequence(2, 33, 32, num_pages=8)
+    drafting.drafts, drafting.max_drafts = [7, 7, 7], 3
+    full = FixedLayout(lambda room: DraftLayout.full(room.num_drafts, 0))
+
+    def chain_rows(*others: Sequence, seconds: float) -> int:
+        budget = PrefillBudget(100, seconds, Slow([]))
+        return plan_step([*others, drafting], full, block_size=BLOCK, budget=budget).shape.num_chain_rows
+
+    assert chain_rows(sequence(1, 300), seconds=0.019) == 1
+    assert chain_rows(sequence(1, 5), seconds=0.019) == 5  # few prompt rows: both roots and the drafts
+    assert chain_rows(seconds=0.002) == 4  # nobody is kept waiting by a prompt
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 30)), min_size=1, max_size=12), st.integers(1, 300))
