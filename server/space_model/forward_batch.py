@@ -32,6 +32,7 @@ class Segment:
         default_factory=DraftLayout.plain
     )  # plain for a prefill chunk that does not reach the root
     adapter: int | None = None  # whose masks the layout's are; None: the checkpoint's own, by their ids
+    owner: int | None = None  # the sequence's number, by which its pages are known from step to step; None: by nothing
 
 
 # chain rows of all segments            mask rows of all segments                     padding
@@ -46,6 +47,7 @@ class ForwardBatch:
     positions: Tensor  # [R] int64
     pattern: BatchPattern
     rows: StepRows
+    segments: Sequence[Segment] = ()  # what was packed
 
     @property
     def chain_rows(self) -> list[range]:
@@ -117,4 +119,4 @@ class ForwardBatch:
         packed[0, num_chain_rows:] = pattern.mask_ids
         packed[1, :num_rows] = rows.positions
         ids, positions = torch.from_numpy(packed).to(device)
-        return cls(ids=ids, positions=positions, pattern=pattern, rows=rows)
+        return cls(ids=ids, positions=positions, pattern=pattern, rows=rows, segments=segments)

@@ -43,11 +43,17 @@ class ModelFacts:
     num_threads: int  # threads of one product on the CPU
     acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
+    num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
 
     @property
     def most_masks(self) -> int:
         """Masks per group that a sequence can have at most, whatever its adapter."""
         return max(self.num_masks, *(adapter.num_masks for adapter in self.adapters), 0)
+
+    @property
+    def has_any_draft_head(self) -> bool:
+        """Some masks, the checkpoint's own or an adapter's, have a draft head."""
+        return self.has_draft_head or any(adapter.has_draft_head for adapter in self.adapters)
 
     def adapter_number(self, name: str) -> int | None:
         """Where the adapter is; None: the checkpoint's own masks, by their ids. Raises KeyError for an unknown name."""
