@@ -57,7 +57,9 @@ def plan_step(
     for sequence in sequences:
         (able if sequence.num_free_slots(block_size) > 0 else out_of_slots).append(sequence)
     decoding = [sequence for sequence in able if sequence.num_pending == 1]
-    room = 0 if len(decoding) == len(able) else budget.rows(decoding, able)
+    # Who waits for a page wants the next step.
+    hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1]
+    room = 0 if len(decoding) == len(able) else budget.rows(hurried, able)
     rows_of = _prompt_rows([sequence for sequence in able if sequence.num_pending > 1], room, block_size)
     rows_of.update((sequence.seq_id, 1) for sequence in decoding)
     chunks = [(sequence, rows) for sequence in able if (rows := rows_of[sequence.seq_id])]

@@ -7,7 +7,7 @@ from space_model.draft_layout import DraftLayout
 from space_server.controller import FixedLayout
 from space_server.limits import Limits
 from space_server.plan import plan_step
-from space_server.prefill_budget import PrefillBudget
+from space_server.prefill_budget import LEAST_ROWS, PrefillBudget
 from space_server.sequence import Sequence
 from space_server.step_cost import StepCost, StepShape
 
@@ -74,6 +74,13 @@ def test_drafts_wait_where_they_would_take_a_step_with_prompt_rows_over_its_seco
     assert chain_rows(sequence(1, 300), seconds=0.019) == 1
     assert chain_rows(sequence(1, 5), seconds=0.019) == 5  # few prompt rows: both roots and the drafts
     assert chain_rows(seconds=0.002) == 4  # nobody is kept waiting by a prompt
+
+
+def test_a_prompt_does_not_take_its_time_because_others_wait_for_a_page() -> None:
+    waiting = sequence(2, 33, 32, num_pages=2)
+    plan = plan_step([sequence(1, 300), waiting], PLAIN, block_size=BLOCK, budget=PrefillBudget(200, 0.020, Slow([])))
+    assert plan.out_of_slots == [waiting]
+    assert plan.shape.num_prefill_rows == LEAST_ROWS
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 30)), min_size=1, max_size=12), st.integers(1, 300))
