@@ -1,0 +1,28 @@
+"""What is done in a passing thread is done when it returns, and leaves no thread behind."""
+
+import threading
+
+import pytest
+import torch
+from space_server.passing_thread import in_passing_thread
+
+
+def test_it_returns_what_the_work_returns_and_is_gone() -> None:
+    before = threading.active_count()
+    names = []
+
+    def work() -> int:
+        names.append(threading.current_thread().name)
+        return int(torch.ones(3).sum())
+
+    assert in_passing_thread(work) == 3
+    assert names == ["passing"]
+    assert threading.active_count() == before
+
+
+def test_it_raises_what_the_work_raises() -> None:
+    def work() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        in_passing_thread(work)
