@@ -27,7 +27,9 @@ from space_server.calibration import cache_file, cache_folder, calibrate, load_o
 from space_server.config import WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
+from space_server.host_memory import keep_freed_memory
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.passing_thread import in_passing_thread
 from space_server.service import WorkerService, start_server
 from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
@@ -49,6 +51,7 @@ _log = logging.getLogger("space_server")
 def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is told to stop; the exit status."""
     config = parse(arguments)
+    keep_freed_memory()
     signal.signal(
         signal.SIGTERM, _leave
     )  # until the loop takes it over: nothing runs yet, so nothing is to be finished
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.parent_pid is not None:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
-        worker = build_worker(config)
+        worker = in_passing_thread(lambda: build_worker(config))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
