@@ -23,4 +23,4 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     options = ((_ARENA_MAX, 1), (_TRIM_THRESHOLD, KEPT), (_TOP_PAD, PAD), (_MMAP_THRESHOLD, KEPT))
-    return all([mallopt(option, value) == 1 for option, value in options])
+    return all(mallopt(option, value) == 1 for option, value in options)
