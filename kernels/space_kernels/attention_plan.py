@@ -24,7 +24,8 @@ class KeyBlock:
 
     num_sequences: int
     index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
-    run: int  # slots fetched at once: whole pages, or single slots where some of the block is not written yet
+    run: int  # slots fetched at once: whole pages (of a larger one its part of the block), or single slots where some
+    # of the block is not written yet
     bound: Tensor | None  # [m, 1, P, 1, KEY_BLOCK] of the last m of the n; -inf for keys a row must not attend, else
     # inf; None: every row attends all
 
@@ -59,7 +60,7 @@ class AttentionPlan:
 
 def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
     size = rows.block_size
-    if KEY_BLOCK % size:
+    if KEY_BLOCK % size and size % KEY_BLOCK:
         raise ValueError(f"Blocks of {size} slots do not tile a key block of {KEY_BLOCK}; use a power of two.")
     slots = rows.chain_slots()
     offsets = slots % size
@@ -80,7 +81,7 @@ def _key_block(rows: StepRows, bucket: BucketGround, block: BlockGround, starts:
     """Where its keys are, and what of it each row must not attend. starts, written [S]"""
     n, free = block.num_sequences, block.num_free
     if isinstance(block.keys, Tensor):
-        index, run = block.keys, rows.block_size
+        index, run = block.keys, min(rows.block_size, KEY_BLOCK)
     else:
         # a slot not written yet may hold NaN: its key is hidden from every row, and the block's first one is read
         behind = (written[:n] - block.begin)[:, None, None]

@@ -23,7 +23,7 @@ class BlockGround:
 
     num_sequences: int
     begin: Ints  # [n] absolute position of the block's first slot
-    keys: Tensor | Ints  # where all of the block is written: [n·G·pages] pages seen as [num_blocks·G], on the device;
+    keys: Tensor | Ints  # where all of the block is written: [n·G·units] units seen as [slots·G/unit], on the device;
     # else [n, G, KEY_BLOCK] slots seen as [num_blocks·G·block_size]
     num_free: int  # leading sequences all of whose rows attend the whole block
 
@@ -135,15 +135,16 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
 def _blocks(
     rows: StepRows, key: PlanKey, order: Ints, first: Ints, num_blocks: Ints, num_whole: Ints
 ) -> list[BlockGround]:
-    size = rows.block_size
-    per_block = KEY_BLOCK // size
+    unit = min(rows.block_size, KEY_BLOCK)  # slots of a page that one key block takes
+    per_block, per_page = KEY_BLOCK // unit, rows.block_size // unit
     counts, whole = num_blocks.tolist(), num_whole.tolist()
     least = (rows.written[order] - first * KEY_BLOCK).tolist()  # slots written from the first key block on
     columns = first[:, None] * per_block + np.arange(counts[0] * per_block, dtype=np.int64)
-    held = rows.page_table[order[:, None], np.minimum(columns, rows.page_table.shape[1] - 1)]
+    held = rows.page_table[order[:, None], np.minimum(columns // per_page, rows.page_table.shape[1] - 1)]
     heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
-    pages = held[:, None] * key.kv_heads + heads  # [S, G, pages]: any page where a sequence has no more
-    lanes = np.arange(size, dtype=np.int64)
+    # [S, G, units]: any page where a sequence has no more
+    pages = (held[:, None] * key.kv_heads + heads) * per_page + (columns % per_page)[:, None]
+    lanes = np.arange(unit, dtype=np.int64)
     blocks = []
     n = len(counts)
     for i in range(counts[0]):
@@ -154,7 +155,7 @@ def _blocks(
         if min(least[:n]) >= (i + 1) * KEY_BLOCK:
             keys = torch.from_numpy(of_block.reshape(-1)).to(rows.device)
         else:
-            keys = (of_block[..., None] * size + lanes).reshape(n, -1, KEY_BLOCK)
+            keys = (of_block[..., None] * unit + lanes).reshape(n, -1, KEY_BLOCK)
         num_free = 0 if key.window is not None else next((m for m in range(n) if whole[m] <= i), n)
         blocks.append(BlockGround(n, (first[:n] + i) * KEY_BLOCK, keys, num_free))
     return blocks

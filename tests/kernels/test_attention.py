@@ -222,7 +222,7 @@ def test_a_mask_row_gone_wrong_leaves_the_chain_alone() -> None:
 def test_the_block_size_changes_no_bit() -> None:
     wide = [Sequence_(s.cached, s.num_chain, s.groups, range(40), s.seed) for s in (SPACE,)]
     ((expected, _),) = step(wide, block_size=16)
-    for block_size in (8, 32, 128):
+    for block_size in (8, 32, 128, 256):
         ((found, _),) = step(wide, block_size=block_size)
         assert torch.equal(found, expected)
 
