@@ -12,7 +12,9 @@ _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000
 _CPU_FRACTION = 0.5
 """Most of the free memory of a CPU that is taken unasked: the machine has other work."""
 _GPU_FRACTION = 0.9
-"""The same of a GPU, which is ours; the rest is for activations."""
+"""The same of a GPU, which is ours: of what is free once the weights are in memory and the largest step has been taken,
+whose activations torch then holds already. The other tenth is for the pools of CUDA graphs, for the libraries' own
+workspaces, and for what does not fit together."""
 _DEFAULT_SEQUENCES = 64
 """Sequences of a whole window that the default has room for ..."""
 _DEFAULT_BYTES = 1024**3
@@ -45,6 +47,16 @@ def free_bytes(
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([_machine_bytes(meminfo), *_container_bytes(cgroup)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of memory, on a GPU or on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def give_back_unused() -> None:
+    """Let the GPU have again what torch keeps for later: whole blocks may fit where pieces did not."""
+    torch.cuda.empty_cache()  # nothing where there is no GPU
 
 
 def _machine_bytes(meminfo: Path) -> int:
@@ -88,7 +100,7 @@ def choose_num_blocks(facts: ModelFacts, *, block_size: int, amount: int | float
     """Blocks of `block_size` slots that fit in `amount` (bytes, a fraction of `available`, or None: a default).
 
     The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU; on a GPU 0.9 of what is
-    free. Raises NotEnoughMemory if a single window does not fit.
+    free after the largest step. Raises NotEnoughMemory if a single window does not fit.
     """
     block_bytes = facts.kv_bytes_per_token * block_size
     window_blocks = -(-facts.window // block_size)

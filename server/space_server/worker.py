@@ -17,6 +17,7 @@ from space_server.draft_source import DraftSource
 from space_server.drafts import DraftSources, Source
 from space_server.limits import End
 from space_server.measured_controller import MeasuredController
+from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.plan import Plan, StepPlan, plan_step
 from space_server.prefill_budget import PrefillBudget
 from space_server.running_batch import RunningBatch
@@ -27,8 +28,16 @@ from space_server.synthetic import SyntheticAcceptance
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 2
+MAX_PREFILL_ROWS = 512
+"""Prompt rows per step while no router says otherwise."""
+
 SOURCE_DRAFTS = 8
 """Drafts per step where not only masks propose and nobody says how many."""
+
+_TOO_LARGE = (
+    "There is not enough memory on the device for the sequence's step, even alone. Send a shorter prompt, or start the "
+    "worker with a smaller --kv-memory or --prefill-budget."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +73,7 @@ class Worker:
         block_size: int = 16,
         max_sequences: int = 64,
         max_draft_length: int | None = None,
-        max_prefill_rows: int = 512,
+        max_prefill_rows: int = MAX_PREFILL_ROWS,
         prefill_seconds: float | None = None,
         cost: StepCost | None = None,
         controller: Controller | None = None,
@@ -258,16 +267,26 @@ class Worker:
             self._measure(report.stats, plan, times, self._clock() - started)
         return report if advances or report.sequences or report.released else None
 
-    def _run(self, plans: list[Plan], times: StepTimes) -> list[Advance]:
-        """The step; if it fails, each sequence by itself, so that only the culprit is harmed."""
+    def _run(self, plans: list[Plan], times: StepTimes, *, again: bool = False) -> list[Advance]:
+        """The step; if it fails, each sequence by itself, so that only the culprit is harmed.
+
+        A sequence that alone is too much for the memory is tried once `again`, with all of it that can be had.
+        """
         try:
             return self.stepper.run(plans, times)
         except Exception as error:
-            if len(plans) == 1:
+            wants_memory = is_out_of_memory(error)
+            if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                return [Advance(plans[0], error=f"The step failed: {type(error).__name__}: {_first_line(error)}")]
-            _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
-        return [advance for plan in plans for advance in self._run([plan], times)]
+                said = f"The step failed: {type(error).__name__}: {_first_line(error)}"
+                failed = [Advance(plans[0], error=_TOO_LARGE if wants_memory else said)]
+            else:
+                _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
+                failed = []
+        # Only here, where the error has let go of the step's tensors, is their memory unused.
+        if wants_memory:
+            give_back_unused()
+        return failed or [advance for plan in plans for advance in self._run([plan], times, again=len(plans) == 1)]
 
     def _settle(self, advance: Advance) -> pb.SequenceReport:
         """Let the sequence go on or end, and say so."""

@@ -1,10 +1,15 @@
 """What goes wrong in one sequence harms that sequence alone, and where plain decoding would meet it."""
 
 import pytest
+import torch
+from space_model.forward_batch import ForwardBatch
+from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
+from space_server import worker
 from space_server.controller import FixedLayout
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
+from torch import Tensor
 
 
 def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> SmallRouter:
@@ -74,6 +79,51 @@ def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureF
     assert router.ran[good].tokens == text(model, 6, 16)
     assert router.ran[other].tokens == text(model, 60, 16)
     assert "one by one" in caplog.text
+
+
+class SmallDevice(ScriptedModel):
+    """No step of more than `most` rows fits its memory; what is not given back is lost to the next step."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.kept, self.num_given_back = most, 0, 0
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        if batch.num_rows + self.kept > self.most:
+            self.kept = self.most
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(batch, kv)
+
+    def give_back(self) -> None:
+        self.kept, self.num_given_back = 0, self.num_given_back + 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SmallDevice:
+    model = SmallDevice(most=40)
+    monkeypatch.setattr(worker, "give_back_unused", model.give_back)
+    return model
+
+
+def test_a_step_too_large_for_the_memory_is_taken_one_by_one_and_fails_the_culprit_alone(device: SmallDevice) -> None:
+    router = router_of(device, max_prefill_rows=512)
+    first, bad, second = router.admit([5] * 6), router.admit([5] * 50), router.admit([5] * 20)
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error.startswith("There is not enough memory on the device for the sequence's step, even")
+    assert router.ran[first].tokens == text(device, 6, 16)
+    assert router.ran[second].tokens == text(device, 20, 16)
+    late = router.admit([5] * 30)
+    router.run()
+    assert router.ran[late].tokens == text(device, 30, 16)
+
+
+def test_a_crowd_too_large_for_the_memory_harms_nobody(device: SmallDevice) -> None:
+    router = router_of(device)
+    running = [router.admit([5] * (20 + n)) for n in range(4)]
+    router.run()
+    assert [router.ran[seq_id].tokens for seq_id in running] == [text(device, 20 + n, 16) for n in range(4)]
+    assert device.num_given_back > 0
 
 
 @pytest.mark.parametrize("k", range(4))
