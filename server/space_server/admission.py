@@ -60,6 +60,9 @@ def admit(
     _check_prediction(message.prediction, facts)
     adapter, num_masks = _masks(message.adapter, facts)
     law = _law(message.sampling, message.limits, facts.vocab_size)
+    bound = min(max_drafts, message.max_draft_length)
+    # Who never speculates has nobody read its text, except to say which ids of a prediction appeared.
+    drafter = sources.drafter(message.num_prompt, message.prediction) if bound or message.prediction else None
     return Sequence(
         seq_id=message.seq_id,
         ids=ids,
@@ -68,13 +71,13 @@ def admit(
         pages=list(message.pages),
         law=law,
         limits=limits,
-        max_drafts=min(max_drafts, message.max_draft_length),
+        max_drafts=bound,
         num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device) if law.penalises else None,
         adapter=adapter,
         num_masks=num_masks if sources.masks else 0,
-        drafter=sources.drafter(message.num_prompt, message.prediction),
+        drafter=drafter,
     )
 
 

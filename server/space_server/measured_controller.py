@@ -24,6 +24,9 @@ one that is followed. What is expected leaves out what ends and beginnings cost,
 nothing changes, so that a crowd at the threshold does not swing.
 """
 
+PROPOSED_ROWS = (8, 16)
+"""Drafts of one sequence's past, and of two: the rows that come with them."""
+
 PROPOSAL_MARGIN = 1.15
 """How many times the price of its row a draft that no mask made must bring."""
 
@@ -197,11 +200,17 @@ class MeasuredController:
         return Expected(tokens, self.cost.seconds(shape))
 
     def _row_price(self, num_sequences: int, load: Load) -> float:
-        """At what a token costs now, with a margin for the host's part in proposing and judging."""
-        alone = StepShape.plain(num_sequences, load.num_context)
-        more = StepShape(num_sequences, 5 * num_sequences, num_context=load.num_context)
-        before = self.cost.seconds(alone)
-        return PROPOSAL_MARGIN * max(0.0, self.cost.seconds(more) - before) / (4 * before)
+        """At what a token costs now, with a margin for the host's part in proposing and judging.
+
+        By the dearest of the steps that such drafts make: of one sequence or two, as they come, and of all. What these
+        were found to cost is known better than what lies between, for they are taken.
+        """
+        before = self.cost.seconds(StepShape.plain(num_sequences, load.num_context))
+        dearest = 0.0
+        for rows in (*PROPOSED_ROWS, 4 * num_sequences):
+            more = StepShape(num_sequences, num_sequences + rows, num_context=load.num_context)
+            dearest = max(dearest, (self.cost.seconds(more) - before) / rows)
+        return PROPOSAL_MARGIN * dearest * num_sequences / before
 
     def _is_probe(self) -> bool:
         """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""

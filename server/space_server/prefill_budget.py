@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from space_server.sequence import Sequence
 from space_server.step_cost import StepCost, StepShape
 
-LEAST_ROWS = 16
+LEAST_ROWS = 8
 """Of every step that has prompt rows to compute: a prompt gets on, whatever the budget."""
 
 

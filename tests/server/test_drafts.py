@@ -66,6 +66,14 @@ def test_where_nothing_repeats_the_masks_draft() -> None:
     assert sources_of(run) == {pb.DRAFT_SOURCE_MASKS}
 
 
+def test_nobody_reads_the_text_of_who_never_speculates() -> None:
+    router = router_of(ScriptedModel(num_masks=0, text=repeating))
+    router.admit(PROMPT, max_tokens=4, max_draft_length=0)
+    router.admit(PROMPT, max_tokens=4, max_draft_length=0, prediction=[5, 6, 7])
+    router.admit(PROMPT, max_tokens=4)
+    assert [sequence.drafter is not None for sequence in router.worker.batch] == [False, True, True]
+
+
 def test_what_cannot_pay_its_row_is_not_proposed_but_judged_now_and_then() -> None:
     sources = DraftSources(lookup=True)
     drafter = sources.drafter(0, ())
