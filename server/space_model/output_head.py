@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from space_kernels.linear import PackedLinear, pad_rows
+from space_kernels.linear_cuda import CudaLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,22 +18,34 @@ class OutputHead:
     """logits = cap(scale · hidden·Eᵀ + bias), float32."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, scale: float = 1.0, softcap: float | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        packed: bool = True,
+        linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
-        """weight [V, hidden]: kept as it is for gathered rows; a packed copy makes the whole product on the CPU."""
+        """weight [V, hidden]: kept as it is for gathered rows; a packed copy makes the whole product on the CPU.
+
+        `packed` False: only gathered rows are asked for, and there is no copy. `linear` makes the product elsewhere.
+        """
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
-        self._packed: nn.Module | None = None
-        if weight.device.type == "cpu":
+        self._product: nn.Module
+        if packed and weight.device.type == "cpu":
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
-            self._packed = PackedLinear(F.pad(self.weight, (0, 0, 0, missing)), padded_bias)
+            self._product = PackedLinear(F.pad(self.weight, (0, 0, 0, missing)), padded_bias)
+        else:
+            self._product = linear(self.weight, self.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
         padded = pad_rows(hidden)
-        logits = F.linear(padded, self.weight, self.bias) if self._packed is None else self._packed(padded)
+        logits = self._product(padded)
         return self._finish(logits.float())[: len(hidden), : self.vocab_size]
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from space_kernels.attention import space_attention
+from space_kernels.dispatch import Attention
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -24,6 +25,7 @@ class Step:
 
     batch: ForwardBatch
     kv: PagedKV
+    attention: Attention = space_attention
     layers_seen: list[int] = field(default_factory=list)
 
 
@@ -52,7 +54,7 @@ def paged_attention(
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     space_step.layers_seen.append(layer)
-    out = space_attention(
+    out = space_step.attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
+from space_kernels.attention import space_attention
+from space_kernels.dispatch import Attention
 from space_kernels.experts import RowInvariantExperts
 from space_kernels.linear import PackedLinear
 from torch import Tensor, nn
@@ -21,9 +23,10 @@ _STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
 class TransformersNetwork:
     """The base model of a transformers decoder (ids to the final norm)."""
 
-    def __init__(self, base: PreTrainedModel, gate: Gate | None = None) -> None:
+    def __init__(self, base: PreTrainedModel, gate: Gate | None = None, attention: Attention = space_attention) -> None:
         """`gate`: of the adapters that are attached to `base`, where there are any."""
         self.base = base
+        self._attention = attention
         self._embedding: Tensor = base.get_input_embeddings().weight
         self._gate = gate
 
@@ -31,7 +34,7 @@ class TransformersNetwork:
         """[R, hidden] after the final norm."""
         if self._gate is not None:
             self._gate.open_for(batch)
-        step = Step(batch, kv)
+        step = Step(batch, kv, self._attention)
         out = self.base(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],

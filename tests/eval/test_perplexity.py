@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from space_eval.perplexity import PerplexityMeter, TextScore, load_texts, windows
 from space_eval.records import RecordError
 from space_model.load import load_model
+from space_model.output_head import OutputHead
 from space_model.testing import END, tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,8 +77,7 @@ def test_without_a_beginning_of_text_the_first_token_is_given(
 
 def test_a_uniform_model_needs_the_logarithm_of_its_vocabulary(tmp_path: Path) -> None:
     model = load_model(tiny_checkpoint(tmp_path, vocab_size=128, num_masks=0), dtype="float32")
-    model._head.weight.zero_()
-    model._head._packed = None
+    model._head = OutputHead(torch.zeros(128, model.facts.hidden_size), None)
     score = PerplexityMeter(model, AutoTokenizer.from_pretrained(tmp_path)).score("one character is one token")
     assert score.perplexity == pytest.approx(128)
     assert score.bits_per_byte == pytest.approx(7)

@@ -1,0 +1,174 @@
+"""Which implementation of each operation a device gets: the one table.
+
+    operation         CPU                    CUDA                        CUDA without triton
+    space_attention   attention              attention_triton            attention
+    rms_norm, …       norm, rotary, swiglu   norm_triton, …              norm, rotary, swiglu
+    linear            linear.PackedLinear    linear_cuda.CudaLinear      linear_cuda.CudaLinear
+      exact           (is exact)             linear_cuda.ExactLinear     refused
+
+Nothing of Triton is imported before a CUDA device asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from space_kernels import attention as torch_attention
+from space_kernels import norm, rotary, swiglu
+from space_kernels.linear import PackedLinear
+from space_kernels.linear_cuda import CudaLinear, ExactLinear
+from space_kernels.paging import StepRows
+from space_kernels.rotary import HeadNorm
+
+_log = logging.getLogger(__name__)
+
+_CURE = "Install it with `pip install triton` (Linux; it comes with torch's CUDA builds)."
+
+
+class Attention(Protocol):
+    """`space_kernels.attention.space_attention`, or the like of it for pages that hold the step's keys already."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        rows: StepRows,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """[R, H, D]"""
+        ...
+
+
+class RotaryStore(Protocol):
+    """`space_kernels.rotary.rotary_store`."""
+
+    def __call__(
+        self,
+        fused: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        slots: Tensor,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        norm: HeadNorm | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(query [R, H, D], key [R, G, D], value [R, G, D])"""
+        ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of each operation. Where nothing else is said, each is its reference's like."""
+
+    attention: str  # whose: a name of attention_backends
+    space_attention: Attention  # stores the chain rows' keys and values, then attends
+    attend: Attention | None  # attends pages that hold them already; None: there is only the one that stores
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rotary_store: RotaryStore
+    swiglu: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor | None], nn.Module]  # weight [out, in], bias [out]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row has the same bits whatever the other rows; attention by a library apart."""
+        return self.linear is not CudaLinear
+
+
+def ops_for(device: torch.device | str, *, attention: str = "auto", exact: bool = False) -> Ops:
+    """The operations for a device.
+
+    `attention`: "torch", "triton" (on a GPU), or "auto", the one of them that the device has; the libraries' come from
+    attention_backends. `exact`: a row has the same bits whatever the other rows (on a CPU it always has). Raises
+    ValueError, naming the cure, for what cannot be had.
+    """
+    return _ops(torch.device(device).type, attention, exact)
+
+
+@cache
+def _ops(kind: str, attention: str, exact: bool) -> Ops:
+    if attention not in ("auto", "torch", "triton"):
+        raise ValueError(
+            f"There is no attention implementation {attention!r} of our own; there are auto, torch and triton."
+        )
+    if kind != "cuda":
+        if attention == "triton":
+            raise ValueError("Triton's attention needs a CUDA device; a CPU has auto and torch.")
+        return reference_ops(PackedLinear)
+    if find_spec("triton") is None:
+        if exact or attention == "triton":
+            asked = "exact products on a GPU" if exact else "attention 'triton'"
+            raise ValueError(f"triton is not installed, which {asked} need. {_CURE}")
+        _log.warning("triton is not installed: torch's own operations stand in for it, several times slower. %s", _CURE)
+        return reference_ops(CudaLinear)
+    ops = triton_ops(ExactLinear if exact else CudaLinear)
+    if attention == "torch":
+        return replace(ops, attention="torch", space_attention=torch_attention.space_attention, attend=None)
+    return ops
+
+
+def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
+    """Torch's own operations, on any device."""
+    return Ops(
+        attention="torch",
+        space_attention=torch_attention.space_attention,
+        attend=None,
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        rotary_store=rotary.rotary_store,
+        swiglu=swiglu.swiglu,
+        linear=linear,
+    )
+
+
+def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
+    """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default, without a warning (triton 3.9)
+    from space_kernels import attention_triton, norm_triton, rotary_triton, swiglu_triton
+    from space_kernels.step_tables import StepTables
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        rows: StepRows,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        tables = StepTables.of(rows)
+        return attention_triton.attend(
+            query, key, value, key_pages, value_pages, tables, scale=scale, window=window, softcap=softcap
+        )
+
+    return Ops(
+        attention="triton",
+        space_attention=attention_triton.space_attention,
+        attend=attend,
+        rms_norm=norm_triton.rms_norm,
+        add_rms_norm=norm_triton.add_rms_norm,
+        rotary_store=rotary_triton.rotary_store,
+        swiglu=swiglu_triton.swiglu,
+        linear=linear,
+    )
