@@ -57,20 +57,23 @@ def plan_step(
     for sequence in sequences:
         (able if sequence.num_free_slots(block_size) > 0 else out_of_slots).append(sequence)
     decoding = [sequence for sequence in able if sequence.num_pending == 1]
-    # Who waits for a page wants the next step.
-    hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1]
-    room = 0 if len(decoding) == len(able) else budget.rows(hurried, able)
-    rows_of = _prompt_rows([sequence for sequence in able if sequence.num_pending > 1], room, block_size)
-    rows_of.update((sequence.seq_id, 1) for sequence in decoding)
-    chunks = [(sequence, rows) for sequence in able if (rows := rows_of[sequence.seq_id])]
-    closing = [(sequence, rows) for sequence, rows in chunks if rows == sequence.num_pending]
-    rooms = [_room(sequence, block_size) for sequence, _ in closing]
+    if len(decoding) == len(able):
+        chunks = [(sequence, 1) for sequence in able]
+    else:
+        # Who waits for a page wants the next step.
+        hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1]
+        reading = [sequence for sequence in able if sequence.num_pending > 1]
+        rows_of = _prompt_rows(reading, budget.rows(hurried, able), block_size)
+        rows_of.update((sequence.seq_id, 1) for sequence in decoding)
+        chunks = [(sequence, rows) for sequence in able if (rows := rows_of[sequence.seq_id])]
+    closing = [sequence for sequence, rows in chunks if rows == sequence.num_pending]
+    rooms = [_room(sequence, block_size) for sequence in closing]
     chosen = controller.layouts(rooms, _load(chunks))
     fitted = [room.fit(layout) for room, layout in zip(rooms, chosen, strict=True)]
-    plans = _plans(chunks, [sequence for sequence, _ in closing], fitted)
+    plans = _plans(chunks, closing, fitted)
     shape = shape_of(plans)
     if not budget.allows(shape):  # the prompt's rows are few already: drafts wait
-        plans = _plans(chunks, [sequence for sequence, _ in closing], [DraftLayout.plain()] * len(closing))
+        plans = _plans(chunks, closing, [DraftLayout.plain()] * len(closing))
         shape = shape_of(plans)
     return StepPlan(plans, out_of_slots, shape)
 
@@ -141,12 +144,15 @@ def _load(chunks: Iterable[tuple[Sequence, int]]) -> Load:
 
 def _room(sequence: Sequence, block_size: int) -> Room:
     """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
-    slots = sequence.num_free_slots(block_size) - sequence.num_pending
+    num_left, num_drafts = sequence.num_left, len(sequence.drafts)
+    if num_drafts:
+        slots = sequence.num_free_slots(block_size) - sequence.num_pending
+        num_drafts = max(0, min(num_drafts, sequence.max_drafts, slots, num_left - 1))
     return Room(
         seq_id=sequence.seq_id,
-        num_drafts=max(0, min(len(sequence.drafts), sequence.max_drafts, slots, sequence.num_left - 1)),
+        num_drafts=num_drafts,
         max_masks=min(sequence.max_drafts, sequence.num_masks),
-        num_left=sequence.num_left,
+        num_left=num_left,
         is_noisy=sequence.law.temperature > 0,
         acceptance=sequence.acceptance,
         chances=sequence.draft_chances,

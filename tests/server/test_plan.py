@@ -71,14 +71,14 @@ def test_drafts_wait_where_they_would_take_a_step_with_prompt_rows_over_its_seco
         budget = PrefillBudget(100, seconds, Slow([]))
         return plan_step([*others, drafting], full, block_size=BLOCK, budget=budget).shape.num_chain_rows
 
-    assert chain_rows(sequence(1, 300), seconds=0.019) == 1
-    assert chain_rows(sequence(1, 5), seconds=0.019) == 5  # few prompt rows: both roots and the drafts
+    assert chain_rows(sequence(1, 300), seconds=0.0095) == 1
+    assert chain_rows(sequence(1, 5), seconds=0.0095) == 5  # few prompt rows: both roots and the drafts
     assert chain_rows(seconds=0.002) == 4  # nobody is kept waiting by a prompt
 
 
 def test_a_prompt_does_not_take_its_time_because_others_wait_for_a_page() -> None:
     waiting = sequence(2, 33, 32, num_pages=2)
-    plan = plan_step([sequence(1, 300), waiting], PLAIN, block_size=BLOCK, budget=PrefillBudget(200, 0.020, Slow([])))
+    plan = plan_step([sequence(1, 300), waiting], PLAIN, block_size=BLOCK, budget=PrefillBudget(200, 0.009, Slow([])))
     assert plan.out_of_slots == [waiting]
     assert plan.shape.num_prefill_rows == LEAST_ROWS
 
