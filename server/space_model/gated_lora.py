@@ -135,12 +135,13 @@ class GatedLora:
                 linear = model.get_submodule(path) if path.startswith(f"{layers}.") else None
             except AttributeError:
                 linear = None
-            if not isinstance(linear, nn.Linear):
+            sizes = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
+            if linear is None or None in sizes:  # linears that keep packed weights have sizes, too
                 raise InvalidSpaceSection(f"The adapter adapts {path}, which is no linear of the model's {layers}.")
-            if (b.shape[0], a.shape[1]) != tuple(linear.weight.shape):
+            if (b.shape[0], a.shape[1]) != sizes:
                 raise InvalidSpaceSection(
                     f"The adapter's pair for {path} makes [{b.shape[0]}, {a.shape[1]}]; "
-                    f"the model's weight is {list(linear.weight.shape)}."
+                    f"the model's weight is {list(sizes)}."
                 )
 
 

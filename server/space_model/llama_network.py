@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from space_model.forward_batch import ForwardBatch, GatedRows
 from space_model.gated_lora import GatedLora
 from space_model.paged_kv import PagedKV
+from space_model.tensor_parallel import Ranks
 
-_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,13 @@ class LlamaNetwork:
         head_dim: int,
         adapters: Sequence[GatedLora] = (),
         prefix: str = "model",
+        ranks: Ranks | None = None,
     ) -> None:
-        """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models."""
+        """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models.
+
+        `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
+        """
+        self._ranks = ranks
         self._heads = (num_heads, kv_heads, head_dim)
         self._embedding: Tensor = base.get_input_embeddings().weight.detach()
         self._rotary = base.rotary_emb
@@ -98,7 +104,7 @@ class LlamaNetwork:
     @staticmethod
     def fits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
         """Whether this network computes what the config asks for."""
-        return config.model_type in _FAMILIES and config.hidden_act == "silu" and can_pack(dtype)
+        return config.model_type in FAMILIES and config.hidden_act == "silu" and can_pack(dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
@@ -109,7 +115,7 @@ class LlamaNetwork:
         num_heads, kv_heads, head_dim = self._heads
         turned, num_rows = num_heads + kv_heads, len(batch.ids)
         x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
-        gated = batch.gated
+        gated, ranks = batch.gated, self._ranks
         for run in gated:
             x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
         cos, sin = self._rotary(x, batch.positions[None])
@@ -137,19 +143,21 @@ class LlamaNetwork:
                 window=layer.window,
             )
             joined = attended.view(num_rows, num_heads * head_dim)
-            x = layer.output.plus(joined, x)
+            summed = layer.output.plus(joined, x) if ranks is None else layer.output(joined)
             for run in gated:
                 if (delta := layer.deltas[run.adapter].output) is not None:
-                    delta.add_to(x, joined, run.slice)
+                    delta.add_to(summed, joined, run.slice)
+            x = summed if ranks is None else ranks.sum(summed).add_(x)
             y = layer.mlp_norm(x)
             if gated and layer.gates_mlp:
                 inner = _gated_inner(layer, y, gated)
             else:
                 inner = layer.up.times(y, layer.gate.silu(y))
-            x = layer.down.plus(inner, x)
+            summed = layer.down.plus(inner, x) if ranks is None else layer.down(inner)
             for run in gated:
                 if (delta := layer.deltas[run.adapter].down) is not None:
-                    delta.add_to(x, inner, run.slice)
+                    delta.add_to(summed, inner, run.slice)
+            x = summed if ranks is None else ranks.sum(summed).add_(x)
         return self._norm(x)
 
 
@@ -193,7 +201,7 @@ def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLo
     window = getattr(attention, "sliding_window", window)
     sizes = [projection.get_parameter("weight").shape[0] for projection in projections]
     hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
-    deltas = tuple(_deltas(adapter, path, sizes, hidden, inner) for adapter in adapters)
+    deltas = tuple(layer_deltas(adapter, path, sizes, hidden, inner) for adapter in adapters)
     return Layer(
         attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
         query_key_value=query_key_value,
@@ -210,7 +218,7 @@ def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLo
     )
 
 
-def _deltas(adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int) -> LayerDeltas:
+def layer_deltas(adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int) -> LayerDeltas:
     """One adapter's deltas in the layer at `path`. `sizes`: outputs of query, key and value."""
 
     def delta(names: Sequence[str], outs: Sequence[int]) -> GatedDelta | None:

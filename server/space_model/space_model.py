@@ -14,6 +14,7 @@ from space_model.model_facts import ModelFacts
 from space_model.network import Network
 from space_model.output_head import OutputHead
 from space_model.paged_kv import PagedKV
+from space_model.sharded_head import ShardedHead
 
 
 class SpaceModel:
@@ -26,7 +27,7 @@ class SpaceModel:
         self,
         facts: ModelFacts,
         network: Network,
-        head: OutputHead,
+        head: OutputHead | ShardedHead,
         draft_head: DraftHeadWeights | None,
         adapters: Sequence[Adapter] = (),
     ) -> None:
