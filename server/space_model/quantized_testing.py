@@ -1,0 +1,212 @@
+"""Tiny quantised checkpoints for tests, packed as the formats' own documents say. Shipped, not served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that share a scale, where groups do."""
+
+Packed = tuple[dict[str, Tensor], Tensor]
+"""What stands behind a linear's path in the file, and the weight that it means, [out, in] float32."""
+
+
+def write_quantized(source: Path, target: Path, plain: Path, kind: str) -> None:
+    """`source` (a dense checkpoint) with the linears of its layers quantised, in the folder `target`; in the folder
+    `plain` the same numbers, dense. `kind`: one of KINDS.
+    """
+    pack, section = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(source / "model.safetensors")
+    packed, dense = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = dense[name] = tensor
+            continue
+        parts, dense[name] = pack(tensor.float(), generator)
+        packed |= {name.removesuffix("weight") + part: t.contiguous() for part, t in parts.items()}
+    for folder, contents, more in ((target, packed, {"quantization_config": dict(section)}), (plain, dense, {})):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        contents = {name: tensor.contiguous() for name, tensor in contents.items()}
+        save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text(encoding="utf-8")) | more
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _words(values: Tensor, bits: int) -> Tensor:
+    """[rows, n] small integers -> [rows, n·bits/32] int32: the first in the lowest bits."""
+    per_word = 32 // bits
+    whole = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word)).numpy().astype(np.uint64)
+    words = np.zeros((whole.shape[0], whole.shape[1] // per_word), dtype=np.uint64)
+    for i in range(per_word):
+        words |= whole[:, i::per_word] << np.uint64(bits * i)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+def _grid(weight: Tensor, bits: int, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers near the weight, scales and zeros per row and group: q [out, in], s and z [out, groups]."""
+    out, columns = weight.shape
+    parts = weight.view(out, columns // GROUP, GROUP)
+    levels = (1 << bits) - 1
+    span = 2 * parts.abs().amax(2) if signed else parts.amax(2) - parts.amin(2)
+    scale = (span / levels).to(torch.float16)
+    zero = torch.full_like(scale, 1 << (bits - 1)) if signed else (-parts.amin(2) / scale.float()).round()
+    zero = (zero + torch.randint(-1, 2, zero.shape, generator=generator)).clamp(0, levels) if not signed else zero
+    q = ((parts / scale.float()[:, :, None]).round() + zero.float()[:, :, None]).clamp(0, levels)
+    return q.view(out, columns).to(torch.int64), scale, zero.to(torch.int64)
+
+
+def _meant(q: Tensor, scale: Tensor, zero: Tensor, group: Tensor) -> Tensor:
+    """(q - z)·s with the group of each column."""
+    return (q - zero[:, group]).float() * scale.float()[:, group]
+
+
+def _awq(weight: Tensor, generator: torch.Generator) -> Packed:
+    q, scale, zero = _grid(weight, 4, generator, signed=False)
+    order = [8 * word + n for word in range(weight.shape[0] // 8) for n in (0, 2, 4, 6, 1, 3, 5, 7)]
+    parts = {"qweight": _words(q.T[:, order], 4), "qzeros": _words(zero.T[:, order], 4), "scales": scale.T}
+    return parts, _meant(q, scale, zero, torch.arange(weight.shape[1]) // GROUP)
+
+
+def _gptq(bits: int, shift: int) -> Callable[[Tensor, torch.Generator], Packed]:
+    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+        q, scale, zero = _grid(weight, bits, generator, signed=False)
+        group = (torch.arange(weight.shape[1]) // GROUP)[torch.randperm(weight.shape[1], generator=generator)]
+        parts = {
+            "qweight": _words(q, bits).T,
+            "qzeros": _words((zero.T - shift) % (1 << bits), bits),
+            "scales": scale.T,
+            "g_idx": group.to(torch.int32),
+        }
+        return parts, _meant(q, scale, zero, group)
+
+    return pack
+
+
+def _packed_integers(bits: int, *, signed: bool) -> Callable[[Tensor, torch.Generator], Packed]:
+    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+        q, scale, zero = _grid(weight, bits, generator, signed=signed)
+        parts = {
+            "weight_packed": _words(q, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not signed:
+            parts["weight_zero_point"] = _words(zero.T, bits).T
+        return parts, _meant(q, scale, zero, torch.arange(weight.shape[1]) // GROUP)
+
+    return pack
+
+
+def _integers(weight: Tensor, generator: torch.Generator) -> Packed:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    q = (weight / scale).round().to(torch.int8)
+    return {"weight": q, "weight_scale": scale}, q.float() * scale
+
+
+def _floats(weight: Tensor, generator: torch.Generator) -> Packed:
+    scale = weight.abs().amax() / 448
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scale.view(1), "input_scale": torch.ones(1)}, q.float() * scale
+
+
+def _float_blocks(scale_name: str) -> Callable[[Tensor, torch.Generator], Packed]:
+    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+        scale = torch.rand(-(-weight.shape[0] // GROUP), -(-weight.shape[1] // GROUP), generator=generator) / 100 + 0.01
+        whole = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+        q = (weight / whole).to(torch.float8_e4m3fn)
+        return {"weight": q, scale_name: scale}, q.float() * whole
+
+    return pack
+
+
+def _half_bytes(*, nested: bool) -> Callable[[Tensor, torch.Generator], Packed]:
+    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+        code = torch.linspace(-1, 1, 16) ** 3
+        blocks = weight.reshape(-1, 64)
+        absmax, more = blocks.abs().amax(1), {}
+        said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape), "dtype": "float32"}
+        if nested:
+            inner, offset = torch.linspace(-1, 1, 256), float(absmax.mean())
+            outer = (absmax - offset).abs().amax().view(1)
+            stored = ((absmax - offset)[:, None] / outer - inner).abs().argmin(1)
+            absmax = inner[stored] * outer + offset
+            more = {"weight.nested_absmax": outer, "weight.nested_quant_map": inner}
+            said |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+        q = (blocks[:, :, None] / absmax[:, None, None] - code).abs().argmin(2)
+        flat = q.flatten().to(torch.uint8)
+        parts = {
+            "weight": (flat[0::2] * 16 + flat[1::2])[:, None],
+            "weight.absmax": stored.to(torch.uint8) if nested else absmax,
+            "weight.quant_map": code,
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+        }
+        return parts | more, (code[q] * absmax[:, None]).view(weight.shape)
+
+    return pack
+
+
+def _rows(weight: Tensor, generator: torch.Generator) -> Packed:
+    largest = weight.abs().amax(1)
+    q = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    parts = {"weight": q, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, q.float() * (largest[:, None] / 127)
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+KINDS: Mapping[str, tuple[Callable[[Tensor, torch.Generator], Packed], Mapping[str, Any]]] = {
+    "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq 4 bits": (
+        _gptq(4, 1),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
+    ),
+    "gptq 8 bits, version 2": (
+        _gptq(8, 0),
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
+    "int4 in groups": (
+        _packed_integers(4, signed=True),
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True),
+    ),
+    "int4 with zero points": (
+        _packed_integers(4, signed=False),
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False),
+    ),
+    "int8 in groups": (
+        _packed_integers(8, signed=True),
+        _compressed("pack-quantized", num_bits=8, type="int", strategy="group", group_size=GROUP, symmetric=True),
+    ),
+    "int8 per row": (_integers, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "fp8 per tensor": (_floats, _compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
+    "fp8 blocks": (
+        _float_blocks("weight_scale"),
+        _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[GROUP, GROUP]),
+    ),
+    "fp8 blocks as DeepSeek has them": (
+        _float_blocks("weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"},
+    ),
+    "bitsandbytes nf4": (
+        _half_bytes(nested=False),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    "bitsandbytes nf4, nested": (
+        _half_bytes(nested=True),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    ),
+    "bitsandbytes int8": (_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+}
+"""How a weight is packed, and what config.json says of it."""
