@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
@@ -32,6 +32,7 @@ class StepRows:
     block_size: int
     device: torch.device
     plans: dict[PlanKey, AttentionPlan] = field(default_factory=dict)  # built on first use, shared by all layers
+    parts: dict[Hashable, object] = field(default_factory=dict)  # the like, of other kernels
 
     @property
     def chain_runs(self) -> Sequence[range]:
