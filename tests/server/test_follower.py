@@ -1,0 +1,163 @@
+"""A follower computes what rank 0 computes because it was told, and where it cannot know what to compute it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import deque
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.follower import follow
+from space_server.lead_model import LeadModel
+from space_server.plan_message import Kind, PlanWriter
+from space_server.ranks import GroupLost, RankGroup
+from space_server.testing import SmallRouter
+from space_server.worker import Worker
+from torch import Tensor
+
+
+class Tape(RankGroup):
+    """Keeps what rank 0 says, and says it again to a follower."""
+
+    def __init__(self, rank: int, messages: deque[bytes], rows: deque[Tensor]) -> None:
+        super().__init__(rank, 2, watchdog=60.0)
+        self.messages, self.rows = messages, rows
+
+    def lost(self, reason: str) -> NoReturn:
+        raise GroupLost(reason)
+
+    def send(self, message: bytes) -> None:
+        self.messages.append(message)
+
+    def receive(self) -> bytes:
+        return self.messages.popleft()
+
+    def share(self, x: Tensor) -> Tensor:
+        if self.rank == 0:
+            self.rows.append(x)
+            return x
+        said = self.rows.popleft()
+        assert said.shape == x.shape
+        assert said.dtype == x.dtype
+        return said
+
+
+class Kept(SpaceModel):
+    """A model that remembers the pages it allocated."""
+
+    def __init__(self, model: SpaceModel) -> None:
+        self.__dict__ = dict(model.__dict__)
+        self.kvs: list[PagedKV] = []
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        self.kvs.append(super().allocate_kv(num_blocks, block_size))
+        return self.kvs[-1]
+
+
+def pair() -> tuple[Tape, Tape]:
+    messages: deque[bytes] = deque()
+    rows: deque[Tensor] = deque()
+    return Tape(0, messages, rows), Tape(1, messages, rows)
+
+
+def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: SpaceModel) -> None:
+    zero, one = pair()
+    lead = LeadModel(tiny, zero)
+    worker = Worker(lead, num_blocks=64, block_size=4, controller=FixedLayout.full(3), max_prefill_rows=7)
+    router = SmallRouter(worker)
+    for number, prompt in enumerate(([70, 71, 72], [20] * 17 + [33, 90], [50 + n % 40 for n in range(37)])):
+        router.admit(prompt, max_tokens=12, num_pages=1, sampling=pb.Sampling(seed=number, temperature=1.0))
+    router.run()
+    lead.end()
+    told = Kept(tiny)
+    follow(told, one)
+    assert not one.messages
+    (kv,) = told.kvs
+    assert float(kv.keys[0].abs().max()) > 0
+    for found, wanted in zip((*kv.keys, *kv.values), (*worker.kv.keys, *worker.kv.values), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_message_that_is_missing_ends_the_group_with_its_number(tiny: SpaceModel) -> None:
+    _, one = pair()
+    writer = PlanWriter()
+    one.messages.append(writer.simple(Kind.PAGES, 4, 16))
+    writer.simple(Kind.BEAT)
+    one.messages.append(writer.simple(Kind.END))
+    with pytest.raises(GroupLost, match="Message 3 came where message 2 was due"):
+        follow(tiny, one)
+
+
+def test_rows_without_pages_and_rows_of_another_number_end_the_group(tiny: SpaceModel) -> None:
+    rows = [Segment([70, 71], 0, [0])]
+    _, one = pair()
+    one.messages.append(PlanWriter().rows(rows, 4))
+    with pytest.raises(GroupLost, match="rows before pages"):
+        follow(tiny, one)
+    writer = PlanWriter()
+    one.messages.extend([writer.simple(Kind.PAGES, 4, 16), writer.rows(rows, 8)])
+    with pytest.raises(GroupLost, match="Rank 0 lays out 8 rows, rank 1 4"):
+        follow(tiny, one)
+
+
+def test_a_step_that_fails_between_ranks_ends_the_group_and_one_that_never_began_does_not(tiny: SpaceModel) -> None:
+    zero, _ = pair()
+    lead = LeadModel(tiny, zero)
+    kv = lead.allocate_kv(4, 16)
+    batch = ForwardBatch.build([Segment([70], 0, [0], DraftLayout.plain())], block_size=16, mask_ids=())
+    with pytest.raises(ValueError, match="not the last that were allocated"):
+        lead.forward(batch, tiny.allocate_kv(4, 16))
+    assert len(zero.messages) == 1
+    kv.keys.clear()
+    with pytest.raises(GroupLost, match="Rank 0 failed in the middle of a step: IndexError"):
+        lead.forward(batch, kv)
+    lead.abandon()
+
+
+@pytest.mark.slow
+def test_a_row_has_the_same_sum_over_three_ranks_however_many_rows_there_are(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from torch.distributed import TCPStore
+        from space_server.ranks import RankGroup
+        rank, port = int(sys.argv[1]), sys.argv[2]
+        if rank == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            with open(port, "w") as file: print(store.port, file=file)
+        else:
+            import time
+            while not (said := open(port).read()).endswith("\\n"): time.sleep(0.05)
+            store = TCPStore("127.0.0.1", int(said), is_master=False, wait_for_workers=False)
+        group = RankGroup(rank, 3, watchdog=30.0)
+        group.join(store, torch.device("cpu"))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(64, 48, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            whole = group.sum(x.clone())
+            for rows in (1, 2, 3, 4, 7, 16, 33):
+                assert torch.equal(group.sum(x[:rows].clone()), whole[:rows]), (dtype, rows)
+            assert len(group.gather(x)) == (3 if rank == 0 else 0)
+        assert group.least(10 - rank) == 8
+        message = bytes(range(256)) * 100  # longer than one broadcast
+        if rank == 0: group.send(message)
+        else: assert group.receive() == message
+        group.leave()
+        """
+    )
+    port = tmp_path / "port"
+    port.touch()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(port)], env=os.environ) for rank in range(3)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
