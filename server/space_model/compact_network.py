@@ -1,0 +1,34 @@
+"""The compact network for a model and a device, where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from space_kernels.dispatch import Ops
+from transformers import PreTrainedModel
+
+from space_model.gated_lora import GatedLora
+from space_model.llama_cuda_network import LlamaCudaNetwork
+from space_model.llama_network import LlamaNetwork
+from space_model.model_facts import ModelFacts
+from space_model.network import Network
+from space_model.tensor_parallel import Ranks
+
+
+def compact_network(
+    base: PreTrainedModel,
+    facts: ModelFacts,
+    ops: Ops,
+    adapters: Sequence[GatedLora],
+    prefix: str,
+    ranks: Ranks | None = None,
+) -> Network | None:
+    """Takes `base` apart; None, and `base` as it was, where no compact network computes what it does."""
+    sizes = facts.num_heads, facts.kv_heads, facts.head_dim
+    if facts.device.type == "cpu":
+        if not LlamaNetwork.fits(base.config, facts.dtype):
+            return None
+        return LlamaNetwork(base, *sizes, adapters, prefix, ranks)
+    if not LlamaCudaNetwork.fits(base):
+        return None
+    return LlamaCudaNetwork(base, *sizes, ops, adapters, prefix, ranks)

@@ -1,0 +1,168 @@
+"""The Llama family on a GPU, compact: what lies between two products of a layer is one kernel.
+
+    qkv product | rotary, head norms, store | attention | output product | add, norm | gate-up product | silu·up | down
+    product | add, norm of the next layer
+
+Nothing waits for the host, and every size is the batch's: a forward pass can be captured in a CUDA graph. Like
+LlamaNetwork it is taken apart from a loaded transformers model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from space_kernels.dispatch import Ops
+from space_kernels.gated_delta import GatedDelta
+from space_kernels.rotary import HeadNorm, angles
+from space_kernels.step_tables import StepTables
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from space_model.forward_batch import ForwardBatch, GatedRows
+from space_model.gated_lora import GatedLora
+from space_model.llama_network import FAMILIES, LayerDeltas, Norm, layer_deltas
+from space_model.paged_kv import PagedKV
+from space_model.tensor_parallel import Ranks
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One decoder layer."""
+
+    attention_norm: Norm
+    query_key_value: nn.Module  # [(H + 2G)·D, hidden]
+    head_norm: HeadNorm | None  # Qwen3
+    output: nn.Module
+    window: int | None
+    mlp_norm: Norm
+    gate_up: nn.Module  # [2·inner, hidden], gate in front
+    down: nn.Module
+    deltas: tuple[LayerDeltas, ...]  # by adapter
+
+
+class LlamaCudaNetwork:
+    """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm."""
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ops: Ops,
+        adapters: Sequence[GatedLora] = (),
+        prefix: str = "model",
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Takes `base` apart: the weights of each of its linears are joined and freed in turn.
+
+        `prefix`: its path in whole models; `ranks`: the others that have parts of the same layers; None: nobody.
+        """
+        self._ops, self._ranks = ops, ranks
+        self._heads = (num_heads, kv_heads, head_dim)
+        self._embedding: Tensor = base.get_input_embeddings().weight.detach()
+        self._frequencies: Tensor = base.rotary_emb.inv_freq.float()
+        self._rotary_scaling = float(base.rotary_emb.attention_scaling)
+        self._norm = Norm.of(base.norm)
+        everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
+        self._layers = [
+            _take_apart(layer, ops, everywhere, adapters, f"{prefix}.layers.{number}")
+            for number, layer in enumerate(base.layers)
+        ]
+        self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
+        self._scale = head_dim**-0.5
+
+    @staticmethod
+    def fits(base: PreTrainedModel) -> bool:
+        """Whether this network computes what `base` does: a known family, with weights that are not quantised."""
+        if base.config.model_type not in FAMILIES or base.config.hidden_act != "silu":
+            return False
+        return all(type(linear) is nn.Linear for path, linear in base.named_modules() if path.endswith("_proj"))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return F.embedding(ids, self._embedding)
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        num_heads, kv_heads, head_dim = self._heads
+        ops, num_rows, gated = self._ops, len(batch.ids), batch.gated
+        residual = F.embedding(batch.ids, self._embedding)  # [R, hidden]
+        for run in gated:
+            residual[run.slice] = F.embedding(run.masks, self._mask_embeddings[run.adapter])
+        cos, sin = angles(batch.positions, self._frequencies, self._rotary_scaling)
+        if ops.attend is None:
+            attend, slots = ops.space_attention, batch.ids[:0]
+        else:
+            attend, slots = ops.attend, StepTables.of(batch.rows).slots()
+        after = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+
+        y = ops.rms_norm(residual, self._layers[0].attention_norm.weight, self._layers[0].attention_norm.eps)
+        for number, layer in enumerate(self._layers):
+            keys, values = kv.keys[number], kv.values[number]
+            fused = layer.query_key_value(y)  # [R, (H + 2G)·D]
+            _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
+            query, key, value = ops.rotary_store(
+                fused, cos, sin, keys, values, slots, num_heads=num_heads, kv_heads=kv_heads, norm=layer.head_norm
+            )
+            attended = attend(query, key, value, keys, values, batch.rows, scale=self._scale, window=layer.window).view(
+                num_rows, num_heads * head_dim
+            )
+            out = self._whole(layer.output(attended), attended, gated, [deltas.output for deltas in layer.deltas])
+            y, residual = ops.add_rms_norm(out, residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            both = layer.gate_up(y)  # [R, 2·inner]
+            _add(both, y, gated, [deltas.gate_up for deltas in layer.deltas])
+            inner = ops.swiglu(both)
+            out = self._whole(layer.down(inner), inner, gated, [deltas.down for deltas in layer.deltas])
+            y, residual = ops.add_rms_norm(out, residual, after[number].weight, after[number].eps)
+        return y
+
+    def _whole(self, out: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> Tensor:
+        """out [R, hidden] with what adapters add, summed over the ranks."""
+        _add(out, x, gated, deltas)
+        return out if self._ranks is None else self._ranks.sum(out)
+
+
+def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> None:
+    """What each adapter adds to its rows of y = f(x), in place. `deltas`: by adapter."""
+    for run in gated:
+        delta = deltas[run.adapter]
+        if delta is not None:
+            delta.add_to(y, x, run.slice)
+
+
+def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequence[GatedLora], path: str) -> FusedLayer:
+    """A transformers decoder layer's weights, joined; the layer's own are freed. `window`: where it names none."""
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    sizes = [attention.get_submodule(f"{name}_proj").get_parameter("weight").shape[0] for name in "qkv"]
+    hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
+    head_norm = None
+    if hasattr(attention, "q_norm"):
+        query, key = Norm.of(attention.get_submodule("q_norm")), Norm.of(attention.get_submodule("k_norm"))
+        head_norm = HeadNorm(query.weight, key.weight, query.eps)
+    return FusedLayer(
+        attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
+        query_key_value=_joined(attention, ["q_proj", "k_proj", "v_proj"], ops),
+        head_norm=head_norm,
+        output=_joined(attention, ["o_proj"], ops),
+        window=getattr(attention, "sliding_window", window),
+        mlp_norm=Norm.of(layer.get_submodule("post_attention_layernorm")),
+        gate_up=_joined(mlp, ["gate_proj", "up_proj"], ops),
+        down=_joined(mlp, ["down_proj"], ops),
+        deltas=tuple(layer_deltas(adapter, path, sizes, hidden, inner) for adapter in adapters),
+    )
+
+
+def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
+    """The linears `names` of `parent`, one below the other; the originals are freed."""
+    linears = [parent.get_submodule(name) for name in names]
+    weights = [linear.get_parameter("weight").detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
+    for name in names:
+        delattr(parent, name)
+    if len(names) == 1:
+        return ops.linear(weights[0], biases[0] if biases else None)
+    return ops.linear(torch.cat(weights), torch.cat(biases) if biases else None)
