@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Read by triton where a kernel is declared: without a GPU kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; triton 3.9 warns where it is not said
 
 
 @pytest.hookimpl(optionalhook=True)
