@@ -1,0 +1,272 @@
+"""Who can compute the attention of a step: what each implementation takes, whether it is here, and how to get it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from space_kernels import attention as torch_attention
+from space_kernels import attention_flash, attention_flashinfer
+from space_kernels.attention_flash import PAGE_2
+from space_kernels.dispatch import Attention, ops_for
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeed:
+    """What a model, held on a device, asks of its attention."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    device: torch.device
+    capability: tuple[int, int] | None  # compute capability of a GPU; None: no GPU
+    exact: bool = False  # a row's bits must not depend on its company
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        block_size: int,
+        exact: bool = False,
+    ) -> AttentionNeed:
+        """With the capability of the device as it is."""
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+_MOST = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation: what it takes, and what it promises."""
+
+    name: str
+    package: str | None  # distribution that must be installed; None: always there
+    oldest: tuple[int, ...]  # version of it
+    install: str  # the cure for its absence
+    load: Callable[[AttentionNeed], Attention]  # raises ImportError where the package is broken
+    capabilities: tuple[tuple[int, int], ...] | None  # ranges of major compute capability; None: no GPU is needed
+    dtypes: tuple[torch.dtype, ...] = _HALVES
+    heads: tuple[int, ...] | range = range(8, 257, 8)  # head dimensions
+    page_multiple: int = 1  # of slots
+    row_invariant: bool = False  # a row's bits do not depend on its company
+    takes_stored: bool = False  # there is one for pages that hold the step's keys already: see `attend`
+    captures: bool = True  # in a CUDA graph whose lengths the host does not know
+    limits: str = ""  # what else is to be known, in one line
+
+    def refusal(self, need: AttentionNeed, installed: Callable[[str], str | None]) -> str | None:
+        """Why it cannot serve this need, and the cure, in one line; None: it can."""
+        return self._unfit(need) or self._missing(installed)
+
+    def attend(self, loaded: Attention) -> Attention | None:
+        """Of what `load` gave, the one for pages that hold the step's keys and values already; None: there is none."""
+        library: Callable[..., Tensor] = loaded
+        return functools.partial(library, is_stored=True) if self.takes_stored else None
+
+    def _unfit(self, need: AttentionNeed) -> str | None:
+        if self.capabilities is not None:
+            if need.capability is None:
+                return f"needs an NVIDIA GPU; the model is on {need.device}"
+            if not any(low <= need.capability[0] <= high for low, high in self.capabilities):
+                ranges = ", ".join(
+                    f"{low}.x" if low == high else f"{low}.x and later" if high == _MOST else f"{low}.x to {high}.x"
+                    for low, high in self.capabilities
+                )
+                major, minor = need.capability
+                return f"runs on compute capability {ranges}; this GPU has {major}.{minor}"
+        if need.dtype not in self.dtypes:
+            taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"takes {taken}; the model is held in {str(need.dtype).removeprefix('torch.')}: use --dtype bfloat16"
+        if need.head_dim not in self.heads:
+            known = self.heads
+            taken = f"in steps of {known.step} up to {known[-1]}" if isinstance(known, range) else f"of {_list(known)}"
+            return f"takes head sizes {taken}; the model has {need.head_dim}"
+        if need.block_size % self.page_multiple:
+            return (
+                f"takes pages of a multiple of {self.page_multiple} slots; these have {need.block_size}: use "
+                f"--block-size {self.page_multiple}"
+            )
+        if need.exact and not self.row_invariant:
+            return "gives a row bits that depend on its company: leave out --exact"
+        return None
+
+    def _missing(self, installed: Callable[[str], str | None]) -> str | None:
+        if self.package is None:
+            return None
+        found = installed(self.package)
+        if found is None:
+            return f"not installed: {self.install}"
+        if _numbers(found) < self.oldest:
+            return f"version {found} is older than {'.'.join(map(str, self.oldest))}: {self.install}"
+        return None
+
+
+def installed_version(package: str) -> str | None:
+    """The installed distribution's version; None: there is none. Imports nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`2.8.3.post2` -> (2, 8, 3); `4.0.0b36` -> (4, 0, 0)."""
+    numbers: list[int] = []
+    for part in text.split("."):
+        digits = part[: next((n for n, letter in enumerate(part) if not letter.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+# -------------------------------------------------------------------------------------------------- who there is
+
+
+def _torch(need: AttentionNeed) -> Attention:
+    return torch_attention.space_attention
+
+
+def _triton(need: AttentionNeed) -> Attention:
+    return ops_for(need.device, attention="triton").space_attention
+
+
+def _flash_attn_2(need: AttentionNeed) -> Attention:
+    return functools.partial(attention_flash.space_attention, library=attention_flash.FlashAttn2.load())
+
+
+def _flash_attn_4(need: AttentionNeed) -> Attention:
+    return functools.partial(attention_flash.space_attention, library=attention_flash.FlashAttn4.load())
+
+
+def _flashinfer(need: AttentionNeed) -> Attention:
+    library = attention_flashinfer.FlashInfer.load(need.device)
+    return functools.partial(attention_flashinfer.space_attention, library=library)
+
+
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "torch",
+            package=None,
+            oldest=(),
+            install="",
+            load=_torch,
+            capabilities=None,
+            dtypes=(torch.float32, torch.bfloat16, torch.float16),
+            heads=range(1, 1 << 20),
+            row_invariant=True,
+            captures=False,
+            limits="what the CPU runs; on a GPU the reference, not fast, and its plan is made on the host",
+        ),
+        Backend(
+            "triton",
+            package="triton",
+            oldest=(3, 6),
+            install="pip install triton, which the CUDA builds of torch bring along",
+            load=_triton,
+            capabilities=((8, _MOST),),
+            dtypes=(torch.float32, torch.bfloat16, torch.float16),
+            heads=range(1, 257),
+            row_invariant=True,
+            limits="our own kernel: one read of the prefix for all rows of a sequence",
+        ),
+        Backend(
+            "flash-attn-2",
+            package="flash-attn",
+            oldest=(2, 8, 3),
+            install="pip install --no-build-isolation 'flash-attn>=2.8.3' (builds with a CUDA toolkit), or use the GPU "
+            "image, which has it",
+            load=_flash_attn_2,
+            capabilities=((8, _MOST),),
+            page_multiple=PAGE_2,
+            takes_stored=True,
+            limits="windows must be longer than a mask group; a group's prefix is read once more",
+        ),
+        Backend(
+            "flash-attn-4",
+            package="flash-attn-4",
+            oldest=(4, 0, 0),
+            install="pip install --pre flash-attn-4 (pure Python, compiles at the first step)",
+            load=_flash_attn_4,
+            capabilities=((9, 11),),
+            takes_stored=True,
+            limits="a pre-release; no paged keys and values on 8.x and 12.x; no split of long contexts on 9.0",
+        ),
+        Backend(
+            "flashinfer",
+            package="flashinfer-python",
+            oldest=(0, 6),
+            install="pip install flashinfer-python (compiles at the first step)",
+            load=_flashinfer,
+            capabilities=((8, _MOST),),
+            takes_stored=True,
+            heads=(64, 128, 256),
+            captures=False,
+            limits="plans every step on the host, so a step waits for the one before",
+        ),
+    )
+}
+
+FLASH_ATTN = ("flash-attn-4", "flash-attn-2")
+"""What `flash-attn` means: the newest that can be used."""
+
+ATTENTION_NAMES = ("auto", *BACKENDS, "flash-attn")
+
+
+class UnusableAttention(ValueError):
+    """The attention asked for cannot be had; the message says why, and the cure."""
+
+
+def usable(
+    need: AttentionNeed,
+    *,
+    installed: Callable[[str], str | None] = installed_version,
+    backends: Mapping[str, Backend] = BACKENDS,
+) -> tuple[list[Backend], dict[str, str]]:
+    """Who can serve this need, and why each of the others cannot."""
+    refusals = {name: backend.refusal(need, installed) for name, backend in backends.items()}
+    return (
+        [backend for name, backend in backends.items() if refusals[name] is None],
+        {name: refusal for name, refusal in refusals.items() if refusal is not None},
+    )
+
+
+def named(
+    name: str,
+    need: AttentionNeed,
+    *,
+    installed: Callable[[str], str | None] = installed_version,
+    backends: Mapping[str, Backend] = BACKENDS,
+) -> Backend:
+    """The backend asked for. Raises UnusableAttention."""
+    if name not in ATTENTION_NAMES or name == "auto":
+        raise UnusableAttention(f"There is no attention implementation {name!r}; there are {', '.join(backends)}.")
+    refusals = []
+    for candidate in FLASH_ATTN if name == "flash-attn" else (name,):
+        refusal = backends[candidate].refusal(need, installed)
+        if refusal is None:
+            return backends[candidate]
+        refusals.append(f"{candidate} {refusal}" if candidate != name else refusal)
+    raise UnusableAttention(f"--attention {name}: {'; '.join(refusals)}. Or use --attention auto.")

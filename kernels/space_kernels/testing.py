@@ -1,0 +1,137 @@
+"""Made-up steps for tests of attention: keys and values of whole sequences, and one step laid out over them. Shipped,
+not served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from space_kernels.paging import StepRows
+from space_kernels.row_pattern import RowPattern
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """What one step lays out of one sequence."""
+
+    cached: int  # slots written by earlier steps
+    num_chain: int
+    groups: Sequence[tuple[int, int]] = ()  # base chain row, masks
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MadeUpStep:
+    """The arguments of a `space_attention`."""
+
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [R, G, D]
+    value: Tensor
+    key_pages: Tensor  # [num_blocks, G, block_size, D]
+    value_pages: Tensor
+    rows: StepRows
+
+    @property
+    def num_rows(self) -> int:
+        """Without padding."""
+        return len(self.rows.pattern.offsets)
+
+
+def made_up_step(
+    sequences: Sequence[MadeUp],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    garbage: float = float("nan"),
+) -> MadeUpStep:
+    """The same keys, values and queries whatever the block size; `garbage` in every slot that nobody has written.
+
+    Pages are given out backwards and interleaved, with two that nobody holds.
+    """
+    device = torch.device(device)
+    counts = [-(-(one.cached + one.num_chain) // block_size) for one in sequences]
+    num_blocks = sum(counts) + 2
+    numbers = list(range(num_blocks - 1, 0, -1))
+    pages: list[list[int]] = [[] for _ in sequences]
+    while any(len(held) < count for held, count in zip(pages, counts, strict=True)):
+        for held, count in zip(pages, counts, strict=True):
+            if len(held) < count:
+                held.append(numbers.pop(0))
+
+    key_pages = torch.full((num_blocks, kv_heads, block_size, head_dim), garbage, dtype=dtype)
+    value_pages = key_pages.clone()
+    chains: list[tuple[Tensor, Tensor, Tensor]] = []
+    masks: list[tuple[Tensor, Tensor, Tensor]] = []
+    for one, held in zip(sequences, pages, strict=True):
+        generator = torch.Generator().manual_seed(one.seed)
+
+        def normal(count: int, width: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(count, width, head_dim, generator=generator).to(dtype)
+
+        old_key, old_value = normal(one.cached, kv_heads), normal(one.cached, kv_heads)
+        for position in range(one.cached):
+            page, offset = held[position // block_size], position % block_size
+            key_pages[page, :, offset], value_pages[page, :, offset] = old_key[position], old_value[position]
+        num_masks = sum(count for _, count in one.groups)
+        for rows, count in ((chains, one.num_chain), (masks, num_masks)):
+            rows.append((normal(count, heads), normal(count, kv_heads), normal(count, kv_heads)))
+
+    pattern = _pattern(sequences)
+
+    def packed(kind: int) -> Tensor:
+        joined = torch.cat([rows[kind] for rows in (*chains, *masks)])
+        padding = joined.new_zeros(pattern.num_padded - len(joined), *joined.shape[1:])
+        return torch.cat([joined, padding]).to(device)
+
+    step_rows = StepRows(
+        pattern=pattern,
+        starts=np.array([one.cached for one in sequences], dtype=np.int64),
+        pages=pages,
+        block_size=block_size,
+        device=device,
+    )
+    return MadeUpStep(packed(0), packed(1), packed(2), key_pages.to(device), value_pages.to(device), step_rows)
+
+
+def _pattern(sequences: Sequence[MadeUp]) -> RowPattern:
+    chain_runs, mask_runs = [], []
+    offsets: list[int] = []
+    reach: list[int] = []
+    group: list[int] = []
+    for one in sequences:
+        chain_runs.append(range(len(offsets), len(offsets) + one.num_chain))
+        offsets += range(one.num_chain)
+        reach += range(1, one.num_chain + 1)
+        group += [-1] * one.num_chain
+    num_chain = len(offsets)
+    number = 0
+    for one in sequences:
+        first = len(offsets)
+        for base, count in one.groups:
+            offsets += range(base + 1, base + 1 + count)
+            reach += [base + 1] * count
+            group += [number] * count
+            number += 1
+        mask_runs.append(range(first, len(offsets)))
+    return RowPattern(
+        chain_runs=chain_runs,
+        mask_runs=mask_runs,
+        offsets=np.array(offsets),
+        reach=np.array(reach),
+        group=np.array(group),
+        num_chain_rows=num_chain,
+        num_padded=-(-len(offsets) // 4) * 4,
+    )
+
+
+def full_layout(k: int) -> list[tuple[int, int]]:
+    """A group of k masks behind each of k+1 chain rows."""
+    return [(base, k) for base in range(k + 1)] if k else []
