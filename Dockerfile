@@ -6,9 +6,18 @@
 #
 # Layers go from what changes least to what changes most: a change in the source rebuilds only the last two.
 # torch brings its own CUDA libraries, so the base image needs none.
+#
+# flash-attn is compiled in a stage with CUDA's compiler, once, until torch or the pinned version changes. That is long,
+# and each of MAX_JOBS jobs takes gigabytes (by flash-attn's own account up to 9). More jobs, or an image without it,
+# whose attention is then our own Triton kernel:
+#
+#   docker build --build-arg MAX_JOBS=16 -t spaceserve .
+#   docker build --build-arg FLASH_ATTN=without -t spaceserve .
 ARG BASE=nvidia/cuda:13.0.3-base-ubuntu24.04
+ARG CUDA=nvidia/cuda:13.0.3-devel-ubuntu24.04
+ARG FLASH_ATTN=with
 
-FROM ${BASE} AS build
+FROM ${BASE} AS torch
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends python3 python3-venv \
@@ -18,9 +27,38 @@ COPY docker/install.sh docker/
 COPY docker/locks/installed.py docker/locks/torch.txt docker/locks/
 RUN --mount=type=cache,target=/root/.cache/pip \
     docker/install.sh --venv /opt/spaceserve --device cuda --stages "environment torch"
+
+# Wheels, for 8.0 and 9.0: what is compiled for 8.0 also runs on 8.6 and 8.9.
+FROM ${CUDA} AS flash-attn-with
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends python3 python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=torch /opt/spaceserve /opt/spaceserve
+COPY docker/flash-attn.txt /src/
+ARG MAX_JOBS=4
+ENV CUDA_HOME=/usr/local/cuda \
+    FLASH_ATTENTION_FORCE_BUILD=TRUE \
+    FLASH_ATTN_CUDA_ARCHS="80;90" \
+    MAX_JOBS=${MAX_JOBS} \
+    NVCC_THREADS=2
+RUN /opt/spaceserve/bin/python -m pip install --no-cache-dir \
+        ninja==1.13.2 packaging==26.3 setuptools==84.2.1 wheel==0.48.0 \
+    && PATH=/opt/spaceserve/bin:$PATH python -m pip wheel --no-cache-dir --no-deps --no-build-isolation \
+        --require-hashes --requirement /src/flash-attn.txt --wheel-dir /wheels
+
+FROM ${BASE} AS flash-attn-without
+RUN mkdir /wheels
+
+# hadolint ignore=DL3006
+FROM flash-attn-${FLASH_ATTN} AS flash-attn
+
+FROM torch AS build
 COPY docker/locks/run.txt docker/locks/
 RUN --mount=type=cache,target=/root/.cache/pip \
     docker/install.sh --venv /opt/spaceserve --device cuda --stages dependencies
+COPY --from=flash-attn /wheels /wheels
+RUN find /wheels -name '*.whl' -exec /opt/spaceserve/bin/python -m pip install --no-cache-dir --no-deps --no-index {} +
 COPY LICENSE README.md pyproject.toml ./
 COPY proto proto
 COPY kernels kernels

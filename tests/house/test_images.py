@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from space_kernels.attention_backends import BACKENDS
 from space_router.metrics import Metrics
 
 DOCKERFILES = ["Dockerfile", "docker/cpu.Dockerfile"]
@@ -59,6 +60,74 @@ def test_the_server_is_not_root_and_says_when_it_is_ready(steps: list[tuple[str,
     assert json.loads(last["ENTRYPOINT"]) == ["entrypoint.sh"]
     assert json.loads(last["CMD"]) == ["serve"]
     assert "HF_HOME=/data/" in last["ENV"]
+
+
+# ------------------------------------------------------------------------------------------------------- flash-attn
+
+
+def stages(root: Path) -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage of the GPU image, by its name; the last one has none."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for word, rest in instructions((root / "Dockerfile").read_text()):
+        if word == "FROM":
+            found[rest.partition(" AS ")[2]] = []
+        elif found:
+            list(found.values())[-1].append((word, rest))
+    return found
+
+
+def test_flash_attn_is_compiled_for_ampere_ada_and_hopper_with_a_compiler_of_the_same_cuda(root: Path) -> None:
+    text = (root / "Dockerfile").read_text()
+    base, compiler = re.search(r"^ARG BASE=(\S+)", text, re.M)[1], re.search(r"^ARG CUDA=(\S+)", text, re.M)[1]
+    assert compiler == base.replace("-base-", "-devel-")
+    assert "FROM ${CUDA} AS flash-attn-with" in text
+    environment = dict(stages(root)["flash-attn-with"])["ENV"]
+    assert 'FLASH_ATTN_CUDA_ARCHS="80;90"' in environment  # 8.6 and 8.9 run what is compiled for 8.0
+    assert "MAX_JOBS=${MAX_JOBS}" in environment
+    assert "FLASH_ATTENTION_FORCE_BUILD=TRUE" in environment
+
+
+def test_flash_attn_can_be_left_out(root: Path) -> None:
+    text = (root / "Dockerfile").read_text()
+    assert re.search(r"^ARG FLASH_ATTN=with$", text, re.M)
+    assert "FROM flash-attn-${FLASH_ATTN} AS flash-attn" in text
+    assert stages(root)["flash-attn-without"] == [("RUN", "mkdir /wheels")]
+
+
+def test_the_server_stage_gets_the_wheels_before_the_sources_and_no_compiler(root: Path) -> None:
+    of = stages(root)
+    build = [f"{word} {rest}" for word, rest in of["build"]]
+    assert build.index("COPY --from=flash-attn /wheels /wheels") < build.index("COPY server server")
+    last = [rest for word, rest in of[""] if word == "COPY"]
+    assert [rest for rest in last if "--from=" in rest] == ["--from=build /opt/spaceserve /opt/spaceserve"]
+
+
+def test_no_wheels_are_installed_without_an_error(root: Path, tmp_path: Path) -> None:
+    """The instruction itself, with folders of its own: nothing to install, then two wheels at once."""
+    (line,) = [rest for word, rest in stages(root)["build"] if word == "RUN" and "/wheels" in rest]
+    wheels, called = tmp_path / "wheels", tmp_path / "called"
+    wheels.mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >>{called}\n')
+    python.chmod(0o755)
+    command = line.replace("/wheels", str(wheels)).replace("/opt/spaceserve/bin/python", str(python))
+    subprocess.run(["sh", "-c", command], check=True)
+    assert not called.exists()
+    for name in ("a", "b"):
+        (wheels / f"{name}.whl").touch()
+    subprocess.run(["sh", "-c", command], check=True)
+    (words,) = called.read_text().splitlines()
+    assert words.startswith("-m pip install --no-cache-dir --no-deps --no-index ")
+    assert {Path(word).name for word in words.split()[-2:]} == {"a.whl", "b.whl"}
+
+
+def test_the_image_s_flash_attn_is_pinned_by_hash_and_one_that_the_server_takes(root: Path) -> None:
+    lines = (root / "docker/flash-attn.txt").read_text().splitlines()
+    pins = dict(line.split(" --hash=sha256:") for line in lines if "==" in line)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in pins.values())
+    (pin,) = [name.partition("==")[2] for name in pins if name.startswith("flash-attn==")]
+    assert BACKENDS["flash-attn-2"]._missing(lambda package: pin) is None
+    assert "--no-binary flash-attn" in lines
 
 
 def test_hadolint_finds_nothing(root: Path) -> None:
