@@ -57,6 +57,10 @@ class Controller(Protocol):
         """One layout per sequence that reaches its root in this step, in their order."""
         ...
 
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """What the step with these layouts brought, and how long it took."""
+        ...
+
 
 class FixedLayout:
     """Each sequence by itself, by a rule: for tests, for measuring, and where the operator insists on one k."""
@@ -74,3 +78,6 @@ class FixedLayout:
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         """The rule's layout for each."""
         return [self._rule(room) for room in rooms]
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """It makes no difference."""

@@ -27,11 +27,18 @@ nothing changes, so that a crowd at the threshold does not swing.
 PROPOSED_ROWS = (8, 16)
 """Drafts of one sequence's past, and of two: the rows that come with them."""
 
-PROPOSAL_MARGIN = 1.15
-"""How many times the price of its row a draft that no mask made must bring."""
+PROPOSAL_MARGIN = 1.5
+"""How many times the price of its row a draft that no mask made must bring: prices are differences of noisy figures,
+and who looks best is often lucky."""
 
 EVERY = 8
 """Steps after which the choice is looked at again, where the crowd keeps its size to an eighth."""
+
+KEPT_RATE, FORGIVEN = 0.15, 0.0005
+"""How fast the share of what drafts promised that came true is followed, per look; and how much of what is missing is
+forgotten in each step of plain decoding, so that drafts are tried again."""
+
+KEPT_LEAST, KEPT_MOST = 0.4, 1.1
 
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
@@ -119,6 +126,10 @@ class MeasuredController:
         self._num_to_probe = PROBE_EVERY
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
+        self._kept = 1.0  # of the tokens per second that rules promise, what came true: beginnings and ends take some
+        self._promised = 1.0  # tokens per second of the rule, as they were reckoned
+        self._watched = False  # whether the step that runs is one by the rule, and nothing else
+        self._tokens, self._seconds = 0, 0.0  # of these since the last look
         self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
     @property
@@ -137,6 +148,7 @@ class MeasuredController:
         has_others = any(room.chances for room in rooms)
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
+            self._watched = False
             return [PLAIN.layout] * len(rooms)
         kinds = [_kind(room) for room in rooms]
         if is_due:
@@ -150,13 +162,30 @@ class MeasuredController:
         elif rule is not None and self._is_probe():
             rule = None
         self._num_plain = 0 if rule is not None else self._num_plain + 1
+        self._watched = rule is not None and not load.num_prefill_rows
         return [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
 
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """The step that was chosen last brought so many tokens in so many seconds."""
+        if self._watched:
+            self._tokens += num_tokens
+            self._seconds += seconds
+
+    def _look_back(self) -> None:
+        """Compare what was promised at the last look with what came true since."""
+        if self._seconds:
+            kept = self._tokens / (self._seconds * self._promised)
+            self._kept += KEPT_RATE * (min(KEPT_MOST, max(KEPT_LEAST, kept)) - self._kept)
+            self._tokens, self._seconds = 0, 0.0
+        elif self._rule is None:
+            self._kept += (1.0 - self._kept) * min(1.0, FORGIVEN * self._num_since)
+
     def _choose(self, crowd: Crowd, load: Load) -> None:
+        self._look_back()
         load = Load(num_context=load.num_context)
         self.row_price = self._row_price(crowd.size, load)
         plain = self._expected(None, crowd, load).rate
-        rates = {rule: self._expected(rule, crowd, load).rate for rule in RULES}
+        rates = {rule: self._kept * self._expected(rule, crowd, load).rate for rule in RULES}
         best = max(RULES, key=rates.__getitem__)
         self._advantage = rates[best] / plain - 1.0
         if self._rule is None:
@@ -167,6 +196,7 @@ class MeasuredController:
         elif rates[best] > (1.0 + CHANGE) * rates[self._rule]:
             self._rule = best
         self._rate = plain if self._rule is None else rates[self._rule]
+        self._promised = self._rate / self._kept
 
     def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
         """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""

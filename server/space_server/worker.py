@@ -264,7 +264,9 @@ class Worker:
         report.released.extend(released)
         report.sequences.extend(failed)
         if advances:
-            self._measure(report.stats, plan, times, self._clock() - started)
+            seconds = self._clock() - started
+            self._measure(report.stats, plan, times, seconds)
+            self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds)
         return report if advances or report.sequences or report.released else None
 
     def _run(self, plans: list[Plan], times: StepTimes, *, again: bool = False) -> list[Advance]:

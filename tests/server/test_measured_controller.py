@@ -29,6 +29,11 @@ def room(chances: tuple[float, ...] = (0.7, 0.6, 0.5, 0.5, 0.5), num_drafts: int
     return Room(1, num_drafts, len(chances), ROOM_ENOUGH, acceptance=acceptance)
 
 
+def next_layout(controller: MeasuredController, rooms: list[Room]) -> DraftLayout:
+    """The layout of the next step."""
+    return controller.layouts(rooms, Load())[0]
+
+
 def settled(controller: MeasuredController, rooms: list[Room], load: Load = Load()) -> list[DraftLayout]:  # noqa: B008
     for _ in range(PATIENCE + 2 * EVERY):
         layouts = controller.layouts(rooms, load)
@@ -127,3 +132,19 @@ def test_drafts_that_no_mask_made_are_laid_out_while_they_pay() -> None:
 
 def test_nobody_is_asked_where_nobody_reaches_a_root() -> None:
     assert MeasuredController(Machine(1.0, 0.1)).layouts([], Load(num_prefill_rows=8)) == []
+
+
+def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_later() -> None:
+    controller = MeasuredController(Machine(1.0, 0.045))
+    rooms = [room()]
+    steps = []
+    for _ in range(6000):
+        drafts = next_layout(controller, rooms).num_masks > 0
+        steps.append(drafts)
+        controller.stepped(1, 1.3 if drafts else 1.045)  # never more than plain decoding's, and longer
+    first = steps.index(True)
+    ends = steps.index(False, first)
+    assert ends - first < 10 * EVERY
+    assert sum(steps[ends : ends + 200]) < 20
+    assert any(steps[ends + 200 :])  # what was true then need not be true now
+    assert sum(steps) < 0.1 * len(steps)
