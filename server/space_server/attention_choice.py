@@ -1,0 +1,295 @@
+"""Which attention a worker uses: the one asked for, or the one that was measured to be fastest on the model's shapes.
+
+Each implementation that can be used is timed on one layer's attention of made-up steps: plain decoding and the
+checkpoint's whole draft layout, at short and long contexts, alone and in company, and a chunk of a prompt beside
+nothing. In each case an implementation's time is divided by the best one's, so that long cases do not outweigh short
+ones; the smallest weighted mean wins:
+
+    whole layout    1/2    what a server whose drafts pay does most
+    plain           1/4    what it falls back to in a crowd
+    prompt chunk    1/4    what decides the time to the first token
+
+A case counts as much as the others of its kind. An implementation whose result is not near the reference's, or that
+raises, is left out and named.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from space_kernels.attention import space_attention as reference
+from space_kernels.attention_backends import (
+    BACKENDS,
+    AttentionNeed,
+    Backend,
+    UnusableAttention,
+    installed_version,
+    named,
+    usable,
+)
+from space_kernels.dispatch import Attention, Ops, ops_for
+from space_kernels.paging import StepRows
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.model_facts import ModelFacts
+from torch import Tensor
+
+SECONDS = 0.4
+"""Of measuring one implementation, compiling apart."""
+
+MOST_BYTES = 512 * 1024**2
+"""Of pages while measuring one case: fewer sequences where all of them need more."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A made-up step."""
+
+    kind: str  # plain, whole, prompt
+    num_sequences: int
+    context: int  # slots written before
+    num_chain: int  # rows of each sequence's chain
+    num_masks: int  # masks of each group, one group per chain row; 0: none
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.num_sequences}×{self.context}"
+
+
+WEIGHTS = {"whole": 0.5, "plain": 0.25, "prompt": 0.25}
+
+
+def cases(num_masks: int, window: int) -> list[Case]:
+    """What is measured for a model with `num_masks` masks per group, as far as its window goes."""
+    found = []
+    for num_sequences, context in ((1, 1024), (1, 8192), (16, 1024)):
+        found.append(Case("plain", num_sequences, context, 1, 0))
+        if num_masks:
+            found.append(Case("whole", num_sequences, context, num_masks + 1, num_masks))
+    found.append(Case("prompt", 1, 1024, 512, 0))
+    fits = [case for case in found if case.context + case.num_chain + 2 * case.num_masks <= window]
+    return fits or [Case("plain", 1, max(0, window - 1), 1, 0)]
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention that a worker uses, and why."""
+
+    backend: Backend
+    attention: Attention
+    seconds: Mapping[str, Mapping[Case, float]] = field(default_factory=dict)  # by name: what was measured
+    absent: Mapping[str, str] = field(default_factory=dict)  # by name: why not, and the cure
+
+    @property
+    def name(self) -> str:
+        """As /info has it."""
+        return self.backend.name
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        parts = [f"attention: {self.name}"]
+        if self.seconds:
+            measured = [
+                f"{name} " + ", ".join(f"{case} {1e6 * seconds:.0f}" for case, seconds in of.items())
+                for name, of in self.seconds.items()
+            ]
+            parts.append(f"µs per layer: {'; '.join(measured)}")
+        if self.absent:
+            parts.append("not used: " + "; ".join(f"{name} ({why})" for name, why in self.absent.items()))
+        return " | ".join(parts)
+
+
+def choose_attention(
+    asked: str,
+    facts: ModelFacts,
+    *,
+    block_size: int,
+    exact: bool = False,
+    backends: Mapping[str, Backend] = BACKENDS,
+    installed: Callable[[str], str | None] = installed_version,
+    clock: Callable[[], float] = time.perf_counter,
+    need: AttentionNeed | None = None,
+) -> AttentionChoice:
+    """What `--attention` asks for; `auto` measures where there is a choice. Raises UnusableAttention.
+
+    `need`: None asks the device.
+    """
+    if need is None:
+        need = AttentionNeed.on(
+            facts.device,
+            num_heads=facts.num_heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            dtype=facts.dtype,
+            block_size=block_size,
+            exact=exact,
+        )
+    if asked != "auto":
+        backend = named(asked, need, installed=installed, backends=backends)
+        try:
+            return AttentionChoice(backend, backend.load(need))
+        except Exception as error:  # a package that is installed and broken may raise anything
+            raise UnusableAttention(f"--attention {asked}: {_first_line(error)}. Or use --attention auto.") from error
+    if need.capability is None:
+        return AttentionChoice(backends["torch"], backends["torch"].load(need))
+    found, absent = usable(need, installed=installed, backends=backends)
+    candidates = [backend for backend in found if backend.name != "torch"]
+    return _fastest(candidates, absent, need, cases(facts.most_masks, facts.window), backends["torch"], clock)
+
+
+def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = False) -> Ops:
+    """The operations for a model, with the attention that `asked` stands for; said in the log.
+
+    Raises ValueError naming the cure. Where ranks share a model `auto` is not measured: they must all take the same.
+    """
+    ops = ops_for(facts.device, exact=exact)
+    if asked == "auto" and facts.num_ranks > 1:
+        _log.info(
+            "attention: %s, not measured: %d ranks share the model and must agree", ops.attention, facts.num_ranks
+        )
+        return ops
+    choice = choose_attention(asked, facts, block_size=block_size, exact=exact)
+    _log.info("%s", choice)
+    if choice.name == ops.attention:
+        return ops
+    attend = choice.backend.attend(choice.attention)
+    return replace(ops, attention=choice.name, space_attention=choice.attention, attend=attend)
+
+
+def _fastest(
+    candidates: Sequence[Backend],
+    absent: dict[str, str],
+    need: AttentionNeed,
+    wanted: Sequence[Case],
+    fallback: Backend,
+    clock: Callable[[], float],
+) -> AttentionChoice:
+    """The candidate with the best score; the fallback where none is left."""
+    loaded: dict[str, Attention] = {}
+    seconds: dict[str, dict[Case, float]] = {}
+    steps = [MadeUpStep.of(case, need) for case in wanted]
+    expected = [step.run(reference) for step in steps]
+    for backend in candidates:
+        try:
+            attention = backend.load(need)
+            for case, step, result in zip(wanted, steps, expected, strict=True):
+                _check(case, step.run(attention), result)
+            seconds[backend.name] = _measure(attention, wanted, steps, need.device, clock)
+            loaded[backend.name] = attention
+        except Exception as error:  # libraries compile and load at the first call, and may raise anything
+            absent[backend.name] = f"failed: {type(error).__name__}: {_first_line(error)}"
+    if not loaded:
+        return AttentionChoice(fallback, fallback.load(need), {}, absent)
+    scored = scores(seconds)
+    best = min(loaded, key=lambda name: scored[name])  # the first of equal ones
+    return AttentionChoice(next(one for one in candidates if one.name == best), loaded[best], seconds, absent)
+
+
+def scores(seconds: Mapping[str, Mapping[Case, float]]) -> dict[str, float]:
+    """By name: the weighted mean of its times over the best one's. 1: best in every case."""
+    measured = list(next(iter(seconds.values())))
+    best = {case: min(of[case] for of in seconds.values()) for case in measured}
+    kinds = {kind: [case for case in measured if case.kind == kind] for kind in {case.kind for case in measured}}
+    total = sum(WEIGHTS[kind] for kind in kinds)
+    return {
+        name: sum(
+            WEIGHTS[kind] / total * statistics.fmean(of[case] / best[case] for case in members)
+            for kind, members in kinds.items()
+        )
+        for name, of in seconds.items()
+    }
+
+
+def _check(case: Case, result: Tensor, expected: Tensor) -> None:
+    """Raise ArithmeticError where an implementation is wrong here: a broken build must not be the fastest."""
+    off = (result.float() - expected.float()).abs().max().item()
+    bound = 16 * torch.finfo(result.dtype).eps
+    if not off <= bound:
+        raise ArithmeticError(f"off by {off:.3g} from the reference in {case}; the bound is {bound:.3g}")
+
+
+def _measure(
+    attention: Attention,
+    wanted: Sequence[Case],
+    steps: Sequence[MadeUpStep],
+    device: torch.device,
+    clock: Callable[[], float],
+) -> dict[Case, float]:
+    """Median seconds of a call by case; every case has its share of the time, and three calls at least."""
+    found = {}
+    for case, step in zip(wanted, steps, strict=True):
+        times: list[float] = []
+        until = clock() + SECONDS / len(wanted)
+        while len(times) < 3 or (len(times) < 50 and clock() < until):
+            begun = clock()
+            step.run(attention)
+            _wait(device)
+            times.append(clock() - begun)
+        found[case] = statistics.median(times)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class MadeUpStep:
+    """One layer's attention of a case; the values mean nothing."""
+
+    rows: StepRows
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [R, G, D]
+    value: Tensor
+    key_pages: Tensor  # [num_blocks, G, block_size, D]
+    value_pages: Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, case: Case, need: AttentionNeed) -> MadeUpStep:
+        """As many of the case's sequences as `MOST_BYTES` of pages are enough for, each with pages of its own."""
+        size, device = need.block_size, need.device
+        each = -(-(case.context + case.num_chain) // size)
+        page_bytes = 2 * need.kv_heads * size * need.head_dim * need.dtype.itemsize
+        num_sequences = max(1, min(case.num_sequences, MOST_BYTES // (each * page_bytes)))
+        num_blocks = each * num_sequences
+        layout = DraftLayout.full(case.num_masks, case.num_masks) if case.num_masks else DraftLayout.plain()
+        firsts = range(0, num_blocks, each)
+        batch = ForwardBatch.build(
+            [Segment([0] * case.num_chain, case.context, range(first, first + each), layout) for first in firsts],
+            block_size=size,
+            mask_ids=[0] * case.num_masks,
+            device=device,
+        )
+        generator = torch.Generator(device).manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, need.head_dim, generator=generator, device=device, dtype=need.dtype)
+
+        num_rows = len(batch.ids)
+        return cls(
+            batch.rows,
+            drawn(num_rows, need.num_heads),
+            drawn(num_rows, need.kv_heads),
+            drawn(num_rows, need.kv_heads),
+            drawn(num_blocks, need.kv_heads, size),
+            drawn(num_blocks, need.kv_heads, size),
+            batch.num_rows,
+        )
+
+    def run(self, attention: Attention) -> Tensor:
+        """[rows, H, D] without padding."""
+        scale = self.query.shape[-1] ** -0.5
+        out = attention(self.query, self.key, self.value, self.key_pages, self.value_pages, self.rows, scale=scale)
+        return out[: self.num_rows]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().partition("\n")[0] or "no reason given")[:160]

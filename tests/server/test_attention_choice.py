@@ -1,0 +1,210 @@
+"""`--attention auto` takes what is fastest on the model's shapes, and says what it left out and why."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from space_kernels.attention import space_attention
+from space_kernels.attention_backends import (
+    ATTENTION_NAMES,
+    BACKENDS,
+    AttentionNeed,
+    Backend,
+    UnusableAttention,
+)
+from space_kernels.dispatch import Attention
+from space_kernels.paging import StepRows
+from space_model.model_facts import ModelFacts
+from space_router.config import settings
+from space_server import attention_choice
+from space_server.attention_choice import (
+    SECONDS,
+    WEIGHTS,
+    AttentionChoice,
+    Case,
+    MadeUpStep,
+    cases,
+    choose_attention,
+    choose_ops,
+    scores,
+)
+from space_server.config import parse
+from space_server.testing import ScriptedModel
+from torch import Tensor
+
+FACTS = dataclasses.replace(ScriptedModel(window=1400).facts, num_heads=4, kv_heads=2, head_dim=16)
+NEED = AttentionNeed(4, 2, 16, torch.float32, 16, torch.device("cpu"), (9, 0))  # says it is a GPU, computes on the CPU
+
+
+class Clock:
+    """Time passes only in calls of a fake backend."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def taking(clock: Clock, seconds: Callable[[bool], float], *, wrong: float = 0.0, breaks: str = "") -> Attention:
+    """The reference, with a time by whether there are masks."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+        rows: StepRows = others[-1]
+        if breaks:
+            raise RuntimeError(breaks)
+        clock.now += seconds(len(rows.pattern.offsets) > rows.num_chain_rows)
+        return space_attention(query, key, value, *others, **options) + wrong
+
+    return attention
+
+
+def fake(name: str, loaded: Attention | Exception) -> Backend:
+    def load(need: AttentionNeed) -> Attention:
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
+
+    return Backend(name, None, (), "", load, ((8, 99),), dtypes=(torch.float32,))
+
+
+def auto(clock: Clock, *fakes: Backend, facts: ModelFacts = FACTS, need: AttentionNeed = NEED) -> AttentionChoice:
+    backends: Mapping[str, Backend] = {"torch": BACKENDS["torch"]} | {one.name: one for one in fakes}
+    return choose_attention("auto", facts, block_size=16, backends=backends, clock=clock, need=need)
+
+
+def test_on_a_cpu_it_is_torch_and_nothing_is_measured() -> None:
+    choice = choose_attention("auto", FACTS, block_size=16, clock=lambda: pytest.fail("measured"))
+    assert (choice.name, choice.seconds) == ("torch", {})
+    assert choice.attention is space_attention
+    assert str(choice) == "attention: torch"
+
+
+def test_the_faster_one_is_taken_and_the_line_has_all_figures() -> None:
+    clock = Clock()
+    choice = auto(
+        clock, fake("slow", taking(clock, lambda masks: 2e-3)), fake("fast", taking(clock, lambda masks: 1e-3))
+    )
+    assert choice.name == "fast"
+    assert str(choice) == (
+        "attention: fast | µs per layer: "
+        "slow plain 1×1024 2000, whole 1×1024 2000, plain 16×1024 2000, whole 16×1024 2000; "
+        "fast plain 1×1024 1000, whole 1×1024 1000, plain 16×1024 1000, whole 16×1024 1000"
+    )
+
+
+def test_who_wins_where_it_matters_most_wins() -> None:
+    """Twice as fast for whole layouts beats three halves as fast for plain decoding."""
+    clock = Clock()
+    whole = taking(clock, lambda masks: 1e-3 if masks else 3e-3)
+    plain = taking(clock, lambda masks: 2e-3)
+    assert auto(clock, fake("plain", plain), fake("whole", whole)).name == "whole"
+
+
+def test_the_score_is_the_weighted_mean_of_times_over_the_best() -> None:
+    one, two, three = Case("plain", 1, 8, 1, 0), Case("whole", 1, 8, 4, 3), Case("prompt", 1, 8, 9, 0)
+    found = scores({"a": {one: 1.0, two: 4.0, three: 1.0}, "b": {one: 2.0, two: 2.0, three: 4.0}})
+    assert found == {"a": 0.25 + 0.5 * 2 + 0.25, "b": 0.25 * 2 + 0.5 + 0.25 * 4}
+    assert sum(WEIGHTS.values()) == 1
+
+
+def test_who_is_wrong_or_breaks_or_cannot_be_loaded_is_left_out_and_named() -> None:
+    clock = Clock()
+    choice = auto(
+        clock,
+        fake("wrong", taking(clock, lambda masks: 1e-6, wrong=0.1)),
+        fake("breaks", taking(clock, lambda masks: 1e-6, breaks="no kernel image\nlong trace")),
+        fake("broken", ImportError("libcudart.so.99 is missing")),
+        fake("right", taking(clock, lambda masks: 1e-3)),
+    )
+    assert choice.name == "right"
+    assert set(choice.seconds) == {"right"}
+    assert choice.absent["wrong"].startswith("failed: ArithmeticError: off by 0.1 from the reference in plain 1×1024")
+    assert choice.absent["breaks"] == "failed: RuntimeError: no kernel image"
+    assert choice.absent["broken"] == "failed: ImportError: libcudart.so.99 is missing"
+    assert "not used: wrong (failed: " in str(choice)
+
+
+def test_where_nobody_is_left_it_is_torch() -> None:
+    choice = auto(Clock(), fake("broken", ImportError("gone")))
+    assert (choice.name, choice.absent) == ("torch", {"broken": "failed: ImportError: gone"})
+
+
+def test_the_absent_are_named_with_their_cures() -> None:
+    choice = choose_attention("auto", FACTS, block_size=16, installed=lambda package: None, need=NEED, clock=Clock())
+    assert choice.name == "torch"
+    assert set(choice.absent) == set(BACKENDS) - {"torch"}
+    assert "triton (not installed: pip install triton" in str(choice)
+
+
+def test_measuring_ends_within_its_time() -> None:
+    clock = Clock()
+    auto(clock, fake("slow", taking(clock, lambda masks: 0.01)))
+    assert clock.now <= SECONDS + 0.01 * (3 + len(cases(3, 1400)) * 1)
+
+
+def test_a_named_one_is_taken_without_measuring_and_refused_with_the_cure() -> None:
+    assert choose_attention("torch", FACTS, block_size=16, clock=lambda: pytest.fail("measured")).name == "torch"
+    with pytest.raises(UnusableAttention, match=r"--attention triton: needs an NVIDIA GPU; the model is on cpu"):
+        choose_attention("triton", FACTS, block_size=16)
+    with pytest.raises(UnusableAttention, match=r"no attention implementation 'best'"):
+        choose_attention("best", FACTS, block_size=16)
+    broken = {"torch": BACKENDS["torch"], "flashinfer": fake("flashinfer", ImportError("no libcuda"))}
+    with pytest.raises(UnusableAttention, match=r"--attention flashinfer: no libcuda\. Or use --attention auto\."):
+        choose_attention("flashinfer", FACTS, block_size=16, backends=broken, need=NEED)
+
+
+def test_the_choice_is_among_the_operations_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        ops = choose_ops(FACTS, asked="auto", block_size=16)
+    assert (ops.attention, ops.space_attention) == ("torch", space_attention)
+    assert "attention: torch" in caplog.text
+    with pytest.raises(UnusableAttention, match=r"--attention flash-attn: flash-attn-4 needs an NVIDIA GPU"):
+        choose_ops(FACTS, asked="flash-attn", block_size=16)
+
+
+def test_ranks_that_share_a_model_do_not_measure_each_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert choose_ops(dataclasses.replace(FACTS, num_ranks=2), asked="auto", block_size=16).attention == "torch"
+    assert "not measured: 2 ranks share the model and must agree" in caplog.text
+
+
+def test_a_library_s_attention_also_attends_pages_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(*given: Any, is_stored: bool = False, **options: Any) -> bool:
+        return is_stored
+
+    library = Backend("flashinfer", None, (), "", lambda need: attention, None, (torch.float32,), takes_stored=True)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(attention_choice, "choose_attention", lambda *_, **__: AttentionChoice(library, attention))  # type: ignore[arg-type]
+    ops = choose_ops(FACTS, asked="flashinfer", block_size=16)
+    assert ops.attention == "flashinfer"
+    assert ops.attend is not None
+    assert (ops.space_attention(), ops.attend()) == (False, True)  # type: ignore[call-arg]
+
+
+def test_cases_fit_the_window_and_follow_the_masks() -> None:
+    assert {case.kind for case in cases(5, 100_000)} == set(WEIGHTS)
+    assert all(case.num_masks == 5 and case.num_chain == 6 for case in cases(5, 100_000) if case.kind == "whole")
+    assert {case.kind for case in cases(0, 100_000)} == {"plain", "prompt"}
+    assert cases(3, 64) == [Case("plain", 1, 63, 1, 0)]
+
+
+@pytest.mark.parametrize("case", cases(3, 100_000))
+def test_a_made_up_step_has_the_case_s_rows_on_pages_of_its_own(case: Case) -> None:
+    step = MadeUpStep.of(case, NEED)
+    assert step.num_rows == case.num_sequences * case.num_chain * (1 + case.num_masks)
+    assert (step.rows.starts == case.context).all()
+    pages = [page for held in step.rows.pages for page in held]
+    assert len(set(pages)) == len(pages) == len(step.key_pages)
+
+
+def test_the_router_and_the_worker_know_the_same_names() -> None:
+    known = settings()["attention"][1]
+    for name in ATTENTION_NAMES:
+        assert known.parse(name) == name
+        assert parse(["--listen", "h:1", "--attention", name]).attention == name
+    with pytest.raises(ValueError, match="must be one of auto, torch, triton, flash-attn, "):
+        known.parse("best")
+    with pytest.raises(SystemExit):
+        parse(["--listen", "h:1", "--attention", "best"])
