@@ -72,9 +72,11 @@ class ServeConfig:
     attention: str = setting(
         "auto",
         _MODEL,
-        "attention implementation: torch, the only one so far, or auto, which takes it",
-        parse.text,
-        "auto|torch",
+        "who computes attention: auto takes torch on a CPU, and on a GPU whichever of those below was fastest on the "
+        "model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our "
+        "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
+        parse.one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
+        "auto|torch|triton|flash-attn|flash-attn-2|flash-attn-4|flashinfer",
         own_workers=True,
     )
     max_model_len: int | None = setting(
@@ -202,7 +204,7 @@ class ServeConfig:
         16,
         _MEMORY,
         "positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster",
-        parse.one_of_numbers(8, 16, 32, 64, 128),
+        parse.one_of_numbers(8, 16, 32, 64, 128, 256),
         "POSITIONS",
         own_workers=True,
     )

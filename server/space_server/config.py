@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from space_kernels.attention_plan import KEY_BLOCK
+from space_kernels.attention_backends import ATTENTION_NAMES
 
 from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
+
+LARGEST_BLOCK = 256
+"""Slots of a block: what flash-attn 2 asks for."""
 
 Speculation = Literal["auto", "off"] | int
 Lookup = Literal["on", "off", "only"]
@@ -37,7 +40,7 @@ class WorkerConfig:
     space_num_masks: int | None
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
     synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
-    attention: str
+    attention: str  # auto, or whose: see attention_backends.py
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
     parent_pid: int | None  # end when this process is gone
     log_level: str
@@ -65,7 +68,8 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--block-size",
         type=_block_size,
         default=16,
-        help=f"slots per block, a power of two up to {KEY_BLOCK} (default: %(default)s; small wastes less)",
+        help=f"slots per block, a power of two up to {LARGEST_BLOCK} (default: %(default)s; small wastes less; "
+        f"--attention flash-attn-2 needs {LARGEST_BLOCK})",
     )
     parser.add_argument("--max-model-len", type=_at_least(2), help="ids of one sequence (default: the checkpoint's)")
     parser.add_argument("--max-sequences", type=_at_least(1), default=64, help="at once (default: %(default)s)")
@@ -109,7 +113,13 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         help="for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 come true "
         "with these chances (.78, .57, or five numbers separated by commas); off by default",
     )
-    parser.add_argument("--attention", default="auto", help="attention implementation (default: %(default)s)")
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        choices=ATTENTION_NAMES,
+        help="auto measures those that can be used on this GPU at start and takes the fastest, on a CPU torch; the log "
+        "says why others are not used, and the cure (default: %(default)s)",
+    )
     parser.add_argument(
         "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
     )
@@ -153,8 +163,8 @@ def _at_least(bound: int) -> Callable[[str], int]:
 
 
 def _block_size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1 or KEY_BLOCK % int(text):
-        raise argparse.ArgumentTypeError(f"must be a power of two up to {KEY_BLOCK}; got {text!r}")
+    if not text.isdecimal() or int(text) < 1 or LARGEST_BLOCK % int(text):
+        raise argparse.ArgumentTypeError(f"must be a power of two up to {LARGEST_BLOCK}; got {text!r}")
     return int(text)
 
 

@@ -27,8 +27,8 @@ def test_every_flag_is_parsed_into_its_unit() -> None:
     [
         ([], "--listen"),
         (["--listen", "h:1", "--num-blocks", "0"], "must be an integer of at least 1; got '0'"),
-        (["--listen", "h:1", "--block-size", "24"], "must be a power of two up to 128; got '24'"),
-        (["--listen", "h:1", "--block-size", "0"], "must be a power of two up to 128; got '0'"),
+        (["--listen", "h:1", "--block-size", "24"], "must be a power of two up to 256; got '24'"),
+        (["--listen", "h:1", "--block-size", "0"], "must be a power of two up to 256; got '0'"),
         (["--listen", "h:1", "--speculation", "fast"], "must be auto, off, or a number of drafts; got 'fast'"),
         (["--listen", "h:1", "--kv-memory", "much"], "'much' is no amount of memory"),
         (["--listen", "h:1", "--space-mask-ids", "7,x"], "must be ids separated by commas"),
