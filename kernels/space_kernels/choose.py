@@ -42,19 +42,7 @@ def choose(
     bans [S, J, X] int64: ids impossible in one row, NO_ID otherwise (`end_bans`, `word_bans`), where `stages.edits`.
     """
     S, J, V = logits.shape
-    z = logits
-    if stages.edits:
-        z = _biased(z, laws)
-    if stages.bounds:
-        z = torch.where(_allowed(laws)[:, None], z, _NEVER)
-    if len(banned_ids):
-        z = z.index_fill(2, banned_ids, _NEVER)
-    if stages.edits and bans is not None and bans.shape[2]:
-        z = _without(z, bans)
-    if stages.penalises:
-        if counts is None:
-            raise ValueError("Penalties need `counts`.")
-        z = _penalised(z, laws, counts, tails, num_tail)
+    z = edit(logits, laws, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
     z = z / laws.divisor[:, None, None]
     if stages.cuts:
         z = _first(z, laws)
@@ -73,6 +61,34 @@ def choose(
         sampled = (z.to(torch.float64) + noise.view(S, J, V)).argmax(dim=2)
         chosen = torch.where(laws.greedy[:, None], chosen, sampled)
     return Choice(chosen, usable)
+
+
+def edit(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    banned_ids: Tensor,
+    *,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None = None,
+    bans: Tensor | None = None,
+) -> Tensor:
+    """The stages before the temperature; arguments as `choose` takes them. [S, J, V], perhaps in place."""
+    z = logits
+    if stages.edits:
+        z = _biased(z, laws)
+    if stages.bounds:
+        z = torch.where(_allowed(laws)[:, None], z, _NEVER)
+    if len(banned_ids):
+        z = z.index_fill(2, banned_ids, _NEVER)
+    if stages.edits and bans is not None and bans.shape[2]:
+        z = _without(z, bans)
+    if stages.penalises:
+        if counts is None:
+            raise ValueError("Penalties need `counts`.")
+        z = _penalised(z, laws, counts, tails, num_tail)
+    return z
 
 
 def end_bans(laws: LawTensors, num_generated: Tensor) -> Tensor:

@@ -2,26 +2,19 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import pytest
 import torch
-from space_kernels.choose import choose
+from space_kernels import choose as choosing
+from space_kernels import step_state
 from space_kernels.law import Law
 from space_kernels.law_tensors import LawRoom, Stages
 from space_kernels.processors import TokenCounts
-from space_kernels.step_state import (
-    RESULT_FIXED,
-    Admission,
-    StepIndex,
-    StepState,
-    advance,
-    chain_choices,
-    judge_step,
-    mask_choices,
-    masks,
-    rows,
-)
+from space_kernels.sampling import Choice
+from space_kernels.step_state import RESULT_FIXED, Admission, StepIndex, StepState
 from space_kernels.step_verdict import EndCode
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch
@@ -38,6 +31,7 @@ from torch import Tensor
 
 VOCAB, WINDOW, BLOCK, LINES, PAGES = 24, 90, 4, 4, 400
 EOS, STOP = 20, 21
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 END = {None: EndCode.NONE, End.EOS: EndCode.EOS, End.STOP_ID: EndCode.STOP_ID, End.LENGTH: EndCode.LENGTH}
 
 
@@ -92,6 +86,8 @@ class Pair:
 
     layout: DraftLayout
     draw: random.Random
+    ops: ModuleType = step_state  # rows, judge_step, masks and advance
+    choose: Callable[..., Choice] = choosing.choose
     on_host: dict[int, Sequence] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
@@ -107,10 +103,10 @@ class Pair:
             window=WINDOW,
             vocab_size=VOCAB,
             room=LawRoom(num_biases=3, num_ends=3, num_words=3, word_length=3),
+            device=DEVICE,
         )
-        self.index = StepIndex.of(LINES + 1, self.layout)
-        self.banned = torch.tensor(self.model.facts.mask_ids)
-        self.mask_ids = torch.tensor(self.model.facts.mask_ids)
+        self.index = StepIndex.of(LINES + 1, self.layout, DEVICE)
+        self.mask_ids = torch.tensor(self.model.facts.mask_ids, device=DEVICE)
         self._free_pages = list(range(1, PAGES))
         self._next = 0
 
@@ -172,36 +168,38 @@ class Pair:
     def step_device(self, plans: dict[int, Plan]) -> Tensor:
         state, index = self.state, self.index
         stages = Stages.of(sequence.law for sequence in self.on_host.values())
-        laid_out = rows(state, index, self.mask_ids)
-        self.check_rows(laid_out.ids, laid_out.positions, laid_out.slots, plans)
-        hidden = self.model.rows(laid_out.ids, laid_out.positions, index.num_chain_rows)
-        before = chain_choices(state, index, stages)
-        choice = choose(
-            hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB),
+        ops = self.ops
+        laid_out = ops.rows(state, index, self.mask_ids)
+        ids, positions = laid_out.ids.cpu(), laid_out.positions.cpu()
+        self.check_rows(ids, positions, laid_out.slots.cpu(), plans)
+        hidden = self.model.rows(ids, positions, index.num_chain_rows).to(DEVICE)
+        before = step_state.chain_choices(state, index, stages)
+        choice = self.choose(
+            hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB).clone(),
             state.laws,
             stages,
             before.positions,
-            self.banned,
+            self.mask_ids,
             tails=before.tails,
             num_tail=before.num_tail,
             counts=state.counts,
             bans=before.bans,
         )
-        verdict = judge_step(state, index, laid_out, choice)
-        from_masks = masks(state, index, verdict)
-        before = mask_choices(state, verdict, index.most_drafts, stages)
-        drafts = choose(
+        verdict = ops.judge_step(state, index, laid_out, choice)
+        from_masks = ops.masks(state, index, verdict)
+        before = step_state.mask_choices(state, verdict, index.most_drafts, stages)
+        drafts = self.choose(
             hidden[from_masks.rows],
             state.laws,
             stages,
             before.positions,
-            self.banned,
+            self.mask_ids,
             tails=before.tails,
             num_tail=before.num_tail,
             counts=state.counts,
             bans=before.bans,
         )
-        return advance(state, laid_out, verdict, drafts.ids, from_masks.count, self.banned)
+        return ops.advance(state, laid_out, verdict, drafts.ids, from_masks.count, self.mask_ids)
 
     def check_rows(self, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[int, Plan]) -> None:
         """Live rows are the host's; others write nothing, inside the window and the vocabulary."""
@@ -262,8 +260,9 @@ class Pair:
             assert self.state.history[line, :num_known].tolist() == sequence.ids
             assert int(self.state.num_left[line]) == sequence.num_left
             if sequence.counts is not None:
-                assert torch.equal(self.state.counts[line] & 0xFFFFFF, sequence.counts.output.to(torch.int32))
-                assert torch.equal(self.state.counts[line] > 0, sequence.counts.seen)
+                counts = self.state.counts[line].cpu()
+                assert torch.equal(counts & 0xFFFFFF, sequence.counts.output.to(torch.int32))
+                assert torch.equal(counts > 0, sequence.counts.seen)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +282,20 @@ def test_hundreds_of_steps_emit_and_draft_what_the_host_does(layout: DraftLayout
     wanted = {"paused", "NONE", "EOS", "STOP_ID", "LENGTH", "ERROR", "none", "all"}
     assert wanted <= set(pair.seen), pair.seen
     assert layout.num_drafts < 2 or pair.seen["some"] > 10
+
+
+@pytest.mark.slow
+def test_kernels_take_the_same_steps() -> None:
+    pytest.importorskip("triton")
+    from space_kernels import sampling_triton, step_state_triton
+
+    # The interpreter takes seconds for a choice of this batch; that kernels choose alike is shown by itself.
+    choose = sampling_triton.choose if DEVICE == "cuda" else choosing.choose
+    pair = Pair(DraftLayout(2, (2, 0, 3)), random.Random(4), step_state_triton, choose)
+    for _ in range(100):
+        pair.host_decides()
+        pair.step()
+    assert {"paused", "NONE", "LENGTH", "none", "some", "all"} <= set(pair.seen), pair.seen
 
 
 def test_rows_stand_where_the_host_packs_them() -> None:

@@ -1,0 +1,259 @@
+"""Choosing from tensors is choosing row by row on the host: by the torch reference, and by kernels in passes."""
+
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from space_kernels import choose as reference
+from space_kernels import sampling_triton
+from space_kernels.choose import end_bans, log_probabilities, word_bans
+from space_kernels.law import Law
+from space_kernels.law_tensors import NO_ID, LawTensors, Stages, token_counts
+from space_kernels.row import Row
+from space_kernels.sampling import Choice, choose_rows
+from space_kernels.sampling import log_probabilities as log_probabilities_on_host
+from space_kernels.sampling_triton import Shape
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+V = 96  # a kernel's program takes some 20 ms in the interpreter
+BANNED = (3, 90)
+
+Choose = Callable[..., Choice]
+
+
+def in_small_tiles(*arguments: object, **named: object) -> Choice:
+    """In two tiles; the first 32 candidates suffice for some rows, and for others not."""
+    return sampling_triton.choose(*arguments, shape=Shape(tile=64, few=32, num_warps=1), **named)
+
+
+WAYS: dict[str, Choose] = {
+    "reference": reference.choose,
+    "one tile": sampling_triton.choose,
+    "small tiles": in_small_tiles,
+}
+
+
+@pytest.fixture(params=WAYS)
+def choose(request: pytest.FixtureRequest) -> Choose:
+    return WAYS[request.param]
+
+
+class Batch:
+    """S sequences of J rows each, on the host and in tensors."""
+
+    def __init__(self, laws: list[Law], J: int, seed: int, vocab_size: int = V) -> None:
+        draw = random.Random(seed)
+        self.laws, self.J, self.V = laws, J, vocab_size
+        self.known = [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 40))] for _ in laws]
+        self.num_prompt = [draw.randrange(1, len(ids) + 1) for ids in self.known]
+        self.tails = [[draw.randrange(vocab_size) for _ in range(J - 1)] for _ in laws]
+        for ids, tail in zip(self.known, self.tails, strict=True):  # ids that occur again
+            ids[-2:] = [7, 8][-len(ids) :]
+            tail[:2] = [9, 7][: len(tail)]
+
+    def on_host(self, logits: torch.Tensor) -> Choice:
+        rows = [
+            Row(law, ids, num_prompt, tail=tail[:j])
+            for law, ids, num_prompt, tail in zip(self.laws, self.known, self.num_prompt, self.tails, strict=True)
+            for j in range(self.J)
+        ]
+        choice = choose_rows(logits.clone().view(-1, self.V), rows, torch.tensor(BANNED))
+        S = len(self.laws)
+        return Choice(choice.ids.view(S, self.J), choice.usable.view(S, self.J))
+
+    def by(self, choose: Choose, logits: torch.Tensor, only: slice = slice(None)) -> Choice:
+        laws = self.laws[only]
+        tensors = LawTensors.of(laws, self.V, device=DEVICE)
+        known, num_prompt = self.known[only], torch.tensor(self.num_prompt[only])
+        num_known = torch.tensor([len(ids) for ids in known])
+        history = torch.zeros(len(laws), 64, dtype=torch.int64)
+        for line, ids in enumerate(known):
+            history[line, : len(ids)] = torch.tensor(ids)
+        tails = torch.tensor(self.tails[only]).view(len(laws), self.J - 1)
+        place = torch.arange(self.J)
+        num_tail = place.expand(len(laws), self.J)
+        on_device = [each.to(DEVICE) for each in (history, num_known, tails, num_tail)]
+        words = word_bans(tensors, *on_device, torch.zeros_like(place).to(DEVICE))
+        ends = end_bans(tensors, ((num_known - num_prompt)[:, None] + num_tail).to(DEVICE))
+        counts = [token_counts(ids, n, self.V) for ids, n in zip(known, self.num_prompt[only], strict=True)]
+        choice = choose(
+            logits.clone().view(-1, self.J, self.V)[only].contiguous().to(DEVICE),
+            tensors,
+            Stages.of(laws),
+            num_known.to(DEVICE),
+            torch.tensor(BANNED).to(DEVICE),
+            tails=tails.to(DEVICE),
+            num_tail=num_tail.to(DEVICE),
+            counts=torch.stack(counts).to(DEVICE),
+            bans=torch.cat([words, ends], dim=2),
+        )
+        return Choice(choice.ids.cpu(), choice.usable.cpu())
+
+
+def agree(one: Choice, other: Choice) -> None:
+    assert torch.equal(one.usable, other.usable)
+    assert one.ids[one.usable].tolist() == other.ids[other.usable].tolist()
+
+
+def logits_of(S: int, J: int, seed: int, spread: float = 3.0, step: float = 0.0, vocab_size: int = V) -> torch.Tensor:
+    """Random; with a `step` rounded to its multiples, so that many are equal."""
+    z = torch.randn(S, J, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    return (z / step).round() * step if step else z
+
+
+EDITS = [
+    Law(temperature=0.0, bias=((7, 4.0), (90, 90.0), (9, -3.0))),
+    Law(temperature=0.0, allowed_ids=(1, 3, 63, 64, 95)),
+    Law(temperature=0.0, min_tokens=8, end_ids=tuple(range(0, V, 2))),
+    Law(temperature=0.0, bad_words=((11,), (8, 12), (7, 8, 13), (8, 9, 14))),
+    Law(key=8, repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.6),
+    Law(key=9, temperature=0.0, frequency_penalty=3.0, allowed_ids=(7, 8, 9)),
+    Law(key=10, repetition_penalty=0.6, min_tokens=3, end_ids=(7, 8)),
+]
+
+CUTS = [
+    Law(key=1),
+    Law(key=2, temperature=0.3),
+    Law(key=3, top_k=1),
+    Law(key=4, top_k=7, temperature=1.6),
+    Law(key=5, top_k=60, temperature=3.0),
+    Law(key=6, top_p=0.3),
+    Law(key=7, top_p=0.93, temperature=1.5),
+    Law(key=8, top_k=40, top_p=0.7),
+    Law(key=9, min_p=0.1),
+    Law(key=10, typical_p=0.5),
+    Law(key=11, typical_p=0.9, top_k=30, top_p=0.95, min_p=0.01, temperature=1.2),
+    Law(key=12, temperature=0.0, top_k=3),
+    Law(key=13, top_p=0.999999),
+    Law(key=14, top_k=93, top_p=0.5, temperature=9.0),
+]
+
+
+def test_rows_choose_as_on_the_host_whatever_cuts_their_law(choose: Choose) -> None:
+    laws = CUTS if choose is reference.choose or DEVICE == "cuda" else CUTS[3:13:2]
+    batch = Batch(laws, 1, seed=1)
+    logits = logits_of(len(laws), 1, seed=2)
+    logits[1::2] = (logits[1::2] * 2.0).round() / 2.0  # many are equal
+    agree(batch.by(choose, logits), batch.on_host(logits))
+
+
+def test_rows_choose_as_on_the_host_behind_their_hypothetical_prefix(choose: Choose) -> None:
+    batch = Batch(EDITS, 3, seed=3)
+    logits = logits_of(len(EDITS), 3, seed=4, spread=1.0)
+    logits[:, :, 7:15] += 3.0  # the ids in question are likely
+    agree(batch.by(choose, logits), batch.on_host(logits))
+
+
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 40.0])
+def test_flat_and_steep_rows_are_cut_alike(choose: Choose, spread: float) -> None:
+    laws = [
+        Law(key=1, top_k=50),
+        Law(key=2, top_p=0.8123),
+        Law(key=3, typical_p=0.6123),
+        Law(key=4, top_k=85, top_p=0.7),
+    ]
+    batch = Batch(laws, 1, seed=5)
+    logits = logits_of(len(laws), 1, seed=6, spread=spread) - 17.0
+    agree(batch.by(choose, logits), batch.on_host(logits))
+
+
+def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
+    laws = [Law(key=1, top_p=0.5), Law(temperature=0.0), Law(key=2, allowed_ids=(3,)), Law(key=3, top_k=5), Law(key=4)]
+    batch = Batch(laws, 2, seed=7)
+    logits = logits_of(len(laws), 2, seed=8)
+    whole = batch.by(choose, logits)
+    logits[0, 1, 95] = math.nan
+    logits[1, 0, 5] = math.inf
+    logits[3, 0] = -math.inf
+    logits[4, 1, 90] = math.nan  # of a banned id: nobody looks
+    harmed = batch.by(choose, logits)
+    assert harmed.usable.tolist() == [[True, False], [False, True], [False, False], [False, True], [True, True]]
+    assert torch.equal(harmed.ids[harmed.usable], whole.ids[harmed.usable])
+    assert ((harmed.ids >= 0) & (harmed.ids < V)).all()
+
+
+def test_a_row_chooses_alone_what_it_chooses_in_company(choose: Choose) -> None:
+    laws = [CUTS[7], EDITS[3], EDITS[4]]
+    batch = Batch(laws, 2, seed=9)
+    logits = logits_of(len(laws), 2, seed=10)
+    together = batch.by(choose, logits)
+    for line in (0, 2):
+        alone = batch.by(choose, logits, slice(line, line + 1))
+        assert torch.equal(alone.ids[0], together.ids[line])
+
+
+def test_of_equal_logits_at_a_cut_the_lower_id_stays(choose: Choose) -> None:
+    z = torch.full((2, 1, V), -20.0)
+    z[:, 0, [94, 5, 93]] = torch.tensor([-2.0, 2.0, 2.0])
+    batch = Batch([Law(key=key, top_k=1, temperature=50.0) for key in range(2)], 1, seed=11)
+    assert batch.by(choose, z).ids.flatten().tolist() == [5, 5]
+
+
+@pytest.mark.slow
+def test_every_cut_in_every_way(choose: Choose) -> None:
+    batch = Batch(CUTS, 1, seed=21)
+    logits = logits_of(len(CUTS), 1, seed=22)
+    logits[::2] = (logits[::2] * 2.0).round() / 2.0  # many are equal
+    agree(batch.by(choose, logits), batch.on_host(logits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
+    draw = random.Random(seed)
+    laws = [
+        Law(
+            key=draw.getrandbits(60),
+            temperature=draw.choice([0.0, 0.4, 1.0, 2.5]),
+            top_k=draw.choice([0, 0, 3, 40, 80]),
+            top_p=draw.choice([1.0, 0.2, 0.9, 0.99]),
+            min_p=draw.choice([0.0, 0.0, 0.02, 0.5]),
+            typical_p=draw.choice([1.0, 1.0, 0.3, 0.95]),
+            repetition_penalty=draw.choice([1.0, 1.2]),
+            frequency_penalty=draw.choice([0.0, 0.5]),
+            bias=draw.choice([(), ((4, 2.0), (7, 1.0))]),
+        )
+        for _ in range(12)
+    ]
+    batch = Batch(laws, 2, seed=seed)
+    logits = logits_of(12, 2, seed=seed, spread=draw.choice([0.3, 2.0, 8.0]), step=draw.choice([0.0, 0.25]))
+    agree(batch.by(choose, logits), batch.on_host(logits))
+
+
+def test_stages_of_neutral_laws_change_nothing(choose: Choose) -> None:
+    plain, busy = Law(key=5, temperature=0.9), Law(key=6, top_p=0.5, min_p=0.1, frequency_penalty=0.2, bias=((1, 1.0),))
+    batch = Batch([plain, busy], 2, seed=12)
+    logits = logits_of(2, 2, seed=13)
+    assert torch.equal(batch.by(choose, logits).ids[:1], batch.by(choose, logits, slice(0, 1)).ids)
+
+
+def test_a_masks_row_knows_nothing_of_the_drafts_before_it() -> None:
+    laws = LawTensors.of([Law(bad_words=((11,), (8, 12)))], V)
+    history, num_known = torch.tensor([[1, 2, 0, 0]]), torch.tensor([2])
+    tails, num_tail = torch.tensor([[5, 8]]), torch.tensor([[2, 2]])
+    bans = word_bans(laws, history, num_known, tails, num_tail, torch.tensor([0, 1]))
+    assert bans.tolist() == [[[11, 12], [11, NO_ID]]]
+
+
+def test_logprobs_are_the_hosts() -> None:
+    raw = logits_of(1, 4, seed=14, step=0.5)[0]
+    ids = torch.tensor([0, 9, 9, 95])
+    logprob, top_ids, top_logprobs = log_probabilities(raw, ids, 4)
+    for row, entry in enumerate(log_probabilities_on_host(raw, ids.tolist(), 4)):
+        assert (logprob[row].item(), tuple(top_ids[row].tolist())) == (entry.logprob, entry.top_ids)
+        assert tuple(top_logprobs[row].tolist()) == entry.top_logprobs
+        assert all(one >= other for one, other in pairwise(entry.top_logprobs))
+
+
+def test_a_law_that_does_not_fit_is_refused_with_the_bound() -> None:
+    laws = LawTensors.empty(1, V)
+    with pytest.raises(ValueError, match="65 biases"):
+        laws.put(0, Law(bias=tuple((n, 1.0) for n in range(65))))
+    with pytest.raises(ValueError, match="no allowed ids"):
+        laws.put(0, Law(allowed_ids=(1,)))

@@ -1,0 +1,291 @@
+"""A step of the batch's state: kernels and reference write the same tensors, read nothing on the host, and no line
+depends on the others. That it goes on as sequences on the host do is shown with the server (test_device_state)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from space_kernels import choose as choosing
+from space_kernels import step_state as reference
+from space_kernels.choose import choose
+from space_kernels.draft_candidates import candidates, law_columns
+from space_kernels.draft_head import propose
+from space_kernels.law import Law
+from space_kernels.law_tensors import LawRoom, Stages
+from space_kernels.sampling import Choice
+from space_kernels.step_state import Admission, StepIndex, StepState
+from space_kernels.step_verdict import EndCode, judge
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+V, WINDOW, LINES = 40, 64, 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    num_drafts: int
+    masks: tuple[int, ...]
+
+
+LAYOUTS = [Layout(0, (0,)), Layout(0, (3,)), Layout(2, (2, 0, 3)), Layout(3, (3, 3, 3, 3)), Layout(4, (0, 0, 0, 0, 0))]
+
+LAWS = [
+    Law(temperature=0.0),
+    Law(key=1, temperature=0.8, top_p=0.9),
+    Law(key=2, bad_words=((5,), (7, 8)), min_tokens=40, end_ids=(20, 21)),
+    Law(key=3, repetition_penalty=1.2, frequency_penalty=0.1, top_k=9),
+    Law(key=4, bias=((3, 1.0),), min_p=0.1, typical_p=0.9),
+]
+
+
+def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVICE) -> StepState:
+    """Line 5 is free, line 4 has no slot left, line 3 may emit two ids, the others are in the middle."""
+    generator = torch.Generator().manual_seed(seed)
+    state = StepState.empty(
+        len(lines),
+        max_drafts=4,
+        max_pages=16,
+        block_size=4,
+        window=WINDOW,
+        vocab_size=V,
+        room=LawRoom(num_biases=2, num_ends=3, num_words=2, word_length=2),
+        device=device,
+    )
+    ids = torch.randint(0, V, (LINES, 40), generator=generator).tolist()
+    for line, number in enumerate(lines):
+        if number == 5:
+            continue
+        count = 9 + number if number != 4 else 13
+        state.put(
+            line,
+            Admission(
+                ids=ids[number][:count],
+                num_prompt=count - 2,
+                pages=[number * 16 + page for page in range(3 if number == 4 else 6)],
+                law=LAWS[number],
+                num_left=2 if number == 3 else 30,
+                eos_ids=[20],
+                stop_ids=[21, 20],
+                max_drafts=4 if number != 2 else 2,
+                max_masks=4 if number != 2 else 2,
+                drafts=ids[number][30 : 30 + (seed + number) % 5],
+            ),
+        )
+    return state
+
+
+def tensors_of(of: Any) -> dict[str, Tensor]:
+    found = {field.name: getattr(of, field.name) for field in fields(of)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def same(one: Any, other: Any) -> None:
+    for name, value in tensors_of(one).items():
+        assert torch.equal(value, tensors_of(other)[name]), name
+
+
+def samples_of(state: StepState, index: StepIndex, seed: int) -> Choice:
+    """What the chain rows might choose: mostly the drafts, sometimes an end, sometimes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    S, k = index.num_sequences, index.num_drafts
+    ids = torch.randint(4, V, (LINES, k + 1), generator=generator)[:S].to(state.root.device)
+    agrees = torch.rand(LINES, k, generator=generator)[:S].to(ids.device) < 0.75
+    ids[:, :k] = torch.where(agrees, state.drafts[:, :k], ids[:, :k])
+    ends = (torch.rand(LINES, k + 1, generator=generator) < 0.08)[:S].to(ids.device)
+    ids = torch.where(ends, 20 + torch.arange(k + 1, device=ids.device) % 2, ids)
+    usable = (torch.rand(LINES, k + 1, generator=generator) > 0.05)[:S].to(ids.device)
+    return Choice(ids, usable)
+
+
+def kernels() -> ModuleType:
+    pytest.importorskip("triton")
+    from space_kernels import step_state_triton
+
+    return step_state_triton
+
+
+BANNED = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_kernels_write_what_the_reference_writes(layout: Layout) -> None:
+    made = kernels()
+    index = StepIndex.of(LINES, layout, DEVICE)
+    mask_ids = torch.arange(1, 5, device=DEVICE)
+    banned = BANNED.to(DEVICE)
+    ends = set()
+    for seed in range(4):
+        ours, theirs = state_of(seed), state_of(seed)
+        laid_out, expected_rows = made.rows(ours, index, mask_ids), reference.rows(theirs, index, mask_ids)
+        same(laid_out, expected_rows)
+        same(made.rows(ours, index), reference.rows(theirs, index))
+        choice = samples_of(ours, index, seed)
+        verdict = made.judge_step(ours, index, laid_out, choice)
+        expected_verdict = reference.judge_step(theirs, index, expected_rows, choice)
+        same(verdict, expected_verdict)
+        ends |= set(verdict.end.tolist())
+        found = made.masks(ours, index, verdict) if index.most_drafts else reference.masks(ours, index, verdict)
+        same(found, reference.masks(theirs, index, expected_verdict))
+        drafts = torch.randint(-1, V + 1, found.rows.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        result = made.advance(ours, laid_out, verdict, drafts, found.count, banned)
+        assert torch.equal(
+            result, reference.advance(theirs, expected_rows, expected_verdict, drafts, found.count, banned)
+        )
+        ours.history[:, WINDOW], theirs.history[:, WINDOW] = 0, 0  # never read
+        same(ours, theirs)
+    assert len(ends) > 1
+
+
+def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, banned: Tensor) -> Tensor:
+    """A step of the reference, its drafts rescored by a draft head."""
+    S, k = index.num_sequences, index.num_drafts
+    laid_out = reference.rows(state, index, torch.arange(1, 5, device=logits.device))
+    of_rows = logits[laid_out.ids] + 0.1 * logits[laid_out.positions % V]
+    before = reference.chain_choices(state, index, stages)
+    named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
+    chain = of_rows[: index.num_chain_rows].view(S, k + 1, V)
+    verdict = reference.judge_step(
+        state, index, laid_out, choose(chain, state.laws, stages, before.positions, banned, **named)
+    )
+    found = reference.masks(state, index, verdict)
+    before = reference.mask_choices(state, verdict, index.most_drafts, stages)
+    named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
+    ids, offsets = candidates(
+        of_rows[found.rows],
+        stages,
+        lambda raw: choosing.edit(raw, state.laws, stages, banned, **named),
+    )
+    last = verdict.emitted.gather(1, (verdict.lengths - 1).clamp(min=0)[:, None])[:, 0]
+    drafts = propose(
+        logits[laid_out.ids][found.rows],
+        ids,
+        offsets,
+        last,
+        before.positions,
+        state.laws.key,
+        law_columns(state.laws, stages),
+        w1=torch.ones(6, 2 * V, device=logits.device),
+        w2=torch.ones(V, 6, device=logits.device),
+        embedding_scale=0.1,
+        embed=lambda of: torch.nn.functional.embedding(of, logits),
+        logits_of=lambda h, of: h.gather(1, of),
+    )
+    return reference.advance(state, laid_out, verdict, drafts, found.count, banned)
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Refuses what waits for the device, or makes a shape from values."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "item", "unique", "is_nonzero", "bincount", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name in self.REFUSED:
+            raise AssertionError(f"{func.name()} reads a tensor on the host")
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            for indices in args[1]:
+                if indices is not None and indices.dtype in (torch.bool, torch.uint8):
+                    raise AssertionError(f"{func.name()} by a mask makes a shape from values")
+        if name == "repeat_interleave" and "Tensor" in func.name():
+            raise AssertionError(f"{func.name()} makes a shape from values")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if max(layout.masks)], ids=str)
+def test_a_step_reads_nothing_on_the_host(layout: Layout) -> None:
+    state, index = state_of(1), StepIndex.of(LINES, layout, DEVICE)
+    logits = torch.randn(V, V, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with NothingIsRead():
+        step(state, index, Stages.of(LAWS), logits, BANNED.to(DEVICE))
+
+
+def test_reading_would_be_noticed() -> None:
+    values = torch.tensor([1, 0])
+    for read in (lambda: values[0].item(), lambda: values.nonzero(), lambda: values[values > 0]):
+        with NothingIsRead(), pytest.raises(AssertionError):
+            read()
+
+
+def test_shapes_of_a_step_follow_from_the_layout_alone() -> None:
+    """On the meta device there are no values to read."""
+    layout = LAYOUTS[3]
+    index, real = StepIndex.of(LINES, layout, "meta"), state_of(2)
+    meta = StepState(
+        block_size=real.block_size,
+        window=real.window,
+        laws=type(real.laws)(
+            vocab_size=V, room=real.laws.room, **{n: t.to("meta") for n, t in tensors_of(real.laws).items()}
+        ),
+        **{name: tensor.to("meta") for name, tensor in tensors_of(real).items()},
+    )
+    result = step(meta, index, Stages.of(LAWS), torch.empty(V, V, device="meta"), BANNED.to("meta"))
+    assert result.shape == (LINES, reference.result_width(4))
+
+
+def test_a_line_goes_on_alone_as_in_company() -> None:
+    layout, logits = LAYOUTS[3], torch.randn(V, V, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    together = state_of(3)
+    index, stages = StepIndex.of(LINES, layout, DEVICE), Stages.of(LAWS)
+    results = [step(together, index, stages, logits, BANNED.to(DEVICE)) for _ in range(4)]
+    for line in range(LINES):
+        alone = state_of(3, lines=[line])
+        index = StepIndex.of(1, layout, DEVICE)
+        for result in results:
+            assert torch.equal(step(alone, index, stages, logits, BANNED.to(DEVICE))[0], result[line])
+
+
+def test_a_bucket_shares_the_lines_it_has() -> None:
+    state = state_of(4)
+    bucket = state.first(2)
+    bucket.root[1] = 33
+    bucket.laws.key[0] = 7
+    assert (int(state.root[1]), int(state.laws.key[0])) == (33, 7)
+    index = StepIndex.of(2, LAYOUTS[2], DEVICE)
+    same(reference.rows(bucket, index), reference.rows(state_with(state, 2), index))
+
+
+def state_with(state: StepState, num_lines: int) -> StepState:
+    copied = {name: tensor[:num_lines].clone() for name, tensor in tensors_of(state).items()}
+    return StepState(block_size=state.block_size, window=state.window, laws=state.laws, **copied)
+
+
+@pytest.mark.parametrize(
+    ("samples", "num_left", "expected"),
+    [
+        ([5, 6, 7], 9, (2, [5, 6, 7], 3, EndCode.NONE)),
+        ([5, 20, 7], 9, (1, [5, 20, 0], 2, EndCode.EOS)),  # the draft there is 6: the bonus ends it
+        ([5, 6, 21], 9, (2, [5, 6, 21], 3, EndCode.STOP_ID)),
+        ([5, 6, 7], 2, (2, [5, 6, 0], 2, EndCode.LENGTH)),
+        ([5, 6, 20], 3, (2, [5, 6, 20], 3, EndCode.EOS)),  # on the last allowed place it is still what ended it
+        ([8, 6, 7], 1, (0, [8, 0, 0], 1, EndCode.LENGTH)),
+    ],
+)
+def test_the_run_is_cut_at_its_first_end(
+    samples: list[int], num_left: int, expected: tuple[int, list[int], int, EndCode]
+) -> None:
+    one = torch.tensor([1])
+    verdict = judge(
+        torch.tensor([samples]),
+        torch.ones(1, 3, dtype=torch.bool),
+        torch.tensor([[5, 6]]),
+        2 * one,
+        one.bool(),
+        num_left * one,
+        torch.tensor([[20, 21, -1]]),
+        one,
+    )
+    found = (verdict.accepted.item(), verdict.emitted[0].tolist(), verdict.lengths.item(), verdict.end.item())
+    assert found == expected
+
+
+def test_a_line_without_room_for_counts_or_words_refuses_laws_that_need_them() -> None:
+    state = StepState.empty(
+        1, max_drafts=1, max_pages=1, block_size=4, window=8, vocab_size=V, history=False, counts=False
+    )
+    for law in (Law(presence_penalty=1.0), Law(bad_words=((3,),))):
+        with pytest.raises(ValueError, match="Penalties need a state with counts"):
+            state.put(0, Admission([1], 1, [0], law, 3, [], [], 1, 1))
