@@ -271,6 +271,14 @@ class ServeConfig:
         "WORKERS",
         own_workers=True,
     )
+    tensor_parallel: int = setting(
+        1,
+        _WORKERS,
+        "processes, one per GPU, that share each worker's model: its heads, MLP columns and vocabulary (Llama family)",
+        parse.whole(1, 64),
+        "PROCESSES",
+        own_workers=True,
+    )
     worker_address: tuple[str, ...] = setting(
         (),
         _WORKERS,

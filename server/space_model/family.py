@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel
+from space_model.quantized_format import read_format
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _UNSERVED_ROPE = {"dynamic", "longrope"}
@@ -23,10 +24,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
     except (AttributeError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"transformers cannot read the config of {checkpoint.name}: {error}") from error
-    if "quantization_config" in checkpoint.config:
-        raise UnsupportedModel(
-            f"{checkpoint.name} is quantised; only float32, float16 and bfloat16 weights are served."
-        )
+    read_format(checkpoint.config, checkpoint.name)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"Models of type {kind!r} are no causal language models in transformers.")

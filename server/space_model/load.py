@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError
+from space_kernels.dispatch import Ops, ops_for
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from space_model import family
 from space_model.adapter import OWN, Adapter
 from space_model.checkpoint import Checkpoint
+from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_linear import attach
-from space_model.llama_network import LlamaNetwork
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import ModelFacts
-from space_model.network import Network
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.precision import choose_device, choose_dtype
 from space_model.probe import check_logits, expected_logits
+from space_model.quantized_format import read_format
+from space_model.quantized_model import read_dense, read_packed, stays_packed
+from space_model.sharded_model import assemble_part, read_part
 from space_model.space_model import SpaceModel
 from space_model.space_section import SpaceSection, load_draft_head
+from space_model.tensor_parallel import Ranks, Share
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
 
 
@@ -38,20 +43,24 @@ def load_model(
     mask_ids: Sequence[int] | None = None,
     num_masks: int | None = None,
     attention: str = "auto",
+    exact: bool = False,
+    choose_ops: Callable[[ModelFacts], Ops] | None = None,
     max_model_len: int | None = None,
     num_threads: int | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    ranks: Ranks | None = None,
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a hub id, or `demo`).
 
     `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
     `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
     CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by it;
-    `adapters`: name -> folder of a gated adapter that drafts for requests which name it, beside the checkpoint's own.
+    `adapters`: name -> folder of a gated adapter that drafts for requests which name it, beside the checkpoint's own;
+    `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
+    families that have a compact network; `choose_ops`: which operations to take, in place of these two;
+    `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.
     Raises a ModelError that names the cause.
     """
-    if attention not in {"auto", "torch"}:
-        raise InvalidSetting(f"There is no attention implementation {attention!r}; there are auto and torch.")
     if num_threads is not None:
         if num_threads < 1:
             raise InvalidSetting(f"num_threads must be at least 1; got {num_threads}.")
@@ -74,13 +83,16 @@ def load_model(
     for name, folder in (adapters or {}).items():
         drafting.append(_named(name, folder, int(config.vocab_size), fitting))
 
-    model = _read_weights(checkpoint, config, number, place)
+    if ranks is None:
+        model = _read_weights(checkpoint, config, number, place)
+    else:
+        model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))
     if both:
         raise InvalidSpaceSection(f"Id {both[0]} ends a text and cannot be a mask too: masks are never generated.")
-    num_heads, kv_heads, head_dim = family.sizes(config)
+    num_heads, kv_heads, head_dim = family.sizes(model.config)
     facts = ModelFacts(
         name=checkpoint.name,
         vocab_size=vocab_size,
@@ -100,12 +112,20 @@ def load_model(
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
         kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * number.itemsize,
-        attention="torch",
+        attention="",  # the operations say below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
+        num_ranks=1 if ranks is None else ranks.size,
     )
-    return _assemble(model, config, facts, draft_head, drafting)
+    try:
+        ops = ops_for(place, attention=attention, exact=exact) if choose_ops is None else choose_ops(facts)
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from error
+    facts = replace(facts, attention=ops.attention)
+    if ranks is not None:
+        return assemble_part(model, checkpoint, config, facts, draft_head, drafting, ranks, ops)
+    return _assemble(model, config, facts, draft_head, drafting, ops)
 
 
 class _Fitting(TypedDict):
@@ -132,23 +152,34 @@ def _assemble(
     facts: ModelFacts,
     draft_head: DraftHeadWeights | None,
     adapters: Sequence[Adapter],
+    ops: Ops,
 ) -> SpaceModel:
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
     expected = expected_logits(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
-    head = OutputHead(output.weight, output.bias, scale=family.head_scale(config), softcap=family.head_softcap(config))
+    head = OutputHead(
+        output.weight,
+        output.bias,
+        scale=family.head_scale(config),
+        softcap=family.head_softcap(config),
+        linear=ops.linear,
+    )
     gated = [adapter.gated for adapter in adapters]
     if gated:
         layers, _ = family.decoder_layers(base)
         for adapter in gated:
             adapter.check(model, f"{model.base_model_prefix}.{layers}")
-    network: Network
-    if facts.device.type == "cpu" and LlamaNetwork.fits(config, facts.dtype):
-        network = LlamaNetwork(base, facts.num_heads, facts.kv_heads, facts.head_dim, gated, model.base_model_prefix)
-    else:
+    network = compact_network(base, facts, ops, gated, model.base_model_prefix)
+    if network is None:
         if facts.device.type == "cpu":
             make_row_invariant(base, facts.num_threads)
-        network = TransformersNetwork(base, attach(base, gated, model.base_model_prefix) if gated else None)
+        elif ops.is_exact:
+            raise InvalidSetting(
+                f"Models of type {config.model_type!r} as this one is held are not exact on a GPU, for their norms and "
+                "products are the library's; leave out --exact."
+            )
+        gate = attach(base, gated, model.base_model_prefix) if gated else None
+        network = TransformersNetwork(base, gate, ops.space_attention)
     space_model = SpaceModel(facts, network, head, draft_head, adapters)
     check_logits(space_model, expected)
     return space_model
@@ -158,17 +189,22 @@ def _read_weights(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint."""
+    form = read_format(checkpoint.config, checkpoint.name)
     with _quiet():
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.folder),
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            if form is None:
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    str(checkpoint.folder),
+                    config=config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+            else:
+                packed = read_packed(checkpoint, config, form, dtype, device) if stays_packed(form, device) else None
+                model, found = packed or read_dense(checkpoint, config, form, dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
         except (RuntimeError, ValueError, ImportError) as error:
@@ -178,7 +214,7 @@ def _read_weights(
         raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
-    loaded: PreTrainedModel = model.to(device).eval()
+    loaded: PreTrainedModel = model.eval() if model.device.type == device.type else model.to(device).eval()
     return loaded
 
 

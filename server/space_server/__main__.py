@@ -2,12 +2,13 @@
 
 Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM or Drain, 2 for settings that make no
 sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there, 5 for an address that cannot be had,
-6 when the parent process is gone.
+6 when the parent process is gone, 7 when one of several ranks is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -16,25 +17,34 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import FrameType
 
+import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
 from space_model.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from space_model.tensor_parallel import Ranks, check_ranks
 
+from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, cache_folder, calibrate, load_or_measure
 from space_server.config import WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
 from space_server.host_memory import keep_freed_memory
+from space_server.largest_step import take_largest_step
+from space_server.lead_model import LeadModel
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 from space_server.passing_thread import in_passing_thread
+from space_server.rank_place import RankPlace
+from space_server.rank_start import following, leading
 from space_server.service import WorkerService, start_server
 from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance, label
-from space_server.worker import Worker
+from space_server.worker import MAX_PREFILL_ROWS, Worker
 
 BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
 
@@ -61,34 +71,64 @@ def main(arguments: Sequence[str]) -> int:
     if config.parent_pid is not None:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
-        worker = in_passing_thread(lambda: build_worker(config))
+        with ExitStack() as stack:
+            lead = None
+            if config.tensor_parallel > 1:
+                place = RankPlace.of(config.tensor_parallel, os.environ)
+                check_ranks(config.model, place.size)
+                if place.rank:
+                    following(config, place, functools.partial(_load, config))
+                    return 0
+                lead = stack.enter_context(leading(config, arguments, place, functools.partial(_load, config)))
+            worker = in_passing_thread(lambda: build_worker(config, lead))
+            asyncio.run(_serve(worker, config.listen))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
         return _fail(NO_MEMORY, error)
-    try:
-        asyncio.run(_serve(worker, config.listen))
-    except OSError as error:
+    except _NoAddress as error:
         return _fail(NO_ADDRESS, error)
     return 0
 
 
-def build_worker(config: WorkerConfig) -> Worker:
-    """The model loaded, the pages allocated. Raises ModelError or NotEnoughMemory."""
-    started = time.perf_counter()
-    model = load_model(
+class _NoAddress(Exception):
+    """The address to listen on cannot be had."""
+
+
+def _load(config: WorkerConfig, ranks: Ranks | None = None, device: str | None = None) -> SpaceModel:
+    """The model, or the part of it that this rank has. Raises ModelError."""
+    threads = config.num_threads or choose_threads(config.model)
+    if threads is None and ranks is not None:
+        threads = max(1, torch.get_num_threads() // ranks.size)  # they have one machine's cores together
+    return load_model(
         config.model,
         dtype=config.dtype,
-        device=config.device,
+        device=device or config.device,
         mask_ids=config.space_mask_ids,
         num_masks=config.space_num_masks,
-        attention=config.attention,
+        choose_ops=functools.partial(choose_ops, asked=config.attention, block_size=config.block_size),
         max_model_len=config.max_model_len,
-        num_threads=config.num_threads or choose_threads(config.model),
+        num_threads=threads,
         adapters=dict(config.adapters),
+        ranks=ranks,
     )
+
+
+def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
+    """The model loaded, the pages allocated. `lead`: the model, where ranks share it.
+
+    Raises ModelError or NotEnoughMemory.
+    """
+    started = time.perf_counter()
+    model: StepModel = _load(config) if lead is None else lead
     facts = model.facts
-    size, available = config.block_size, free_bytes(facts.device)  # the weights are in memory already
+    size = config.block_size
+    if facts.device.type == "cuda":
+        rows = take_largest_step(
+            model, max_sequences=config.max_sequences, max_prefill_rows=MAX_PREFILL_ROWS, block_size=size
+        )
+        _log.info("the largest step has %d rows; %d bytes are free after it", rows, free_bytes(facts.device))
+    available = free_bytes(facts.device) if lead is None else lead.free_bytes()  # the weights are in memory already
     if config.num_blocks is None:
         num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
     else:
@@ -122,12 +162,13 @@ def build_worker(config: WorkerConfig) -> Worker:
         controller=FixedLayout.full(fixed) if fixed else None,
     )
     _log.info(
-        "model=%s dtype=%s (%s) device=%s attention=%s window=%d masks=%d draft_head=%s adapters=%s "
+        "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
         "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
         facts.name,
         str(facts.dtype).removeprefix("torch."),
         facts.dtype_reason,
         facts.device,
+        facts.num_ranks,
         facts.attention,
         facts.window,
         facts.num_masks,
@@ -172,7 +213,10 @@ async def _serve(worker: Worker, listen: str) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)
-    server, address = await start_server(service, listen)
+    try:
+        server, address = await start_server(service, listen)
+    except OSError as error:
+        raise _NoAddress(str(error)) from error
     gc.collect()
     gc.freeze()  # the model's objects are never collected: do not walk them between steps
     sys.stdout.write(f"ready {address}\n")

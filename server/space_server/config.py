@@ -41,6 +41,8 @@ class WorkerConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
     synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
     attention: str  # auto, or whose: see attention_backends.py
+    tensor_parallel: int  # processes (ranks) that share the model, one per GPU
+    rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
     parent_pid: int | None  # end when this process is gone
     log_level: str
@@ -121,6 +123,20 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "says why others are not used, and the cure (default: %(default)s)",
     )
     parser.add_argument(
+        "--tensor-parallel",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="processes that share the model, one per GPU, started here or by torchrun (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rank-timeout",
+        type=_positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="silence of one of them after which the worker ends (default: %(default)s)",
+    )
+    parser.add_argument(
         "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
     )
     parser.add_argument("--parent-pid", type=_at_least(1), help="end when this process is gone")
@@ -185,6 +201,12 @@ def _seconds(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be seconds, 0 or more; got {text!r}")
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    if not (value := _seconds(text)):
+        raise argparse.ArgumentTypeError("must be above 0; got 0")
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
@@ -12,8 +14,8 @@ from space_server.ranks import RankGroup
 
 
 @torch.inference_mode()
-def follow(model: SpaceModel, group: RankGroup) -> None:
-    """Do what rank 0 says until it says END."""
+def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda: 0) -> None:
+    """Do what rank 0 says until it says END. `free`: bytes that this rank can still give."""
     facts, reader = model.facts, PlanReader()
     kv: PagedKV | None = None
     while True:
@@ -42,6 +44,8 @@ def follow(model: SpaceModel, group: RankGroup) -> None:
             case Kind.HEAD:
                 room = torch.empty(message.figures[0], facts.hidden_size, dtype=facts.dtype, device=facts.device)
                 model.logits(group.share(room))
+            case Kind.MEMORY:
+                group.least(free())
             case Kind.BEAT:
                 group.answer()
             case Kind.END:

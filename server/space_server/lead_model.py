@@ -28,9 +28,18 @@ class LeadModel:
     fails between ranks cannot be taken again, for nobody knows how far the others are: it ends the group.
     """
 
-    def __init__(self, model: SpaceModel, group: RankGroup, *, alive: Callable[[], None] = lambda: None) -> None:
-        """`alive` is asked between beats, and does not return where another rank's process is gone."""
-        self._model, self._group, self._alive = model, group, alive
+    def __init__(
+        self,
+        model: SpaceModel,
+        group: RankGroup,
+        *,
+        free: Callable[[], int] = lambda: 0,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`free`: bytes that this rank can still give; `alive` is asked between beats, and does not return where
+        another rank's process is gone.
+        """
+        self._model, self._group, self._free, self._alive = model, group, free, alive
         self._writer = PlanWriter()
         self._turn = threading.Lock()  # a message, and all that every rank does about it
         self._last = time.monotonic()  # when the last message was sent
@@ -47,6 +56,11 @@ class LeadModel:
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Rank 0 alone drafts."""
         return self._model.draft_head_of(adapter)
+
+    def free_bytes(self) -> int:
+        """Memory that every rank can still give to keys and values."""
+        with self._ordered(Kind.MEMORY):
+            return self._group.least(self._free())
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages on every rank, in place of those that were there: a step runs on the last ones."""

@@ -3,6 +3,7 @@
     [number, kind, …]        kind   ROWS   one step: padded rows, then each segment in turn
                                     HEAD   how many hidden rows follow, to make logits of
                                     PAGES  number of blocks, block size: allocate
+                                    MEMORY say how much is free
                                     BEAT   answer, so that each knows that the others live
                                     END    leave
 
@@ -28,8 +29,9 @@ class Kind(IntEnum):
     ROWS = 1
     HEAD = 2
     PAGES = 3
-    BEAT = 4
-    END = 5
+    MEMORY = 4
+    BEAT = 5
+    END = 6
 
 
 class MessageLost(Exception):

@@ -167,7 +167,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
         ({"model_type": "t5"}, "no causal language models"),
         ({"model_type": "nonesuch"}, "cannot read the config"),
         ({"hidden_size": "wide"}, "cannot read the config"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised as GPTQ, and none of them is"),
         ({"hidden_act": "relu2"}, "The activation"),
         ({"space": {"adapter": "gated.safetensors"}}, "There is no adapter file"),
         ({"num_hidden_layers": 3}, "lack model.layers.2"),

@@ -20,6 +20,7 @@ def test_what_was_not_said_is_left_to_the_worker() -> None:
     assert flags["--listen"] == "unix:/w.sock"
     assert flags["--parent-pid"] == str(os.getpid())
     assert not {"--kv-memory", "--num-blocks", "--max-model-len", "--space-mask-ids", "--num-threads"} & flags.keys()
+    assert "--tensor-parallel" not in flags
 
 
 def test_what_was_said_is_passed_on() -> None:
@@ -31,6 +32,7 @@ def test_what_was_said_is_passed_on() -> None:
         space_mask_ids=(5, 6),
         space_num_masks=2,
         num_threads=1,
+        tensor_parallel=2,
         synthetic_acceptance=".78",
         adapter=(("code", "/a"), ("prose", "b")),
     )
@@ -43,4 +45,5 @@ def test_what_was_said_is_passed_on() -> None:
     assert flags["--space-mask-ids"] == "5,6"
     assert flags["--space-num-masks"] == "2"
     assert flags["--num-threads"] == "1"
+    assert flags["--tensor-parallel"] == "2"
     assert flags["--synthetic-acceptance"] == ".78"

@@ -1,0 +1,140 @@
+"""One rank's part of a model: read slice by slice, and put together behind the same seams as a whole one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from space_kernels.dispatch import Ops
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from space_model import family
+from space_model.adapter import Adapter
+from space_model.checkpoint import Checkpoint
+from space_model.compact_network import compact_network
+from space_model.draft_head_weights import DraftHeadWeights
+from space_model.gated_linear import attach
+from space_model.model_error import UnsupportedModel
+from space_model.model_facts import ModelFacts
+from space_model.output_head import OutputHead
+from space_model.paged_attention_interface import ATTENTION_NAME
+from space_model.quantized_model import say_dense, without_quantization
+from space_model.quantized_weights import QuantizedWeights, open_weights
+from space_model.sharded_head import ShardedHead
+from space_model.space_model import SpaceModel
+from space_model.tensor_parallel import BY_COLUMNS, BY_ROWS, Ranks, Share, SummedLinear
+from space_model.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.weight_files import WeightFiles
+
+_log = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def read_part(
+    checkpoint: Checkpoint, config: PreTrainedConfig, share: Share, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A transformers model of the part's size with the part's weights; its head is on the meta device, not read."""
+    part = share.of_config(without_quantization(config))
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(part)
+    base = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not read
+    with open_weights(checkpoint) as files:
+        for path, parameter in list(base.named_parameters()):
+            weight = _part(files, f"{model.base_model_prefix}.{path}", share)
+            if weight.shape != parameter.shape:
+                raise UnsupportedModel(
+                    f"{path} of {checkpoint.name} has a part of {tuple(weight.shape)} for rank {share.rank}; its "
+                    f"config says {tuple(parameter.shape)}."
+                )
+            parent, _, name = path.rpartition(".")
+            fitted = nn.Parameter(weight.to(device=device, dtype=dtype), requires_grad=False)
+            setattr(base.get_submodule(parent), name, fitted)
+        _log.info("rank %d of %d read %d bytes of weights", share.rank, share.size, files.num_bytes)
+        if isinstance(files, QuantizedWeights):
+            held = sum(parameter.nbytes for parameter in base.parameters())
+            say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _part(files: WeightFiles, path: str, share: Share) -> Tensor:
+    """What a rank has of the weight that the whole model has at `path`."""
+    name = path if path in files else path.partition(".")[2]  # some checkpoints are of the base alone
+    linear, kind = path.split(".")[-2:]
+    if linear in BY_ROWS:
+        return files.rows(name, share.of(files.shape(name)[0]))
+    if linear in BY_COLUMNS and kind == "weight":
+        return files.columns(name, share.of(files.shape(name)[1]))
+    whole = files.whole(name)
+    if linear in BY_COLUMNS and share.rank:
+        return torch.zeros_like(whole)  # of a sum, one rank adds the bias
+    return whole
+
+
+def assemble_part(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    draft_head: DraftHeadWeights | None,
+    adapters: Sequence[Adapter],
+    ranks: Ranks,
+    ops: Ops,
+) -> SpaceModel:
+    """This rank's part of the model, which `read_part` read. `config`: of the whole one; `facts`: of the part."""
+    share = Share(ranks.rank, ranks.size)
+    base, prefix = model.base_model, model.base_model_prefix
+    head = _head(model, checkpoint, config, facts, share, ranks, ops, rescores=facts.has_any_draft_head)
+    parts = [share.of_adapter(adapter) for adapter in adapters]
+    gated = [adapter.gated for adapter in parts]
+    layers, _ = family.decoder_layers(base)
+    for adapter in gated:
+        adapter.check(model, f"{prefix}.{layers}")
+    network = compact_network(base, facts, ops, gated, prefix, ranks)
+    if network is None:
+        if facts.device.type == "cpu":
+            make_row_invariant(base, facts.num_threads)
+        gate = attach(base, gated, prefix) if gated else None
+        for layer in base.layers:
+            for block, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                setattr(block, name, SummedLinear(block.get_submodule(name), ranks))
+        network = TransformersNetwork(base, gate, ops.space_attention)
+    return SpaceModel(facts, network, head, draft_head, parts)
+
+
+def _head(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    share: Share,
+    ranks: Ranks,
+    ops: Ops,
+    *,
+    rescores: bool,
+) -> ShardedHead:
+    """The rank's ids of the head. Rank 0 has a whole one besides where a draft head asks it for gathered rows."""
+    embedding: Tensor = model.base_model.get_input_embeddings().weight
+    ids = share.of_vocabulary(facts.vocab_size)
+    whole: Tensor | None = None
+    with open_weights(checkpoint) as files:
+        if config.tie_word_embeddings or HEAD not in files:
+            if not config.tie_word_embeddings:
+                raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
+            whole, part = embedding, embedding[ids]
+        elif rescores and share.rank == 0:
+            whole = files.whole(HEAD).to(device=facts.device, dtype=facts.dtype)
+            part = whole[ids]
+        else:
+            part = files.rows(HEAD, ids).to(device=facts.device, dtype=facts.dtype)
+    part = F.pad(part, (0, 0, 0, share.vocabulary_width(facts.vocab_size) - len(part)))
+    rows = None
+    if whole is not None and rescores and share.rank == 0:
+        rows = OutputHead(whole, None, packed=False)
+    return ShardedHead(OutputHead(part, None, linear=ops.linear), rows, facts.vocab_size, ranks)

@@ -1,0 +1,185 @@
+"""Quantised checkpoints say what the same numbers say in a dense one; others are refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from space_model import load, quantized_model
+from space_model.checkpoint import Checkpoint
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.load import load_model
+from space_model.model_error import UnsupportedModel
+from space_model.quantized_format import Bitsandbytes
+from space_model.quantized_model import stays_packed
+from space_model.quantized_testing import KINDS, write_quantized
+from space_model.quantized_weights import QuantizedWeights, open_weights
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_adapter
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+Pair = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture
+def pair(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Pair:
+    """A quantised checkpoint, and the same numbers in a dense one."""
+
+    def make(kind: str, family: str = "llama") -> tuple[Path, Path]:
+        packed, plain = tmp_path / "packed", tmp_path / "plain"
+        write_quantized(checkpoint_of(family), packed, plain, kind)
+        return packed, plain
+
+    return make
+
+
+def logits(model: SpaceModel) -> Tensor:
+    ids = torch.randint(16, 128, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    segment = Segment(ids, 0, range(3), DraftLayout.full(2, 3), adapter=0 if model.adapters else None)
+    batch = ForwardBatch.build(
+        [segment], block_size=16, mask_ids=model.facts.mask_ids, adapter_masks=[5] * len(model.adapters)
+    )
+    return model.logits(model.forward(batch, model.allocate_kv(3, 16))[: batch.num_rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_checkpoint_says_what_the_same_numbers_say(kind: str, pair: Pair) -> None:
+    packed, plain = pair(kind)
+    found, wanted = load_model(packed, dtype="float32"), load_model(plain, dtype="float32")
+    assert torch.equal(logits(found), logits(wanted))
+
+
+def test_the_numbers_are_near_the_original_ones(pair: Pair, checkpoint_of: Callable[[str], Path]) -> None:
+    original = load_file(checkpoint_of("llama") / "model.safetensors")
+    packed, _ = pair("int8 in groups")
+    with open_weights(Checkpoint.open(packed)) as weights:
+        assert set(weights.names) == set(original)
+        for name, tensor in original.items():
+            assert weights.shape(name) == tuple(tensor.shape)
+            assert float((weights.whole(name) - tensor).abs().max()) < 0.01
+
+
+def test_experts_kept_one_by_one_are_joined_as_dense_ones_are(pair: Pair) -> None:
+    packed, plain = pair("awq", "qwen3_moe")
+    assert torch.equal(logits(load_model(packed, dtype="float32")), logits(load_model(plain, dtype="float32")))
+
+
+def test_gated_adapters_draft_on_a_quantised_base(pair: Pair, tmp_path: Path) -> None:
+    packed, plain = pair("bitsandbytes nf4")
+    adapters = {"code": tiny_adapter(tmp_path / "adapter", plain)}
+    found, wanted = (load_model(path, dtype="float32", adapters=adapters) for path in (packed, plain))
+    assert torch.equal(logits(found), logits(wanted))
+
+
+def test_what_plain_numbers_cost_is_said(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = pair("awq")
+    with caplog.at_level(logging.WARNING):
+        load_model(packed, dtype="bfloat16")
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("space_model")]
+    assert "14 AWQ weights are held as plain bfloat16" in said
+    assert "MiB in memory for" in said
+    assert "On a GPU with gptqmodel installed they stay packed" in said
+
+
+def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
+    packed, plain = pair("gptq 4 bits")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    dense = load_file(plain / "model.safetensors")[name]
+    with open_weights(Checkpoint.open(packed)) as weights:
+        assert isinstance(weights, QuantizedWeights)
+        assert name in weights
+        assert torch.equal(weights.rows(name, slice(8, 24)), dense[8:24])
+        assert torch.equal(weights.columns(name, slice(8, 24)), dense[:, 8:24])
+        assert weights.rows("model.embed_tokens.weight", slice(2, 5)).shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quantised as aqlm, which is not read. Use the checkpoint it was made from"),
+        ({"quant_method": "", "bits": 4}, "quantised as .*'bits': 4.*, which is not read"),
+        ({"quant_method": "awq", "version": "gemv", "bits": 4}, "AWQ gemv with 4 bits; gemm with 4 is read"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ gptq with 3 bits; gptq and gptq_v2 with 2, 4 or 8 are read"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ marlin with 4 bits"),
+        ({"quant_method": "gptq"}, "cannot be read as gptq: KeyError"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized, which is"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "keeps its weights sparse",
+        ),
+    ],
+)
+def test_a_format_that_is_not_read_is_refused_by_name_with_a_cure(
+    section: Any, message: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(tmp_path)
+
+
+def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
+    packed, _ = pair("awq")
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.scales"
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj of .* is no AWQ weight"):
+        load_model(packed)
+
+
+# ---------------------------------------------------------------------------------------------- packed, on a GPU
+
+
+def test_weights_stay_packed_on_a_gpu_whose_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, gpu = Bitsandbytes(), torch.device("cuda")
+    for installed in (True, False):
+        monkeypatch.setattr(quantized_model, "has_kernels", lambda form, installed=installed: installed)
+        assert stays_packed(form, gpu) is installed
+        assert not stays_packed(form, torch.device("cpu"))
+
+
+class Stand:
+    """Stands in for a model class whose quantizer keeps weights packed: here, by ignoring that they were."""
+
+    plain: Path
+    error: Exception | None = None
+
+    @classmethod
+    def from_pretrained(cls, path: str, **keywords: Any) -> Any:
+        assert keywords["config"].quantization_config["quant_method"] == "bitsandbytes"
+        assert keywords["device_map"] == {"": torch.device("cpu")}
+        if cls.error is not None:
+            raise cls.error
+        return AutoModelForCausalLM.from_pretrained(cls.plain, dtype=keywords["dtype"], output_loading_info=True)
+
+
+@pytest.mark.parametrize("error", [None, ImportError("needs another library, too")])
+def test_packed_weights_are_transformers_own_and_dense_where_it_cannot(
+    error: Exception | None, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed, plain = pair("bitsandbytes int8")
+    wanted = logits(load_model(plain, dtype="float32"))
+    monkeypatch.setattr(Stand, "plain", plain, raising=False)
+    monkeypatch.setattr(Stand, "error", error)
+    monkeypatch.setattr(quantized_model, "packed_class", lambda config: Stand)
+    monkeypatch.setattr(load, "stays_packed", lambda form, device: True)
+    with caplog.at_level(logging.INFO):
+        found = load_model(packed, dtype="float32")
+    assert torch.equal(logits(found), wanted)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert ("stay packed; bitsandbytes multiplies by them" in said) == (error is None)
+    assert ("needs another library, too" in said) == (error is not None)
