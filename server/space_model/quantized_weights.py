@@ -31,6 +31,11 @@ class QuantizedWeights(WeightFiles):
                 marked.add(path)
             if part in form.parts:
                 aside.add(name)
+        if not marked:
+            raise UnsupportedModel(
+                f"The config.json of {self.name} says that its weights are quantised as {form.name}, and none of them "
+                "is. Remove quantization_config from it if they are plain numbers."
+            )
         self._parts = {path: frozenset(found[path]) for path in marked}
         self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
 
