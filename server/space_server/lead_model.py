@@ -72,6 +72,8 @@ class LeadModel:
         """[R, hidden] after the final norm."""
         if kv is not self._kv:
             raise ValueError("These pages are not the last that were allocated on all ranks.")
+        if not batch.segments:
+            raise ValueError("These rows were laid out on a device; several ranks take rows that the host lays out.")
         with self._saying(lambda: self._writer.rows(batch.segments, len(batch.ids))):
             return self._model.forward(batch, kv)
 

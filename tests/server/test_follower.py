@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -118,6 +119,8 @@ def test_a_step_that_fails_between_ranks_ends_the_group_and_one_that_never_began
     batch = ForwardBatch.build([Segment([70], 0, [0], DraftLayout.plain())], block_size=16, mask_ids=())
     with pytest.raises(ValueError, match="not the last that were allocated"):
         lead.forward(batch, tiny.allocate_kv(4, 16))
+    with pytest.raises(ValueError, match="laid out on a device"):
+        lead.forward(replace(batch, segments=()), kv)
     assert len(zero.messages) == 1
     kv.keys.clear()
     with pytest.raises(GroupLost, match="Rank 0 failed in the middle of a step: IndexError"):
