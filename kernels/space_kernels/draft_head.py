@@ -77,6 +77,10 @@ def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tenso
     return torch.where(laws.greedy, first, sampled)[:, 0]
 
 
+ChooseCandidates = Callable[[Tensor, Tensor, LawColumns, Tensor, Tensor], Tensor]
+"""`choose_candidates`."""
+
+
 def propose(
     hidden: Tensor,
     ids: Tensor,
@@ -92,6 +96,7 @@ def propose(
     form: DraftHeadForm = DraftHeadForm.MLP,
     embed: Callable[[Tensor], Tensor],
     logits_of: Callable[[Tensor, Tensor], Tensor],
+    choose: ChooseCandidates = choose_candidates,
 ) -> Tensor:
     """Drafts for S sequences of up to K usable masks each; columns beyond a sequence's own masks have no meaning.
 
@@ -112,6 +117,6 @@ def propose(
         inner = F.silu(F.linear(torch.cat([h, token], dim=1), w1)) if is_mlp else F.linear(token, w1)
         rescored = h + F.linear(inner, w2)  # inner [S, head hidden]
         logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
-        previous = choose_candidates(logits, ids[:, j], laws, keys, positions + j)
+        previous = choose(logits, ids[:, j], laws, keys, positions + j)
         drafts.append(previous)
     return torch.stack(drafts, dim=1)  # [S, K]

@@ -181,14 +181,19 @@ class LawTensors:
         for tensor, value in values:
             tensor[line].fill_(value)
         biased = [id_ for id_, _ in law.bias]
-        self.bias_ids[line].copy_(_list(biased, self.room.num_biases))
-        self.bias[line].copy_(_list([value for _, value in law.bias], self.room.num_biases, 0.0))
-        self.end_ids[line].copy_(_list(law.end_ids, self.room.num_ends))
+        send(self.bias_ids[line], _list(biased, self.room.num_biases))
+        send(self.bias[line], _list([value for _, value in law.bias], self.room.num_biases, 0.0))
+        send(self.end_ids[line], _list(law.end_ids, self.room.num_ends))
         words = [[NO_ID] * (self.room.word_length - len(word)) + list(word) for word in law.bad_words]
         words += [[NO_ID] * self.room.word_length] * (self.room.num_words - len(words))
-        self.words[line].copy_(torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length))
+        send(self.words[line], torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length))
         if self.allowed.shape[1]:
-            self.allowed[line].copy_(_bits(law.allowed_ids, self.allowed.shape[1]))
+            send(self.allowed[line], _bits(law.allowed_ids, self.allowed.shape[1]))
+
+
+def send(target: Tensor, values: Tensor) -> None:
+    """Copy the host's `values` into a device's tensor, behind what is queued there, without waiting for it."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 
 
 def _list(values: Iterable[float], width: int, fill: float = NO_ID) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from space_kernels.choose import end_bans, word_bans
 from space_kernels.law import Law
-from space_kernels.law_tensors import NO_ID, LawRoom, LawTensors, Stages, token_counts
+from space_kernels.law_tensors import NO_ID, LawRoom, LawTensors, Stages, send, token_counts
 from space_kernels.sampling import Choice
 from space_kernels.step_verdict import StepVerdict, judge
 
@@ -244,12 +244,12 @@ class StepState:
         ):
             tensor[line].fill_(value)
         self.end_ids[line].fill_(NO_ID)
-        self.end_ids[line, : len(ends)].copy_(torch.tensor(ends, dtype=torch.int64))
-        self.drafts[line, : len(drafts)].copy_(torch.tensor(drafts, dtype=torch.int64))
+        send(self.end_ids[line, : len(ends)], torch.tensor(ends, dtype=torch.int64))
+        send(self.drafts[line, : len(drafts)], torch.tensor(drafts, dtype=torch.int64))
         if self.history.shape[1]:
-            self.history[line, : len(known)].copy_(torch.tensor(known, dtype=torch.int64))
+            send(self.history[line, : len(known)], torch.tensor(known, dtype=torch.int64))
         if self.counts.shape[1] and law.penalises:
-            self.counts[line].copy_(token_counts(known, admission.num_prompt, self.vocab_size))
+            send(self.counts[line], token_counts(known, admission.num_prompt, self.vocab_size))
         self.extend(line, 0, admission.pages)
         self.live[line].fill_(True)
 
@@ -258,13 +258,21 @@ class StepState:
         known = num_pages + len(pages)
         if known > self.page_table.shape[1]:
             raise ValueError(f"{known} pages do not fit a page table of {self.page_table.shape[1]}.")
-        self.page_table[line, num_pages:known].copy_(torch.tensor(list(pages), dtype=torch.int32))
+        send(self.page_table[line, num_pages:known], torch.tensor(list(pages), dtype=torch.int32))
         self.num_pages[line].fill_(known)
 
     def propose(self, line: int, drafts: Sequence[int]) -> None:
         """Drafts of the host's in place of what the last step left."""
-        self.drafts[line, : len(drafts)].copy_(torch.tensor(list(drafts), dtype=torch.int64))
+        send(self.drafts[line, : len(drafts)], torch.tensor(list(drafts), dtype=torch.int64))
         self.num_drafts[line].fill_(len(drafts))
+
+    def move(self, line: int, to: int) -> None:
+        """Let the line's sequence take another line, which nobody has."""
+        for tensors, names in ((self.laws, _tensor_names(LawTensors)), (self, _tensor_names(StepState))):
+            for name in names:
+                tensor: Tensor = getattr(tensors, name)
+                tensor[to].copy_(tensor[line])
+        self.clear(line)
 
     def clear(self, line: int) -> None:
         """Nobody takes the line."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from space_kernels.paging import StepRows
 from space_kernels.row_pattern import Ints
+from space_kernels.step_tables import StepTables
 from torch import Tensor
 
 from space_model.batch_pattern import BatchPattern, GatedRows, batch_pattern
@@ -78,6 +79,14 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """Rows without padding."""
         return len(self.pattern.rows.offsets)
+
+    @classmethod
+    def of_tensors(cls, ids: Tensor, positions: Tensor, pattern: BatchPattern, tables: StepTables) -> ForwardBatch:
+        """Rows that were laid out on a device, in the pattern's order; the host knows nothing of where they stand.
+
+        ids and positions [R], R padded. Only attention that reads `StepTables` can take them.
+        """
+        return cls(ids=ids, positions=positions, pattern=pattern, rows=tables.as_rows(pattern.rows))
 
     @classmethod
     def build(

@@ -46,11 +46,17 @@ class StepPlan:
 
 
 def plan_step(
-    sequences: Iterable[Sequence], controller: Controller, *, block_size: int, budget: PrefillBudget
+    sequences: Iterable[Sequence],
+    controller: Controller,
+    *,
+    block_size: int,
+    budget: PrefillBudget,
+    beside: Iterable[Sequence] = (),
 ) -> StepPlan:
     """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
 
-    A sequence with a single pending id always runs if it has a slot; the others share the budget.
+    A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: those who
+    decode in a step of their own, and wait for this one.
     """
     able: list[Sequence] = []
     out_of_slots: list[Sequence] = []
@@ -61,7 +67,7 @@ def plan_step(
         chunks = [(sequence, 1) for sequence in able]
     else:
         # Who waits for a page wants the next step.
-        hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1]
+        hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1] + [*beside]
         reading = [sequence for sequence in able if sequence.num_pending > 1]
         rows_of = _prompt_rows(reading, budget.rows(hurried, able), block_size)
         rows_of.update((sequence.seq_id, 1) for sequence in decoding)

@@ -54,10 +54,18 @@ class RunningBatch:
         )
 
     def release(self, seq_id: int) -> None:
-        """Forget this sequence, whether it runs, has ended, or was never here."""
+        """Forget this sequence, whether it runs, has ended, or was never here, and say so."""
+        self.forget(seq_id)
+        self.acknowledge(seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        """This sequence is nobody's any more, but its pages may still be in use: that is said by `acknowledge`."""
         self._running.pop(seq_id, None)
         self._ended.discard(seq_id)
         self._failed = [report for report in self._failed if report.seq_id != seq_id]
+
+    def acknowledge(self, seq_id: int) -> None:
+        """Nothing uses the pages of this forgotten sequence any more."""
         self._released.append(seq_id)
 
     @property

@@ -26,6 +26,7 @@ from space_server.drafting import MaskRun, draft
 from space_server.drafts import BY_MASKS, Origin, Proposal, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
+from space_server.sequence import Sequence
 from space_server.step_model import StepModel
 from space_server.stopwatch import Stopwatch
 from space_server.synthetic import SyntheticAcceptance
@@ -176,10 +177,7 @@ class Stepper:
             if not all_usable:
                 fit = usable[first : first + len(made)]
                 if not fit[0]:
-                    advance.error = (
-                        f"No id can be chosen at position {len(sequence.ids)}: "
-                        "the logits are not finite, or every id is forbidden."
-                    )
+                    advance.error = no_choice(sequence)
                     first += len(samples)
                     continue
                 if not all(fit):
@@ -258,6 +256,12 @@ class Stepper:
             if not 0 <= id_ < self.model.facts.vocab_size or id_ in self._not_drafted:
                 return drafts[:count]
         return drafts
+
+
+def no_choice(sequence: Sequence) -> str:
+    """Why a sequence ends whose root has no id to go on with."""
+    position = len(sequence.ids)
+    return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 
 def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> Tensor | slice:

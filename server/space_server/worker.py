@@ -13,6 +13,8 @@ from space_proto import worker_pb2 as pb
 from space_server.acceptance import TYPICAL, Acceptance, AcceptanceShape
 from space_server.admission import AdmissionError, admit, check_pages
 from space_server.controller import Controller
+from space_server.device_stepper import DeviceStepper, StepRead
+from space_server.device_steps import DeviceSteps
 from space_server.draft_source import DraftSource
 from space_server.drafts import DraftSources, Source
 from space_server.limits import End
@@ -21,6 +23,7 @@ from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.plan import Plan, StepPlan, plan_step
 from space_server.prefill_budget import PrefillBudget
 from space_server.running_batch import RunningBatch
+from space_server.sequence import Sequence
 from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
@@ -81,13 +84,16 @@ class Worker:
         sources: DraftSources | None = None,
         synthetic: SyntheticAcceptance | None = None,
         kv: PagedKV | None = None,
+        device_steps: bool = False,
+        eager: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: as many as the checkpoint has masks.
 
         `max_prefill_rows`: prompt rows per step until a Start says otherwise; `prefill_seconds`: longest step that
         they may make while others decode. `cost`: what steps cost here, as measured; it goes on learning.
-        `kv`: pages to use; None: this worker allocates them.
+        `kv`: pages to use; None: this worker allocates them. `device_steps`: sequences whose prompt is read keep their
+        state on the device, and the next step of theirs is launched before the last is read; `eager`: without graphs.
         """
         facts = model.facts
         self.facts = facts
@@ -115,10 +121,17 @@ class Worker:
         }  # by adapter
         self._clock = clock
         self._default_prefill_rows = max_prefill_rows
+        self._device: DeviceSteps | None = None
+        if device_steps and draft_source is None and synthetic is None and facts.num_ranks == 1:
+            stepper = DeviceStepper(model, self.kv, max_sequences=max_sequences, eager=eager, clock=clock)
+            self._device = DeviceSteps(stepper, controller or MeasuredController(self.cost))
         self.reset()
 
     def reset(self) -> None:
         """Forget every sequence: a router has gone, or another one comes."""
+        if self._device is not None:
+            self._device.reset()
+        self._leaving: list[int] = []  # released, but a step under way has them
         self.batch = RunningBatch()
         self._started = False
         self._max_prefill_rows = self._default_prefill_rows
@@ -167,7 +180,7 @@ class Worker:
             case "extend":
                 self._extend(command.extend)
             case "release":
-                self.batch.release(command.release.seq_id)
+                self._release(command.release.seq_id)
             case "drain":
                 self.draining = True
             case _:
@@ -220,22 +233,31 @@ class Worker:
         sequence.pages += extend.pages
         sequence.paused = sequence.paused and not extend.pages
 
+    def _release(self, seq_id: int) -> None:
+        """Forget this sequence, and say so once no step uses its pages."""
+        if self._device is not None and self._device.stepper.refers_to(seq_id):
+            self.batch.forget(seq_id)
+            self._leaving.append(seq_id)
+        else:
+            self.batch.release(seq_id)
+
     # ------------------------------------------------------------------------------------------ steps
 
     @property
     def num_forwards(self) -> int:
         """Forward passes run in this process."""
-        return self.stepper.num_forwards
+        return self.stepper.num_forwards + (self._device.stepper.num_launches if self._device is not None else 0)
 
     @property
     def has_work(self) -> bool:
         """`step` would do or say something."""
-        return self.batch.has_news or any(not sequence.paused for sequence in self.batch)
+        under_way = self._device is not None and self._device.is_under_way
+        return under_way or self.batch.has_news or any(not sequence.paused for sequence in self.batch)
 
     @property
     def drained(self) -> bool:
         """Draining, and nothing runs or is left to say."""
-        return self.draining and len(self.batch) == 0 and not self.batch.has_news
+        return self.draining and len(self.batch) == 0 and not self.has_work
 
     def step(self) -> pb.StepReport | None:
         """One step of every sequence that can run, and what there is to say; None if that is nothing.
@@ -243,31 +265,66 @@ class Worker:
         The report is not numbered: its sender does that.
         """
         started = self._clock()
+        report, device = pb.StepReport(), self._device
+        waited = 0.0 if device is None else device.stepper.waited
+        reads = self._launch(report)
+        on_lines = [] if device is None else device.sequences
         plan = plan_step(
-            self.batch,
+            self.batch if device is None else [one for one in self.batch if one.seq_id not in device],
             self._controller,
             block_size=self.block_size,
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
+            beside=on_lines,
         )
         self._sources.price = self._controller.row_price
-        times = StepTimes()
+        times, begun = StepTimes(), self._clock() if on_lines else started
         advances = self._run(plan.plans, times) if plan.plans else []
-        report = pb.StepReport(stepped=bool(advances))
-        report.sequences.extend(self._settle(advance) for advance in advances)
-        for sequence in plan.out_of_slots:
-            if not sequence.paused:
-                sequence.paused = True
-                report.sequences.append(
-                    pb.SequenceReport(seq_id=sequence.seq_id, num_computed=sequence.num_computed, paused=True)
-                )
+        beside = device.stepper.did_other_work() if device is not None and advances else None
+        self._say(report, advances)
+        if device is not None:
+            is_read = False
+            while device.is_under_way and not (is_read and report.stepped):
+                reads.append(device.read())
+                self._say(report, reads[-1].advances)
+                is_read = True
+        self._say_paused(report, plan.out_of_slots)
         released, failed = self.batch.take_news()
         report.released.extend(released)
         report.sequences.extend(failed)
         if advances:
-            seconds = self._clock() - started
+            seconds = self._clock() - begun if beside is None else beside
             self._measure(report.stats, plan, times, seconds)
             self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds)
-        return report if advances or report.sequences or report.released else None
+        for read in reads:
+            self._measure_read(report.stats, read)
+        spent = times.forward + times.sample + times.draft
+        if device is not None:
+            spent += device.stepper.waited - waited
+        if report.stepped:
+            report.stats.host_seconds = max(0.0, self._clock() - started - spent)
+        return report if report.stepped or report.sequences or report.released else None
+
+    def _launch(self, report: pb.StepReport) -> list[StepRead]:
+        """The next steps on the device; the last one is not read yet.
+
+        Where that fails those under way are read and said, and all sequences are stepped on the host.
+        """
+        device = self._device
+        if device is None:
+            return []
+        device.admit(self.batch)
+        try:
+            device.launch()
+            return []
+        except Exception as error:
+            reads = device.give_up(error)
+            wants_memory = is_out_of_memory(error)
+        if wants_memory:
+            give_back_unused()
+        for read in reads:
+            self._say(report, read.advances)
+        device.give_back()
+        return reads
 
     def _run(self, plans: list[Plan], times: StepTimes, *, again: bool = False) -> list[Advance]:
         """The step; if it fails, each sequence by itself, so that only the culprit is harmed.
@@ -289,6 +346,33 @@ class Worker:
         if wants_memory:
             give_back_unused()
         return failed or [advance for plan in plans for advance in self._run([plan], times, again=len(plans) == 1)]
+
+    def _say(self, report: pb.StepReport, advances: list[Advance]) -> None:
+        """Let these sequences go on or end, and let go of those that no step under way refers to any more."""
+        report.stepped = report.stepped or bool(advances)
+        report.sequences.extend(self._settle(advance) for advance in advances)
+        device = self._device
+        if device is None:
+            return
+        for advance in advances:
+            device.was_stepped(advance.plan.sequence.seq_id)
+        still = [seq_id for seq_id in self._leaving if device.stepper.refers_to(seq_id)]
+        for seq_id in self._leaving:
+            if seq_id not in still:
+                self.batch.acknowledge(seq_id)
+        self._leaving = still
+
+    def _say_paused(self, report: pb.StepReport, waiting: list[Sequence]) -> None:
+        """Who cannot go on without another page, once."""
+        if self._device is not None:
+            running = [one for one in self._device.sequences if self.batch.get(one.seq_id) is one]
+            waiting = waiting + [one for one in running if one.num_free_slots(self.block_size) < 1]
+        for sequence in waiting:
+            if not sequence.paused:
+                sequence.paused = True
+                report.sequences.append(
+                    pb.SequenceReport(seq_id=sequence.seq_id, num_computed=sequence.num_computed, paused=True)
+                )
 
     def _settle(self, advance: Advance) -> pb.SequenceReport:
         """Let the sequence go on or end, and say so."""
@@ -319,7 +403,7 @@ class Worker:
         return report
 
     def _measure(self, stats: pb.StepStats, plan: StepPlan, times: StepTimes, seconds: float) -> None:
-        """What the step cost, for the report and for the next choice."""
+        """What a step on the host cost, for the report and for the next choice."""
         shape = plan.shape
         stats.chain_rows, stats.mask_rows, stats.prefill_rows = (
             shape.num_chain_rows,
@@ -327,13 +411,36 @@ class Worker:
             shape.num_prefill_rows,
         )
         stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = times.forward, times.sample, times.draft
-        stats.host_seconds = max(0.0, seconds - times.forward - times.sample - times.draft)
         stats.num_sequences = len(plan.plans)
         decoding = [plan.layout.num_drafts for plan in plan.plans if plan.closes and plan.num_pending == 1]
-        stats.draft_length_counts.extend(decoding.count(d) for d in range(max(decoding, default=-1) + 1))
+        _count(stats, decoding)
         self.cost.learn(shape, seconds)
         if not shape.num_prefill_rows:
             stats.plain_step_seconds = self.cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
+
+    def _measure_read(self, stats: pb.StepStats, read: StepRead) -> None:
+        """The same of a step on the device, beside what is there already."""
+        if read.shape.num_sequences:
+            self.cost.learn(read.shape, read.seconds)
+        if not read.advances:
+            return
+        layouts = [advance.plan.layout for advance in read.advances]
+        stats.chain_rows += sum(1 + layout.num_drafts for layout in layouts)
+        stats.mask_rows += sum(layout.num_masks for layout in layouts)
+        stats.forward_seconds += read.computing
+        stats.num_sequences += len(layouts)
+        _count(stats, [layout.num_drafts for layout in layouts])
+        if not stats.prefill_rows:
+            shape = read.shape
+            stats.plain_step_seconds += self.cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
+
+
+def _count(stats: pb.StepStats, num_drafts: list[int]) -> None:
+    """Sequences that decoded, by how many drafts they had."""
+    known = stats.draft_length_counts
+    known.extend([0] * (max(num_drafts, default=-1) + 1 - len(known)))
+    for count in num_drafts:
+        known[count] += 1
 
 
 def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:

@@ -1,0 +1,174 @@
+"""The sequences that are stepped on the device: which line of the state each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Run
+
+import torch
+from space_kernels.law_tensors import LawRoom, Stages
+from space_kernels.processors import TokenCounts
+from space_kernels.step_state import Admission, StepState
+from space_model.model_facts import ModelFacts
+from torch import Tensor
+
+from space_server.sequence import Sequence
+
+MOST_HISTORY_BYTES = 64 * 1024**2
+"""Of ids known per line, which bad words are looked for in: where windows make it more, they are left to the host."""
+
+
+class DeviceBatch:
+    """Lines of a StepState and the sequences that have them.
+
+    A sequence on a line goes on without the host: what the host knows of it is as old as the last step that was read.
+    """
+
+    def __init__(self, facts: ModelFacts, *, max_sequences: int, block_size: int) -> None:
+        self._facts = facts
+        self._max_pages = -(-facts.window // block_size)
+        self.room = LawRoom()
+        self.state = StepState.empty(
+            max_sequences,
+            max_drafts=facts.num_masks,
+            max_pages=self._max_pages,
+            block_size=block_size,
+            window=facts.window,
+            vocab_size=facts.vocab_size,
+            room=self.room,
+            bounds=True,
+            history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
+            device=facts.device,
+        )
+        self.lines: list[Sequence | None] = [None] * max_sequences
+        self._line_of: dict[int, int] = {}
+        self._sent_pages: dict[int, int] = {}  # by sequence number
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """By line."""
+        return (sequence for sequence in self.lines if sequence is not None)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._line_of
+
+    @property
+    def num_lines(self) -> int:
+        """Up to the last one that is taken."""
+        return max(self._line_of.values(), default=-1) + 1
+
+    @property
+    def num_pages(self) -> int:
+        """Most that a sequence has."""
+        return max(self._sent_pages.values(), default=0)
+
+    @property
+    def stages(self) -> Stages:
+        """Those that some of the laws need, or a set of stages that contains them: few sets, so few graphs."""
+        return few_stages(Stages.of(sequence.law for sequence in self))
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether this sequence can be stepped here: only its root is to be computed, only the checkpoint's own masks
+        draft for it, its law has room, and nobody asks for log-probabilities.
+        """
+        ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
+        return (
+            sequence.num_pending == 1
+            and sequence.num_logprobs is None
+            and sequence.drafter is None
+            and sequence.adapter is None
+            and ends <= self.room.num_ends
+            and len(sequence.drafts) <= self.state.drafts.shape[1]
+            and self.room.holds(sequence.law)
+            and not (sequence.law.bad_words and not self.state.history.shape[1])
+        )
+
+    def put(self, sequence: Sequence) -> None:
+        """Let a sequence that fits take the first line that is free."""
+        line = self.lines.index(None)
+        pages = sequence.pages[: self._max_pages]
+        self.state.put(
+            line,
+            Admission(
+                ids=sequence.ids,
+                num_prompt=sequence.num_prompt,
+                pages=pages,
+                law=sequence.law,
+                num_left=sequence.num_left,
+                eos_ids=sorted(sequence.limits.eos_ids),
+                stop_ids=sorted(sequence.limits.stop_ids),
+                max_drafts=sequence.max_drafts,
+                max_masks=min(sequence.max_drafts, sequence.num_masks),
+                drafts=sequence.drafts,
+            ),
+        )
+        sequence.counts = None  # the state counts now
+        self.lines[line] = sequence
+        self._line_of[sequence.seq_id] = line
+        self._sent_pages[sequence.seq_id] = len(pages)
+
+    def send_pages(self) -> None:
+        """Let the state know of the pages that sequences got since."""
+        state, cells, counts = self.state, [], []
+        for sequence in self:
+            known, count = self._sent_pages[sequence.seq_id], min(len(sequence.pages), self._max_pages)
+            if count > known:
+                line = self._line_of[sequence.seq_id]
+                cells += [(line, place, sequence.pages[place]) for place in range(known, count)]
+                counts.append((line, count))
+                self._sent_pages[sequence.seq_id] = count
+        if cells:
+            lines, places, blocks = _columns(cells, state.page_table.device)
+            state.page_table.index_put_((lines, places), blocks.to(state.page_table.dtype))
+            lines, numbers = _columns(counts, state.num_pages.device)
+            state.num_pages.index_put_((lines,), numbers)
+
+    def close_gaps(self, num_lines: int) -> None:
+        """Let sequences behind the first `num_lines` lines, of which enough are free, move there."""
+        for line in range(num_lines, len(self.lines)):
+            sequence = self.lines[line]
+            if sequence is not None:
+                to = self.lines.index(None)
+                self.state.move(line, to)
+                self.lines[line], self.lines[to] = None, sequence
+                self._line_of[sequence.seq_id] = to
+
+    def remove(self, seq_id: int) -> None:
+        """The sequence leaves its line. Steps that were launched with it may still be under way."""
+        line = self._line_of.pop(seq_id)
+        self._sent_pages.pop(seq_id)
+        self.lines[line] = None
+        self.state.clear(line)
+
+    def give_back(self) -> list[Sequence]:
+        """All sequences leave, to be stepped on the host. No step that was launched with them is unread."""
+        found = list(self)
+        for sequence in found:
+            self.remove(sequence.seq_id)
+            if sequence.law.penalises:
+                vocab_size, device = self._facts.vocab_size, self._facts.device
+                sequence.counts = TokenCounts(sequence.ids, sequence.num_prompt, vocab_size, device)
+        return found
+
+
+def few_stages(stages: Stages) -> Stages:
+    """One of five sets that contains these stages: a law passes the others unchanged, bit by bit."""
+    edits = stages.edits or stages.penalises or stages.bounds
+    cuts = stages.cuts or stages.floors
+    return Stages(
+        edits=edits,
+        bounds=stages.bounds,
+        penalises=edits,
+        samples=stages.samples or edits,
+        cuts=cuts or edits,
+        floors=cuts or edits,
+    )
+
+
+def _columns(rows: Run[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
+    if device.type == "cuda":
+        columns = columns.pin_memory()
+    return columns.to(device, non_blocking=True).unbind()

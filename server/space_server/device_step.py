@@ -1,0 +1,205 @@
+"""One step of a batch whose state is on the device: tensors in, tensors out, nothing asked on the way.
+
+    rows -> forward -> head over chain rows -> choose -> judge -> masks -> head over the accepted groups' rows
+         -> choose, or draft head -> advance -> result
+
+Everything has a shape that the step's kind fixes, so a kind can be captured as a CUDA graph and taken again without
+Python. Lines without a sequence go along as dead rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from space_kernels.draft_candidates import candidates, law_columns
+from space_kernels.draft_head import propose
+from space_kernels.law_tensors import Stages
+from space_kernels.step_ops import StepOps
+from space_kernels.step_state import DeviceRows, StepIndex, StepState, chain_choices, mask_choices
+from space_kernels.step_tables import PatternTables, StepTables
+from space_kernels.step_verdict import StepVerdict
+from space_model.batch_pattern import BatchPattern, batch_pattern
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.paged_kv import PagedKV
+from torch import Tensor
+
+from space_server.step_model import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What fixes every shape of a step: what a graph is captured for."""
+
+    num_lines: int  # the first so many
+    layout: DraftLayout  # of each
+    stages: Stages
+    num_pages: int  # of each that attention may look at
+
+
+Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
+"""[R, hidden]: the rows of a batch through the network. Rows of dead lines and dead drafts may hold anything."""
+
+
+class TensorForward:
+    """Gives the network rows whose places only the device knows. Its attention must read StepTables."""
+
+    def __init__(self, model: StepModel, kv: PagedKV) -> None:
+        self._model, self._kv = model, kv
+        self._pattern = lru_cache(maxsize=None)(self._new_pattern)  # graphs read its tensors: none may go
+
+    def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
+        pattern = self._pattern(kind.num_lines, kind.layout)
+        tables = StepTables(
+            PatternTables.of(pattern.rows, laid_out.starts.device),
+            laid_out.starts,
+            state.page_table[:, : kind.num_pages],
+            state.block_size,
+            laid_out.num_written,
+        )
+        batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
+        return self._model.forward(batch, self._kv)
+
+    def _new_pattern(self, num_lines: int, layout: DraftLayout) -> BatchPattern:
+        facts = self._model.facts
+        return batch_pattern(((layout.num_drafts + 1, layout, None),) * num_lines, facts.mask_ids, (), facts.device)
+
+
+class HostForward:
+    """Reads the rows on the host and gives the network those that live: for a CPU, where reading waits for nobody."""
+
+    def __init__(self, model: StepModel, kv: PagedKV) -> None:
+        self._model, self._kv = model, kv
+
+    def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
+        facts, layout = self._model.facts, kind.layout
+        k, per_line = layout.num_drafts, layout.num_masks
+        ids, starts, running = laid_out.ids.numpy(), laid_out.starts.numpy(), laid_out.running.numpy()
+        num_live, num_pages, table = laid_out.num_live.numpy(), state.num_pages.numpy(), state.page_table.numpy()
+        segments, lines = [], []
+        for line in running.nonzero()[0]:
+            start, count = int(starts[line]), int(num_live[line])
+            own = layout.with_drafts(count).within(start, facts.window)
+            first = line * (k + 1)
+            chain = ids[first : first + count + 1].tolist()
+            segments.append(Segment(chain, start, table[line, : num_pages[line]].astype("int64"), own))
+            lines.append(line)
+        if not segments:
+            return torch.zeros(index.num_padded, facts.hidden_size, dtype=facts.dtype)
+        batch = ForwardBatch.build(segments, block_size=state.block_size, mask_ids=facts.mask_ids)
+        found = self._model.forward(batch, self._kv)
+        source: list[int] = []
+        target: list[int] = []
+        for number, line in enumerate(lines):
+            source += batch.chain_rows[number]
+            target += range(line * (k + 1), line * (k + 1) + len(batch.chain_rows[number]))
+            begin = index.num_chain_rows + line * per_line
+            for group, rows in enumerate(batch.mask_rows[number]):
+                source += rows
+                target += range(begin, begin + len(rows))
+                begin += layout.masks[group]
+        hidden = found.new_zeros(index.num_padded, found.shape[1])
+        hidden[torch.tensor(target)] = found[torch.tensor(source)]
+        return hidden
+
+
+class DeviceStep:
+    """Takes steps of the lines of one state, in place."""
+
+    def __init__(self, model: StepModel, state: StepState, ops: StepOps, forward: Forward) -> None:
+        self._model, self._ops, self._forward = model, ops, forward
+        facts = model.facts
+        device = state.root.device
+        self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=device)
+        self._mask_ids = torch.tensor(facts.mask_ids, dtype=torch.int64, device=device) if facts.mask_ids else None
+        self._head = model.draft_head_of(None)
+        self._first = lru_cache(maxsize=None)(state.first)
+        # graphs read its tensors: none may go
+        self._index = lru_cache(maxsize=None)(lambda num_lines, layout: StepIndex.of(num_lines, layout, device))
+
+    @torch.inference_mode()
+    def take(self, kind: StepKind) -> Tensor:
+        """One step of the first lines: `step_state.advance`'s result [num_lines, …] int32, on the device."""
+        ops, model, stages = self._ops, self._model, kind.stages
+        state, index = self._first(kind.num_lines), self._index(kind.num_lines, kind.layout)
+        laid_out = ops.rows(state, index, self._mask_ids)
+        hidden = self._forward(state, index, laid_out, kind)  # [R, hidden]
+        num_choices = index.num_drafts + 1
+        logits = model.logits(hidden[: index.num_chain_rows]).contiguous()
+        before = chain_choices(state, index, stages)
+        choice = ops.choose(
+            logits.view(kind.num_lines, num_choices, -1),
+            state.laws,
+            stages,
+            before.positions,
+            self._banned,
+            tails=before.tails,
+            num_tail=before.num_tail,
+            counts=state.counts,
+            bans=before.bans,
+        )
+        verdict = ops.judge_step(state, index, laid_out, choice)
+        drafts, num_drafts = self._drafts(state, index, stages, verdict, hidden)
+        return ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned)
+
+    def _drafts(
+        self, state: StepState, index: StepIndex, stages: Stages, verdict: StepVerdict, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[S, K'] for the next step, and how many of them there are, [S]."""
+        ops, model, laws = self._ops, self._model, state.laws
+        S, most = index.num_sequences, index.most_drafts
+        if not most:
+            return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
+        group = ops.masks(state, index, verdict)
+        masks = hidden[group.rows]  # [S, K', hidden]
+        logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
+        before = mask_choices(state, verdict, most, stages)
+        head = self._head
+        if head is None:
+            choice = ops.choose(
+                logits,
+                laws,
+                stages,
+                before.positions,
+                self._banned,
+                tails=before.tails,
+                num_tail=before.num_tail,
+                counts=state.counts,
+                bans=before.bans,
+            )
+            return choice.ids, group.count
+
+        def edit(raw: Tensor) -> Tensor:
+            return ops.edit(
+                raw,
+                laws,
+                stages,
+                self._banned,
+                tails=before.tails,
+                num_tail=before.num_tail,
+                counts=state.counts,
+                bans=before.bans,
+            )
+
+        ids, offsets = candidates(logits, stages, edit)
+        last = (verdict.lengths - 1).clamp(min=0)[:, None]
+        drafts = propose(
+            masks,
+            ids,
+            offsets,
+            verdict.emitted.gather(1, last)[:, 0],
+            before.positions,
+            laws.key,
+            law_columns(laws, stages),
+            w1=head.w1,
+            w2=head.w2,
+            embedding_scale=head.embedding_scale,
+            form=head.form,
+            embed=model.embed,
+            logits_of=model.logits_of,
+            choose=ops.choose_candidates,
+        )
+        return drafts, group.count

@@ -1,0 +1,214 @@
+"""Steps on the device, one launched before the last is read.
+
+    stepper.launch(layout)     lines, pages and layout as they are now; nothing waits
+    stepper.read()             the oldest step that was launched: how its sequences went on
+
+    launch 1 | launch 2 | read 1 | launch 3 | read 2 | …
+    device:    [ step 1     ][ step 2           ][ step 3  …
+
+What the host decides between two launches takes effect at the second of them. A sequence that ended in a step that is
+not read yet goes along in the next one as a dead line, which writes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from space_kernels.step_ops import StepOps, step_ops_for
+from space_kernels.step_state import RESULT_FIXED, result_width
+from space_kernels.step_verdict import EndCode
+from space_model.draft_layout import DraftLayout
+from space_model.paged_kv import PagedKV
+from torch import Tensor
+
+from space_server.device_batch import DeviceBatch
+from space_server.device_graphs import StepGraphs
+from space_server.device_step import DeviceStep, Forward, HostForward, StepKind, TensorForward
+from space_server.limits import End
+from space_server.plan import Plan
+from space_server.sequence import Sequence
+from space_server.step import Advance, no_choice
+from space_server.step_cost import StepShape
+from space_server.step_model import StepModel
+from space_server.timeline import CudaTimeline, HostTimeline, Mark, Timeline
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Lines of a step: the least of these that holds all sequences, and multiples of the last one."""
+
+_ENDS = {
+    EndCode.NONE: None,
+    EndCode.EOS: End.EOS,
+    EndCode.STOP_ID: End.STOP_ID,
+    EndCode.LENGTH: End.LENGTH,
+    EndCode.ERROR: None,
+}
+
+_LEAST_PAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way."""
+
+    kind: StepKind
+    sequences: list[Sequence | None]  # by line, as they were when it was launched
+    seq_ids: frozenset[int]
+    result: Tensor  # [lines, …] int32 on the host, once `done`
+    begun: Mark
+    done: Mark
+    last: Mark | None  # when the step before was done, if this one was waiting behind it
+
+
+@dataclass(frozen=True, slots=True)
+class StepRead:
+    """What a step brought."""
+
+    advances: list[Advance]
+    shape: StepShape  # laid out, for the sequences that took part
+    computing: float  # seconds of the device
+    seconds: float  # the same with the gap behind the step before, as far as that is no longer than the step
+
+
+class DeviceStepper:
+    """Steps the sequences of a DeviceBatch."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        kv: PagedKV,
+        *,
+        max_sequences: int,
+        eager: bool = False,
+        ops: StepOps | None = None,
+        forward: Callable[[StepModel, PagedKV], Forward] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`eager`: no graphs; a CPU has none. `ops` and `forward`: None takes the device's."""
+        facts = model.facts
+        on_gpu = facts.device.type == "cuda"
+        self.batch = DeviceBatch(facts, max_sequences=max_sequences, block_size=kv.block_size)
+        self.num_launches = 0
+        self.waited = 0.0  # seconds in which the host waited for the device, or was the device
+        state = self.batch.state
+        forward = forward or (TensorForward if on_gpu else HostForward)
+        step = DeviceStep(model, state, ops or step_ops_for(facts.device), forward(model, kv))
+        self._take: Callable[[StepKind], Tensor] = step.take
+        shape = (max_sequences, result_width(state.drafts.shape[1]))
+        if on_gpu and not eager:
+            self._take = StepGraphs(step.take, torch.zeros(shape, dtype=torch.int32, device=facts.device))
+        # a step is read before the next but one is launched
+        self._on_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
+        self._clock, self._on_gpu = clock, on_gpu
+        self._launched: deque[Launched] = deque()
+        self._last: Mark | None = None  # when the last step is done, if nothing else was given to the device since
+        self._max_pages = state.page_table.shape[1]
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were launched and are not read."""
+        return len(self._launched)
+
+    def num_with(self, sequence: Sequence) -> int:
+        """How many of them it is in."""
+        return sum(sequence.seq_id in launched.seq_ids for launched in self._launched)
+
+    def refers_to(self, seq_id: int) -> bool:
+        """Whether some step under way may read or write this sequence's pages."""
+        return any(seq_id in launched.seq_ids for launched in self._launched)
+
+    def launch(self, layout: DraftLayout) -> None:
+        """Give the device one more step of all lines; at most two are under way. Nothing is waited for."""
+        batch = self.batch
+        num_lines = bucket(len(batch), len(batch.lines))
+        batch.close_gaps(num_lines)
+        batch.send_pages()
+        kind = StepKind(num_lines, layout, batch.stages, self._num_pages())
+        begun = self._timeline.mark()
+        result = self._take(kind)
+        on_host = self._on_host[self.num_launches % 2][:num_lines]
+        on_host.copy_(result, non_blocking=True)
+        last, self._last = self._last if self._launched else None, self._timeline.mark()
+        if not self._on_gpu:
+            self.waited += self._timeline.seconds(begun, self._last)
+        seq_ids = frozenset(sequence.seq_id for sequence in batch)
+        self._launched.append(Launched(kind, batch.lines[:num_lines], seq_ids, on_host, begun, self._last, last))
+        self.num_launches += 1
+
+    def read(self) -> StepRead:
+        """Wait for the oldest step under way. Sequences that have left their line since are passed over."""
+        launched = self._launched.popleft()
+        timeline, waiting = self._timeline, self._clock()
+        timeline.wait(launched.done)
+        self.waited += self._clock() - waiting
+        layout, advances = launched.kind.layout, []
+        num_running = num_drafting = context = noisy = 0
+        for sequence, row in zip(launched.sequences, launched.result.tolist(), strict=True):
+            if sequence is None:
+                continue
+            length, _, _, end, num_known, _ = row[:RESULT_FIXED]
+            if not length and end == EndCode.NONE:
+                continue  # it had ended, or had no slot
+            num_running += 1
+            num_drafting += layout.num_masks > 0
+            context += num_known - length - 1
+            noisy += not sequence.law.greedy
+            if sequence.seq_id in self.batch:
+                advances.append(self._advance(sequence, layout, row))
+        chain, masks = num_running * (layout.num_drafts + 1), num_running * layout.num_masks
+        noisy_rows = noisy * (layout.num_drafts + 1)
+        shape = StepShape(num_running, chain, masks, num_drafting, num_context=context, num_noisy_rows=noisy_rows)
+        computing = timeline.seconds(launched.begun, launched.done)
+        gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
+        seconds = computing + min(gap, computing)
+        return StepRead(advances, shape, computing, seconds)
+
+    def did_other_work(self) -> float | None:
+        """The device has done something else behind the steps under way: the seconds since the last of them was done.
+
+        None where there was none. That time is not the next step's.
+        """
+        last, self._last = self._last if self._launched else None, None
+        if last is None:
+            return None
+        now = self._timeline.mark()
+        self._timeline.wait(now)
+        return self._timeline.seconds(last, now)
+
+    def _num_pages(self) -> int:
+        """Few numbers, so few graphs; attention passes over what nobody has."""
+        count = _LEAST_PAGES
+        while count < self.batch.num_pages:
+            count *= 4
+        return min(count, self._max_pages)
+
+    def _advance(self, sequence: Sequence, layout: DraftLayout, row: list[int]) -> Advance:
+        """How a sequence that took part went on."""
+        length, accepted, num_live, end, _, num_drafts = row[:RESULT_FIXED]
+        emitted = row[RESULT_FIXED : RESULT_FIXED + length]
+        first_draft = len(row) - self.batch.state.drafts.shape[1]
+        drafts = row[first_draft : first_draft + num_drafts]
+        own = layout.with_drafts(num_live)
+        advance = Advance(Plan(sequence, 1, own, closes=True))
+        if end == EndCode.ERROR:
+            advance.error = no_choice(sequence)
+            return advance
+        advance.tokens, advance.num_accepted, advance.end = emitted, accepted, _ENDS[EndCode(end)]
+        advance.drafts = drafts
+        most = min(sequence.max_drafts, sequence.num_masks)
+        masks = DraftLayout(own.num_drafts, tuple(min(count, most) for count in own.masks))
+        group = masks.next_drafts(length - 1) if drafts else None
+        advance.draft_depth = group.first_mask if group is not None else 1
+        return advance
+
+
+def bucket(count: int, most: int) -> int:
+    """The lines that a step of so many sequences has."""
+    for size in BUCKETS:
+        if size >= count:
+            return min(size, most)
+    return min(-(-count // BUCKETS[-1]) * BUCKETS[-1], most)
