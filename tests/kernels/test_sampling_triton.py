@@ -39,7 +39,7 @@ WAYS: dict[str, Choose] = {
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["reference", "small tiles", pytest.param("one tile", marks=pytest.mark.slow)])
 def choose(request: pytest.FixtureRequest) -> Choose:
     return WAYS[request.param]
 
