@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from space_server.ranks import LOADING_SECONDS
 
-_LEAVE_SECONDS = 10.0
-"""That followers have to leave by themselves."""
+_LEAVE_SECONDS = 3.0
+"""That followers have to leave by themselves; a supervisor gives the whole worker 5."""
 
 
 @dataclass(frozen=True)
