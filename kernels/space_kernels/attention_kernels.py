@@ -74,10 +74,11 @@ def _step_keys(
     BLOCK_D: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Join the step's own keys number [oldest, newest) of each row; `key` and `value` point to number 0."""
     lanes = tl.arange(0, BLOCK_D)
-    for begin in range(low // N * N, high, N):
+    for begin in tl.range(low // N * N, high, N, num_stages=STAGES):
         number = begin + tl.arange(0, N)
         inside = (number < high)[:, None] & (lanes < D)[None, :]
         place = number.to(tl.int64)[:, None]
@@ -217,6 +218,7 @@ def attend(
             BLOCK_D,
             CAPPED,
             PRECISION,
+            STAGES=3,
         )
     if MASKS:
         last = tl.where(is_mask & (split == 0), local - num_chain + 1, 0)
@@ -244,6 +246,7 @@ def attend(
             BLOCK_D,
             CAPPED,
             PRECISION,
+            STAGES=1,  # one block as a rule: no memory for more
         )
     if PAGES:
         table = page_table + sequence.to(tl.int64) * table_width

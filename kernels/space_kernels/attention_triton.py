@@ -18,11 +18,10 @@ intervals, ascending, and hides per row what lies outside; blocks beyond a tile'
 visited, and slots nobody wrote are not read.
 
 **Splits.** One sequence of 32k positions must not leave 131 of 132 multiprocessors idle, so the context is cut every
-`SPLIT` positions. The cut is a constant. Splits of a step do not depend on its batch; the page table's width decides
-how many programs there are, and those beyond a sequence's end leave at once. Each leaves its unnormalised
-sums to a second, small kernel that adds them up in ascending order. Where the tiles alone fill the device (large
-batches, prefill) one program walks all splits of its tile and adds them up in registers instead: `walk="serial"`.
-Masks' keys belong to the first split.
+`SPLIT` positions, a constant. The page table's width decides how many programs there are; those beyond a sequence's
+end leave at once, the others leave their unnormalised sums to a second, small kernel that adds them up in ascending
+order. Where the tiles alone fill the device (large batches, prefill) one program walks all splits of its tile and adds
+them up in registers instead: `walk="serial"`. Masks' keys belong to the first split.
 
 **Why a row's bits do not depend on its company.** Exactness here means that plain decoding, every k, every batch and a
 prefill give one row the same bits. Three things see to it:
@@ -47,10 +46,11 @@ bits the weights are rounded to the values' dtype before the second product, as 
 the height of Hopper's and Blackwell's warpgroup instructions: less would cost as much. At 64 rows a key of D = 128 in
 16 bits (512 bytes of K and V) asks for 64 flop per byte, below what a tensor core has ready while the bytes arrive
 (A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays bound by memory. The key block shrinks with D
-such that K and V of one block are at most 32 KiB (16 KiB in float32): with 3 stages in flight 64 to 96 KiB of shared
-memory, two programs per multiprocessor on Hopper and Blackwell (227 KiB), one to two on an A100 (163 KiB). 4 warps: one
-warpgroup, 16 rows each. float32 has no tensor cores in IEEE precision; its tile is 16 rows, so that fewer products
-are thrown away. D = 256 takes 8 warps: the sums alone would fill the registers of 4.
+such that K and V of one block are at most 32 KiB (16 KiB in float32). With 3 stages in flight a program of D = 128
+takes 80 KiB of shared memory on Hopper and Blackwell (of 227) and 56 KiB on an A100 (of 163): two fit, so that one
+computes while the other waits. The masks' keys, one block as a rule, are not staged. 4 warps: one warpgroup, 16 rows
+each. float32 has no tensor cores in IEEE precision; its tile is 16 rows, so that fewer products are thrown away.
+D = 256 takes 8 warps: the sums alone would fill the registers of 4.
 
 SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multiprocessor, and the sums that 64 packed
 rows leave per split are an eighth as large as the keys and values they were made from.
