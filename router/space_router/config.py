@@ -6,10 +6,10 @@ and the reason of the default, and how a text becomes a value.
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from space_router import parse
+from space_router.api_keys import read_keys
 from space_router.errors import ConfigError
 from space_router.setting import Setting, setting
 
@@ -154,13 +154,25 @@ class ServeConfig:
         own_workers=True,
     )
     lookup: str = setting(
-        "on",
+        "auto",
         _SPECULATION,
         "drafts from what followed the same tokens earlier in prompt or output, for any checkpoint: on takes them "
         "where they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only "
-        "lays out no masks. Costs a few microseconds per token. The text is the same with each",
-        parse.one_of("on", "off", "only"),
-        "on|off|only",
+        "lays out no masks; auto is on where --steps are the host's, for a lookup needs the host between two steps. "
+        "Costs a few microseconds per token. The text is the same with each",
+        parse.one_of("auto", "on", "off", "only"),
+        "auto|on|off|only",
+        own_workers=True,
+    )
+    steps: str = setting(
+        "auto",
+        _SPECULATION,
+        "where decoding requests are kept between steps: on the device, where the next step is launched before the "
+        "host has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device "
+        "on a GPU and host on a CPU. Prompts, log-probabilities, adapters and lookups are stepped from the host. The "
+        "text is the same with each",
+        parse.one_of("auto", "device", "eager", "host"),
+        "auto|device|eager|host",
         own_workers=True,
     )
     space_mask_ids: tuple[int, ...] = setting(
@@ -363,7 +375,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             values[name] = known.parse(text)
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}.") from None
-    keys = _read_keys(values.get("api_key_file"), environment)
+    keys = read_keys(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
     config = ServeConfig(**values, api_keys=keys)
     for name, (_, known) in settings().items():
         if config.worker_address and known.own_workers and flags.get(name) is not None:
@@ -380,21 +392,3 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             "model with --served-model-name."
         )
     return config
-
-
-def _read_keys(file: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """API keys from the file (one per line, `#` starts a comment line) and from SPACESERVE_API_KEYS."""
-    lines = environment.get(ENVIRONMENT_PREFIX + "API_KEYS", "").split(",")
-    if file is not None:
-        try:
-            lines += [
-                line
-                for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-                if not line.startswith("#")
-            ]
-        except OSError as error:
-            raise ConfigError(f"--api-key-file={file!r}: cannot be read: {error.strerror}.") from None
-    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if file is not None and not keys:
-        raise ConfigError(f"--api-key-file={file!r}: holds no key; write one per line.")
-    return keys

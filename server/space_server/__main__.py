@@ -19,19 +19,22 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
+from typing import Literal
 
 import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
+from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks, check_ranks
 
 from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, cache_folder, calibrate, load_or_measure
-from space_server.config import WorkerConfig, parse
+from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
+from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
 from space_server.host_memory import keep_freed_memory
 from space_server.largest_step import take_largest_step
@@ -147,7 +150,11 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
             label(synthetic.chances),
         )
     # A decreed acceptance is that of masks: nothing else drafts beside it.
-    sources = None if synthetic else DraftSources(lookup=config.lookup != "off", masks=config.lookup != "only")
+    steps = choose_steps(config.steps, facts, synthetic=synthetic is not None)
+    looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
+    if looks_up and steps != "host":
+        _log.warning("--lookup %s: requests that may speculate are stepped from the host", config.lookup)
+    sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
     worker = Worker(
         model,
         synthetic=synthetic,
@@ -160,6 +167,8 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
         kv=kv,
         cost=cost,
         controller=FixedLayout.full(fixed) if fixed else None,
+        device_steps=steps != "host",
+        eager=steps == "eager",
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
@@ -200,6 +209,17 @@ def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCo
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
     )
     return cost
+
+
+def choose_steps(asked: Steps, facts: ModelFacts, *, synthetic: bool) -> Literal["device", "eager", "host"]:
+    """Who keeps sequences between steps: what is asked for, where it can be had."""
+    if asked == "host" or (asked == "auto" and facts.device.type == "cpu"):
+        return "host"
+    reason = "synthetic acceptance is decreed on the host" if synthetic else why_on_host(facts)
+    if reason is not None:
+        _log.warning("steps wait for the host: %s", reason)
+        return "host"
+    return "device" if asked == "auto" else asked
 
 
 def choose_threads(model: str) -> int | None:

@@ -16,7 +16,8 @@ LARGEST_BLOCK = 256
 """Slots of a block: what flash-attn 2 asks for."""
 
 Speculation = Literal["auto", "off"] | int
-Lookup = Literal["on", "off", "only"]
+Lookup = Literal["auto", "on", "off", "only"]
+Steps = Literal["auto", "device", "eager", "host"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class WorkerConfig:
     calibration_seconds: float  # of measuring what steps cost, at the first start; 0: none
     speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
     lookup: Lookup  # drafts from what followed the same ids before: beside masks, not at all, or instead of them
+    steps: Steps  # who keeps sequences between steps; device: as CUDA graphs, eager: without
     space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
     space_num_masks: int | None
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
@@ -93,9 +95,18 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     )
     parser.add_argument(
         "--lookup",
-        default="on",
-        choices=["on", "off", "only"],
-        help="drafts from what followed the same ids before: beside masks, never, or instead (default: %(default)s)",
+        default="auto",
+        choices=["auto", "on", "off", "only"],
+        help="drafts from what followed the same ids before: beside masks, never, or instead; auto is on where --steps "
+        "are the host's, for who is looked up for is stepped from the host (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        default="auto",
+        choices=["auto", "device", "eager", "host"],
+        help="device: sequences whose prompt is read keep their state on the device, which begins the next step before "
+        "the host has read the last, each kind of step a CUDA graph from its second time on; eager: the same without "
+        "graphs; host: every step waits for the host; auto: device on a GPU, host on a CPU (default: %(default)s)",
     )
     parser.add_argument("--space-mask-ids", type=_ids, help="comma-separated: one shared id, or one per mask")
     parser.add_argument("--space-num-masks", type=_at_least(1), help="masks per group")

@@ -10,7 +10,9 @@ import logging
 from collections.abc import Iterable
 from statistics import median_high
 
+from space_kernels.attention_backends import BACKENDS
 from space_model.draft_layout import DraftLayout
+from space_model.model_facts import ModelFacts
 
 from space_server.acceptance import Acceptance
 from space_server.controller import Controller, Load, Room
@@ -136,6 +138,15 @@ class DeviceSteps:
             rooms = [room if sequence.law.greedy else noisy for sequence in sequences]
         context = sum(sequence.num_computed for sequence in sequences)
         return room.fit(self._controller.layouts(rooms, Load(num_context=context))[0])
+
+
+def why_on_host(facts: ModelFacts) -> str | None:
+    """Why this model cannot be stepped on its device; None: it can."""
+    if facts.num_ranks > 1:
+        return f"{facts.num_ranks} ranks share the model, and rank 0 tells the others the rows of each step"
+    if facts.device.type == "cuda" and not BACKENDS[facts.attention].captures:
+        return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
+    return None
 
 
 def _average(sequences: list[Sequence]) -> Acceptance | None:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from space_kernels.sampling import IdLogprobs
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
@@ -16,17 +15,18 @@ from space_server.controller import Controller
 from space_server.device_stepper import DeviceStepper, StepRead
 from space_server.device_steps import DeviceSteps
 from space_server.draft_source import DraftSource
-from space_server.drafts import DraftSources, Source
-from space_server.limits import End
+from space_server.drafts import DraftSources
 from space_server.measured_controller import MeasuredController
 from space_server.memory import give_back_unused, is_out_of_memory
-from space_server.plan import Plan, StepPlan, plan_step
+from space_server.plan import Plan, plan_step
 from space_server.prefill_budget import PrefillBudget
 from space_server.running_batch import RunningBatch
 from space_server.sequence import Sequence
+from space_server.sequence_report import commit
 from space_server.step import Advance, Stepper, StepTimes
-from space_server.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
+from space_server.step_stats import count_read, count_step
 from space_server.synthetic import SyntheticAcceptance
 
 PROTOCOL_MAJOR = 1
@@ -43,19 +43,6 @@ _TOO_LARGE = (
 )
 
 _log = logging.getLogger(__name__)
-
-_FINISH = {
-    None: pb.FINISH_NONE,
-    End.EOS: pb.FINISH_EOS,
-    End.STOP_ID: pb.FINISH_STOP_ID,
-    End.LENGTH: pb.FINISH_LENGTH,
-}
-
-_SOURCE = {
-    Source.MASKS: pb.DRAFT_SOURCE_MASKS,
-    Source.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
-    Source.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
-}
 
 
 class ProtocolError(Exception):
@@ -293,10 +280,10 @@ class Worker:
         report.sequences.extend(failed)
         if advances:
             seconds = self._clock() - begun if beside is None else beside
-            self._measure(report.stats, plan, times, seconds)
+            count_step(report.stats, plan, times, seconds, self.cost)
             self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds)
         for read in reads:
-            self._measure_read(report.stats, read)
+            count_read(report.stats, read, self.cost)
         spent = times.forward + times.sample + times.draft
         if device is not None:
             spent += device.stepper.waited - waited
@@ -377,74 +364,13 @@ class Worker:
     def _settle(self, advance: Advance) -> pb.SequenceReport:
         """Let the sequence go on or end, and say so."""
         plan, sequence = advance.plan, advance.plan.sequence
-        decoded = sequence.num_emitted > 0
         if plan.closes and sequence.acceptance is not None and advance.end is None:
             by_masks = min(plan.layout.num_drafts, sequence.num_mask_drafts)
             sequence.acceptance.step(sequence.draft_depth, by_masks, advance.num_accepted)
-        origin, by_masks = sequence.origin, sequence.num_mask_drafts
-        advance.commit()
-        report = pb.SequenceReport(
-            seq_id=sequence.seq_id,
-            tokens=advance.tokens,
-            logprobs=[_logprobs(entry) for entry in advance.logprobs],
-            num_drafted=plan.layout.num_drafts,
-            num_accepted=advance.num_accepted,
-            num_computed=sequence.num_computed,
-            finish=pb.FINISH_ERROR if advance.error is not None else _FINISH[advance.end],
-            error=advance.error or "",
-            decoded=decoded,
-            prompt_logprobs=[_logprobs(entry) for entry in advance.prompt_logprobs],
-            num_predicted=advance.num_predicted,
-        )
-        if origin.source is not Source.MASKS and report.num_drafted:
-            report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, report.num_drafted)
+        report = commit(advance)
         if report.finish != pb.FINISH_NONE:
             self.batch.end(sequence.seq_id)
         return report
-
-    def _measure(self, stats: pb.StepStats, plan: StepPlan, times: StepTimes, seconds: float) -> None:
-        """What a step on the host cost, for the report and for the next choice."""
-        shape = plan.shape
-        stats.chain_rows, stats.mask_rows, stats.prefill_rows = (
-            shape.num_chain_rows,
-            shape.num_mask_rows,
-            shape.num_prefill_rows,
-        )
-        stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = times.forward, times.sample, times.draft
-        stats.num_sequences = len(plan.plans)
-        decoding = [plan.layout.num_drafts for plan in plan.plans if plan.closes and plan.num_pending == 1]
-        _count(stats, decoding)
-        self.cost.learn(shape, seconds)
-        if not shape.num_prefill_rows:
-            stats.plain_step_seconds = self.cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
-
-    def _measure_read(self, stats: pb.StepStats, read: StepRead) -> None:
-        """The same of a step on the device, beside what is there already."""
-        if read.shape.num_sequences:
-            self.cost.learn(read.shape, read.seconds)
-        if not read.advances:
-            return
-        layouts = [advance.plan.layout for advance in read.advances]
-        stats.chain_rows += sum(1 + layout.num_drafts for layout in layouts)
-        stats.mask_rows += sum(layout.num_masks for layout in layouts)
-        stats.forward_seconds += read.computing
-        stats.num_sequences += len(layouts)
-        _count(stats, [layout.num_drafts for layout in layouts])
-        if not stats.prefill_rows:
-            shape = read.shape
-            stats.plain_step_seconds += self.cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
-
-
-def _count(stats: pb.StepStats, num_drafts: list[int]) -> None:
-    """Sequences that decoded, by how many drafts they had."""
-    known = stats.draft_length_counts
-    known.extend([0] * (max(num_drafts, default=-1) + 1 - len(known)))
-    for count in num_drafts:
-        known[count] += 1
-
-
-def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(id=entry.id, logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
 
 
 def _first_line(error: Exception) -> str:

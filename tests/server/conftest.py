@@ -1,5 +1,6 @@
 """Tiny real checkpoints for the worker's tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,10 @@ def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
     path = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_checkpoint(path, shared_mask=True, draft_head=False, dtype="bfloat16")
     return load_model(path, dtype="bfloat16", num_threads=1)
+
+
+@pytest.fixture
+def no_device_step_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A step on the device that fails is taken on the host: the text alone would not show it."""
+    yield
+    assert [record.message for record in caplog.get_records("call") if "failed" in record.message] == []

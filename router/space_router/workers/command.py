@@ -21,6 +21,7 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--max-sequences": config.max_sequences,
         "--speculation": config.speculation,
         "--lookup": config.lookup,
+        "--steps": config.steps,
         "--prefill-budget": config.prefill_budget,
         "--calibration-seconds": config.calibration_seconds,
         "--log-level": config.log_level,

@@ -1,0 +1,143 @@
+"""Which steps are captured, replayed and forgotten; on a GPU, that a replay says what the host's steps say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from space_kernels.law_tensors import Stages
+from space_model.draft_layout import DraftLayout
+from space_model.load import load_model
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.device_graphs import StepGraphs
+from space_server.device_step import StepKind
+from space_server.testing import SmallRouter
+from space_server.worker import Worker
+from torch import Tensor
+
+
+def kind(num_lines: int) -> StepKind:
+    return StepKind(num_lines, DraftLayout.plain(), Stages(), 16)
+
+
+@dataclass
+class Recorder:
+    """Stands for torch's graphs: what is taken while one is captured is taken again when it is replayed."""
+
+    taken: list[str] = field(default_factory=list)
+    recording: list[int] | None = None
+    refuses: bool = False
+
+    def take(self, of: StepKind) -> Tensor:
+        self.taken.append(f"{'record' if self.recording is not None else 'launch'} {of.num_lines}")
+        if self.recording is not None:
+            if self.refuses:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.recording.append(of.num_lines)
+        return torch.full((of.num_lines, 1), of.num_lines, dtype=torch.int32)
+
+    def graph(self) -> Graph:
+        return Graph(self)
+
+    @contextmanager
+    def capture(self, graph: Graph, **settings: object) -> Iterator[None]:
+        assert "pool" in settings
+        self.recording = graph.holds
+        try:
+            yield
+        finally:
+            self.recording = None
+
+
+@dataclass
+class Graph:
+    recorder: Recorder
+    holds: list[int] = field(default_factory=list)
+
+    def replay(self) -> None:
+        self.recorder.taken.append(f"replay {self.holds[0]}")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
+    monkeypatch.setattr(torch.cuda, "graph", found.capture)
+    return found
+
+
+def graphs_of(recorder: Recorder, most: int = 8) -> StepGraphs:
+    return StepGraphs(recorder.take, torch.zeros(8, 1, dtype=torch.int32), most=most)
+
+
+def test_a_kind_is_launched_first_captured_the_second_time_and_then_replayed(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    graphs = graphs_of(recorder)
+    for number in (2, 2, 4, 2, 4):
+        assert len(graphs(kind(number))) == number
+    assert recorder.taken == ["launch 2", "record 2", "replay 2", "launch 4", "replay 2", "record 4", "replay 4"]
+    assert len(graphs) == 2
+    assert sum("captured a step of" in message for message in caplog.messages) == 2
+
+
+def test_the_least_recently_used_graph_goes(recorder: Recorder) -> None:
+    graphs = graphs_of(recorder, most=2)
+    for number in (1, 1, 2, 2, 1, 3, 3):
+        graphs(kind(number))
+    assert len(graphs) == 2
+    recorder.taken.clear()
+    for number in (1, 3, 2):
+        graphs(kind(number))
+    assert recorder.taken == ["replay 1", "replay 3", "record 2", "replay 2"]
+
+
+def test_steps_that_cannot_be_captured_are_launched(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = graphs_of(recorder)
+    recorder.refuses = True
+    for _ in range(3):
+        graphs(kind(2))
+    assert recorder.taken == ["launch 2", "record 2", "launch 2", "launch 2"]
+    assert any("cannot be captured" in message for message in caplog.messages)
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampling", [pb.Sampling(), pb.Sampling(seed=3, temperature=0.9, top_p=0.9)])
+def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: Path, sampling: pb.Sampling) -> None:
+    model = load_model(tiny_path, dtype="float32", device="cuda", exact=True)
+    found, taken = [], []
+    for device in (False, True):
+        worker = Worker(
+            model, num_blocks=256, block_size=16, controller=FixedLayout.full(3), max_sequences=8, device_steps=device
+        )
+        router = SmallRouter(worker)
+        for number in range(5):
+            router.admit([70 + number, 71, 72, 90][: 1 + number], max_tokens=60, sampling=sampling, num_pages=1)
+        if worker._device is not None:
+            stepper = worker._device.stepper
+            graphs = stepper._take
+            assert isinstance(graphs, StepGraphs)
+            taken.append(graphs)
+
+            def never_waiting(of: StepKind, graphs: StepGraphs = graphs) -> Tensor:
+                torch.cuda.set_sync_debug_mode("error" if of in graphs._graphs else "default")
+                try:
+                    return graphs(of)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            stepper._take = never_waiting
+        router.run()
+        found.append([ran.tokens for ran in router.ran.values()])
+    assert found[0] == found[1]
+    assert [graphs.num_replays > 10 for graphs in taken] == [True]

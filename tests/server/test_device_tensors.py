@@ -1,0 +1,272 @@
+"""A device step asks nothing of the host while it is launched: shown on the CPU, where it could ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from space_kernels import norm, swiglu
+from space_kernels.dispatch import Ops
+from space_kernels.linear_cuda import CudaLinear
+from space_kernels.paging import StepRows
+from space_kernels.rotary import HeadNorm
+from space_kernels.step_tables import StepTables
+from space_model import compact_network
+from space_model.gated_lora import GatedLora
+from space_model.llama_cuda_network import LlamaCudaNetwork
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_model.tensor_parallel import Ranks
+from space_model.testing import tiny_checkpoint
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.device_step import StepKind, TensorForward
+from space_server.device_stepper import DeviceStepper
+from space_server.device_steps import DeviceSteps
+from space_server.testing import SmallRouter
+from space_server.worker import Worker
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+BLOCK, BLOCKS = 4, 60
+ASKS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+
+
+class NothingAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations whose result the host must look at, or whose shape depends on a tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num_operations += 1
+        name = func.overloadpacket.__name__
+        by_mask = name in {"index", "index_put", "index_put_"} and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        assert name not in ASKS, f"{name} waits for the device"
+        assert not by_mask, f"{name} by a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------- an attention of tensors
+
+
+def turn_and_store(
+    fused: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slots: Tensor,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    norm: HeadNorm | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotary.rotary_store` in which dead rows write to the last block, which nobody has."""
+    assert norm is None
+    heads = fused.view(len(fused), num_heads + 2 * kv_heads, -1)
+    query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    turned = heads[:, : num_heads + kv_heads]
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    size, count = key_pages.shape[2], len(slots)
+    slots = torch.where(slots < 0, len(key_pages) * size - 1, slots)
+    for pages, new in ((key_pages, key), (value_pages, value)):
+        pages[slots // size, :, slots % size] = new[:count]
+    return query, key, value
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: StepRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Each row over all slots of its sequence's page table and all rows of the step, what it must not see hidden."""
+    assert window is None
+    assert softcap is None
+    tables = StepTables.of(rows)
+    at = tables.pattern
+    count, num_heads = at.num_rows, query.shape[1]
+    owner = at.owner.long()
+    table = tables.page_table.long().clamp(0, len(key_pages) - 1)[owner]  # [rows, P]
+
+    def of_pages(pages: Tensor, new: Tensor) -> Tensor:
+        old = pages[table].transpose(2, 3).flatten(1, 2)  # [rows, P·size, G, D]
+        both = torch.cat([old, new[None, :count].expand(count, -1, -1, -1)], dim=1)
+        return both.repeat_interleave(num_heads // pages.shape[1], dim=2)  # [rows, keys, H, D]
+
+    keys, values = of_pages(key_pages, key), of_pages(value_pages, value)
+    slot, row = torch.arange(tables.capacity), torch.arange(count)
+    in_pages = slot < (tables.starts[owner] + torch.minimum(at.reach, tables.num_written[owner]))[:, None]
+    in_step = (at.group[:, None] >= 0) & (row >= at.group_first[:, None]) & (row <= row[:, None])
+    seen = torch.cat([in_pages, in_step], dim=1)  # [rows, keys]
+    scores = torch.einsum("rhd,rkhd->rhk", query[:count], keys) * scale
+    weights = scores.masked_fill(~seen[:, None], -1e30).softmax(dim=2)
+    found = torch.einsum("rhk,rkhd->rhd", weights, values)
+    return torch.cat([found, torch.zeros_like(query[count:])])
+
+
+def refuses(*arguments: object, **others: object) -> Tensor:
+    raise AssertionError("the network has another attention")
+
+
+OPS = Ops(
+    attention="tensors",
+    space_attention=refuses,
+    attend=attend,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    rotary_store=turn_and_store,
+    swiglu=swiglu.swiglu,
+    linear=CudaLinear,
+)
+
+
+class OnTensors:
+    """Stands where the CPU's network is looked for."""
+
+    @staticmethod
+    def fits(config: object, dtype: torch.dtype) -> bool:
+        return True
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        base: PreTrainedModel,
+        heads: int,
+        groups: int,
+        width: int,
+        adapters: list[GatedLora],
+        prefix: str,
+        ranks: Ranks | None,
+    ) -> LlamaCudaNetwork:
+        return LlamaCudaNetwork(base, heads, groups, width, OPS, adapters, prefix, ranks)
+
+
+@pytest.fixture(scope="module", params=["draft head", "masks alone"])
+def on_tensors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    path = tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny") / "llama", num_masks=3, draft_head=request.param == "draft head"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact_network, "LlamaNetwork", OnTensors)
+        model = load_model(path, dtype="float32", num_threads=1)
+    assert isinstance(model._network, LlamaCudaNetwork)
+    return model
+
+
+SAMPLINGS = [
+    pb.Sampling(),
+    pb.Sampling(seed=3, temperature=0.9, top_k=30, top_p=0.9, min_p=0.01),
+    pb.Sampling(
+        seed=8,
+        temperature=0.8,
+        repetition_penalty=1.2,
+        min_tokens=9,
+        bad_words=[pb.IdRun(ids=[60])],
+        logit_bias={70: 1},
+    ),
+]
+
+
+class Watched:
+    """A launch in which nothing may be asked."""
+
+    def __init__(self, router: SmallRouter) -> None:
+        device = router.worker._device
+        assert device is not None
+        self.mode = NothingAsked()
+        self._take = device.stepper._take
+        self.kinds: set[StepKind] = set()
+        device.stepper._take = self
+
+    def __call__(self, kind: StepKind) -> Tensor:
+        self.kinds.add(kind)
+        with self.mode:
+            return self._take(kind)
+
+
+def texts(model: SpaceModel, *, device: bool) -> tuple[list[list[int]], SmallRouter]:
+    controller = FixedLayout.full(3)
+    worker = Worker(model, num_blocks=BLOCKS, block_size=BLOCK, controller=controller, max_sequences=5)
+    router = SmallRouter(worker)
+    router.free.remove(BLOCKS - 1)  # where dead rows write
+    if device:
+        stepper = DeviceStepper(model, worker.kv, max_sequences=5, forward=TensorForward)
+        worker._device = DeviceSteps(stepper, controller)
+        watched = Watched(router)
+    for number, sampling in enumerate(SAMPLINGS):
+        router.admit([70 + number, 71, 72, 90][: 2 + number], max_tokens=12, sampling=sampling, num_pages=2)
+    router.run()
+    if device:
+        assert watched.mode.num_operations > 500
+        assert {kind.num_lines for kind in watched.kinds} >= {2, 4}
+    return [ran.tokens for ran in router.ran.values()], router
+
+
+def test_a_step_on_tensors_alone_asks_nothing_and_gives_the_same_text(
+    on_tensors: SpaceModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_host, _ = texts(on_tensors, device=False)
+    on_device, router = texts(on_tensors, device=True)
+    assert on_device == on_host
+    assert not any("failed" in message for message in caplog.messages)
+    assert any(report.paused for ran in router.ran.values() for report in ran.reports)
+
+
+def test_what_waits_for_the_device_is_seen() -> None:
+    for ask in (
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.masked_select(x > 0),
+    ):
+        with pytest.raises(AssertionError, match="waits"), NothingAsked():
+            ask(torch.ones(3))
+
+
+@pytest.mark.slow
+def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a network of one layer, all of them, through the worker."""
+    pytest.importorskip("triton")
+    from space_kernels.dispatch import triton_ops
+    from space_kernels.linear import PackedLinear
+
+    kernels = triton_ops(PackedLinear)
+    path = tiny_checkpoint(tmp_path, "llama", hidden_size=32, num_layers=1, num_heads=2, kv_heads=1, num_masks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact_network, "LlamaNetwork", OnTensors)
+        patch.setitem(globals(), "OPS", kernels)
+        model = load_model(path, dtype="float32", num_threads=1)
+    assert model._network._ops is kernels  # type: ignore[attr-defined]
+    found = []
+    for device in (False, True):
+        controller = FixedLayout.full(2)
+        worker = Worker(model, num_blocks=16, block_size=16, controller=controller, max_sequences=2)
+        if device:
+            stepper = DeviceStepper(model, worker.kv, max_sequences=2, forward=TensorForward)
+            worker._device = DeviceSteps(stepper, controller)
+        router = SmallRouter(worker)
+        for number in range(2):
+            router.admit([70 + number, 71, 72], max_tokens=5)
+        router.run()
+        found.append([ran.tokens for ran in router.ran.values()])
+        assert worker._device is None or worker._device.stepper.num_launches > 3
+    assert found[0] == found[1]
+    assert not any("failed" in message for message in caplog.messages)
