@@ -14,7 +14,8 @@ from space_kernels import choose as choosing
 from space_kernels import draft_head, step_state
 from space_kernels.law_tensors import LawTensors, Stages
 from space_kernels.sampling import Choice
-from space_kernels.step_state import DeviceRows, MaskRows, StepIndex, StepState
+from space_kernels.step_index import StepIndex
+from space_kernels.step_state import DeviceRows, MaskRows, StepState
 from space_kernels.step_verdict import StepVerdict
 
 

@@ -17,8 +17,9 @@ import torch
 from space_kernels.draft_candidates import candidates, law_columns
 from space_kernels.draft_head import propose
 from space_kernels.law_tensors import Stages
+from space_kernels.step_index import StepIndex
 from space_kernels.step_ops import StepOps
-from space_kernels.step_state import DeviceRows, StepIndex, StepState, chain_choices, mask_choices
+from space_kernels.step_state import DeviceRows, StepState, chain_choices, mask_choices
 from space_kernels.step_tables import PatternTables, StepTables
 from space_kernels.step_verdict import StepVerdict
 from space_model.batch_pattern import BatchPattern, batch_pattern

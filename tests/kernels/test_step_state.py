@@ -16,7 +16,8 @@ from space_kernels.draft_head import propose
 from space_kernels.law import Law
 from space_kernels.law_tensors import LawRoom, Stages
 from space_kernels.sampling import Choice
-from space_kernels.step_state import Admission, StepIndex, StepState
+from space_kernels.step_index import StepIndex
+from space_kernels.step_state import Admission, StepState
 from space_kernels.step_verdict import EndCode, judge
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -14,7 +14,8 @@ from space_kernels.law import Law
 from space_kernels.law_tensors import LawRoom, Stages
 from space_kernels.processors import TokenCounts
 from space_kernels.sampling import Choice
-from space_kernels.step_state import RESULT_FIXED, Admission, StepIndex, StepState
+from space_kernels.step_index import StepIndex
+from space_kernels.step_state import RESULT_FIXED, Admission, StepState
 from space_kernels.step_verdict import EndCode
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch
