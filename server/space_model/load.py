@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +35,8 @@ from space_model.space_model import SpaceModel
 from space_model.space_section import SpaceSection, load_draft_head
 from space_model.tensor_parallel import Ranks, Share
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -83,10 +87,12 @@ def load_model(
     for name, folder in (adapters or {}).items():
         drafting.append(_named(name, folder, int(config.vocab_size), fitting))
 
+    begun = time.perf_counter()
     if ranks is None:
         model = _read_weights(checkpoint, config, number, place)
     else:
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
+    _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))

@@ -14,10 +14,10 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from space_kernels.attention_backends import installed_version
 from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
@@ -195,7 +195,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
     """Where the points of this model on this machine are kept."""
     device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
     what = [
-        version("spaceserve"),
+        installed_version("spaceserve") or "a checkout",
         facts.model_hash,
         str(facts.dtype),
         str(facts.device),
