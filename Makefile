@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix bench lock
+.PHONY: help install serve test lint types unit matrix bench gpu-check lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,11 @@ matrix: install  ## the slow tests: exactness over the whole product of models, 
 
 bench: install  ## tokens per second and latency of the embedded model, with and without drafts
 	@$(VENV)/bin/spaceserve bench
+
+# On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
+gpu-check: export PYTHONPATH := kernels:proto:server$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check:  ## what only a GPU can show, and one report (DRY=1: every stage, tiny, on the CPU; FLAGS="--stages … --minutes …")
+	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -m space_eval.gpu_check $(if $(DRY),--dry) $(FLAGS)
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade

@@ -1,0 +1,191 @@
+"""How fast a worker decodes: made-up sequences in the middle of their texts, timed by the wall while all run."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from space_model.paged_kv import PagedKV
+from space_proto import worker_pb2 as pb
+from space_server.step_cost import StepCost
+from space_server.step_model import StepModel
+from space_server.worker import PROTOCOL_MAJOR, Worker
+
+from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS
+from space_eval.overhead_arms import Arm
+
+BLOCK_SIZE = 16
+SLACK = 24
+"""Tokens of each sequence beyond those that may be timed: two steps under way, and their drafts."""
+
+STEPS: dict[str, dict[str, Any]] = {"host": {}, "device": {"device_steps": True}}
+"""How a worker steps, and what it is told: each step waited for, or state and next step on the device."""
+
+
+def known_steps() -> list[str]:
+    """Those that this worker can do; the last is the one a server would take."""
+    taken = inspect.signature(Worker).parameters
+    return [name for name, words in STEPS.items() if all(word in taken for word in words)]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What so many sequences gave, together."""
+
+    batch: int
+    num_steps: int
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """By the wall, from report to report."""
+        return self.seconds / self.num_steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        """E: of one sequence."""
+        return self.num_tokens / (self.num_steps * self.batch)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the sequences of a measurement have."""
+
+    context: int  # positions computed before; their keys and values are zeros
+    most_tokens: int  # timed, of each
+
+    @property
+    def blocks_each(self) -> int:
+        """Pages of a sequence."""
+        return -(-(self.context + 1 + self.most_tokens + SLACK) // BLOCK_SIZE)
+
+
+class PacedWorker:
+    """A worker with one way to lay out steps. Several share the pages: they take turns."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        kv: PagedKV,
+        arm: Arm,
+        room: Room,
+        *,
+        max_sequences: int,
+        steps: str = "host",
+        cost: StepCost | None = None,
+    ) -> None:
+        self.arm, self._room, self._facts = arm, room, model.facts
+        self.worker = Worker(
+            model,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            max_sequences=max_sequences,
+            kv=kv,
+            cost=cost,
+            controller=arm.controller(),
+            **STEPS[steps],
+        )
+        most = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
+        start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=most, max_prefill_rows=1 << 20)
+        self.worker.apply(pb.Command(start=start))
+        self._num_admitted = 0
+
+    def pace(self, batch: int, *, num_steps: int, seconds: float = 2.0, warm_up: int = 12) -> Pace:
+        """At most so many steps and seconds, after `warm_up` steps. Raises RuntimeError where a sequence fails."""
+        tokens = self._admit(batch)
+        for _ in range(warm_up):
+            self._step(tokens)
+        while min(tokens.values()) < 1:
+            self._step(tokens)
+        before, done = sum(tokens.values()), 0
+        drafted = accepted = 0
+        # From report to report: with steps under way, waiting for the device here would count some of them twice.
+        begun = time.perf_counter()
+        while done < num_steps and max(tokens.values()) < self._room.most_tokens:
+            report = self._step(tokens)
+            drafted += sum(sequence.num_drafted for sequence in report.sequences)
+            accepted += sum(sequence.num_accepted for sequence in report.sequences)
+            done += report.stepped
+            if time.perf_counter() - begun > seconds:
+                break
+        taken = time.perf_counter() - begun
+        made = sum(tokens.values()) - before
+        self._release(tokens)
+        if not done:
+            raise RuntimeError(f"{self.arm.name}: no step was left to time; give the sequences more tokens")
+        return Pace(batch, done, made, drafted, accepted, taken)
+
+    def stretch(self, batch: int, num_steps: int, measure: Callable[[Callable[[], None]], float]) -> float:
+        """What `measure` says of `num_steps` steps, by step."""
+        tokens = self._admit(batch)
+        while min(tokens.values()) < 1 or self._num_stepped < 8:
+            self._step(tokens)
+        self._wait()
+
+        def run() -> None:
+            for _ in range(num_steps):
+                self._step(tokens)
+
+        found = measure(run) / num_steps
+        self._release(tokens)
+        return found
+
+    def _admit(self, batch: int) -> dict[int, int]:
+        """seq_id -> tokens so far, of new sequences with pages of their own."""
+        rng, room, tokens = random.Random(batch), self._room, {}
+        first = FIRST_MASK + NUM_MASKS
+        for number in range(batch):
+            self._num_admitted += 1
+            ids = [rng.randrange(first, self._facts.vocab_size) for _ in range(room.context + 1)]
+            admit = pb.Admit(
+                seq_id=self._num_admitted,
+                ids=ids,
+                num_prompt=len(ids),
+                num_cached=room.context,
+                pages=range(number * room.blocks_each, (number + 1) * room.blocks_each),
+                sampling=pb.Sampling(seed=number),
+                limits=pb.Limits(max_tokens=room.most_tokens + SLACK),
+                max_draft_length=NUM_MASKS if self.arm.num_drafts is None else self.arm.num_drafts,
+            )
+            self.worker.apply(pb.Command(admit=admit))
+            tokens[self._num_admitted] = 0
+        self._num_stepped = 0
+        return tokens
+
+    def _step(self, tokens: dict[int, int]) -> pb.StepReport:
+        report = self.worker.step()
+        if report is None:
+            raise RuntimeError(f"{self.arm.name}: the worker has nothing to do, and the sequences have not ended")
+        self._num_stepped += report.stepped
+        for sequence in report.sequences:
+            if sequence.error:
+                raise RuntimeError(f"{self.arm.name}: {sequence.error}")
+            tokens[sequence.seq_id] += len(sequence.tokens)
+        return report
+
+    def _release(self, tokens: dict[int, int]) -> None:
+        for seq_id in tokens:
+            self.worker.apply(pb.Command(release=pb.Release(seq_id=seq_id)))
+        missing = set(tokens)
+        while missing:
+            report = self.worker.step()
+            if report is None:
+                raise RuntimeError(f"{self.arm.name}: {len(missing)} releases are not acknowledged")
+            missing -= set(report.released)
+
+    def _wait(self) -> None:
+        if self._facts.device.type == "cuda":
+            torch.cuda.synchronize(self._facts.device)

@@ -1,0 +1,266 @@
+"""Stages: decoding speed at the shapes of a 1B and an 8B Llama, random weights, drafts that come true by decree."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from space_kernels.dispatch import Ops
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from space_server.attention_choice import choose_ops
+from space_server.calibration import calibrate
+from space_server.memory import free_bytes
+from space_server.step_cost import StepCost
+from space_server.synthetic import NAMED
+
+from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_use
+from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Fortunate, Shape, facts_of, random_llama, space_llama
+from space_eval.gpu_llama import draft_head as random_head
+from space_eval.gpu_pace import BLOCK_SIZE, Pace, PacedWorker, Room, known_steps
+from space_eval.gpu_record import Notebook, StageNotRun, written
+from space_eval.gpu_targets import CROWDS
+from space_eval.overhead_arms import auto, full, plain, pruned
+from space_eval.watched_model import without_draft_head
+
+ACCEPTANCE = NAMED[0.78]
+COPY_BYTES = 2 * 1024**3
+FRACTION = 0.8
+"""Of the free memory that pages may take."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    num_steps: int
+    seconds: float  # of one arm at one batch
+    rounds: int
+    crowds: Sequence[int]
+    room: Room
+    calibration_seconds: float
+
+
+FULL = Effort(num_steps=200, seconds=1.0, rounds=2, crowds=CROWDS, room=Room(512, 448), calibration_seconds=8.0)
+LITTLE = Effort(num_steps=6, seconds=0.2, rounds=1, crowds=(1, 2), room=Room(16, 96), calibration_seconds=0.2)
+
+
+def llama_1b(notes: Notebook, until: float) -> None:
+    """And what exact products cost."""
+    _Measurement(notes, "1b", until).run(exact=True)
+
+
+def llama_8b(notes: Notebook, until: float) -> None:
+    """Exact products apart."""
+    _Measurement(notes, "8b", until).run(exact=False)
+
+
+class _Measurement:
+    """One shape, from its weights to its last figure."""
+
+    def __init__(self, notes: Notebook, name: str, until: float) -> None:
+        self._notes, self._name, self._until = notes, name, until
+        self._device = torch.device("cpu" if notes.dry else "cuda")
+        self._shape: Shape = DRY if notes.dry else SHAPES[name]
+        self._effort = LITTLE if notes.dry else FULL
+        self._facts = facts_of(self._shape, self._device, ACCEPTANCE)
+        self._clock = DeviceClock(self._device)
+        free = free_bytes(self._device)
+        if free < 1.5 * self._shape.num_bytes:
+            raise StageNotRun(
+                f"{self._shape.num_bytes / 1024**3:.1f} GiB of weights need half as much again; "
+                f"{free / 1024**3:.1f} GiB are free"
+            )
+
+    def run(self, *, exact: bool) -> None:
+        """`exact`: measure exact products, too."""
+        notes, name = self._notes, self._name
+        bandwidth = self._clock.copy_bandwidth(1 << 20 if notes.dry else COPY_BYTES)
+        torch.cuda.empty_cache()  # of what was copied
+        notes.figure("copy bandwidth", bandwidth / 1e12, "TB/s")
+        begun = time.perf_counter()
+        ops = choose_ops(self._facts, asked="auto", block_size=BLOCK_SIZE)
+        model = self._build(ops, WHISPER)
+        notes.figure(f"{name} seconds to make the weights", time.perf_counter() - begun, "s")
+        notes.note(f"attention: {ops.attention}; drafts come true with the chances {ACCEPTANCE}, by decree")
+        kv = self._pages(model)
+        self._forwards(model, kv)
+        steps = known_steps()
+        step_seconds = {}
+        for how in steps:
+            step_seconds = self._batch_of_one(model, kv, how, bandwidth, is_default=how == steps[-1])
+        if "device" not in steps:
+            notes.missing(f"{name} device-resident steps", "this worker has none")
+        self._crowds(model, kv, steps[-1])
+        tensors, reserved = memory_in_use(self._device)
+        notes.figure(f"{name} weights and pages", tensors / 1024**3, "GiB")
+        notes.figure(f"{name} most that torch had taken", reserved / 1024**3, "GiB")
+        if exact:
+            del model, kv
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._exact(steps[-1], step_seconds)
+
+    def _build(self, ops: Ops, whisper: float) -> SpaceModel:
+        made = random_llama(self._shape, self._device, whisper=whisper)
+        return space_llama(made, self._facts, ops, random_head(self._shape, self._device))
+
+    def _pages(self, model: SpaceModel) -> PagedKV:
+        """For the largest crowd that fits."""
+        each = self._effort.room.blocks_each * BLOCK_SIZE * self._facts.kv_bytes_per_token
+        fits = int(FRACTION * free_bytes(self._device) / each)
+        self._most = max((batch for batch in self._effort.crowds if batch <= fits), default=1)
+        for batch in [batch for batch in self._effort.crowds if batch > self._most]:
+            self._notes.missing(f"{self._name} auto/plain at batch {batch}", f"pages for {fits} sequences fit")
+        return model.allocate_kv(self._most * self._effort.room.blocks_each, BLOCK_SIZE)
+
+    def _forwards(self, model: SpaceModel, kv: PagedKV) -> None:
+        """The network and the head over 1 row and over 36, on the device alone."""
+        context, seconds = self._effort.room.context, {}
+        for rows, layout in ((1, DraftLayout.plain()), (36, DraftLayout.full(NUM_MASKS, NUM_MASKS))):
+            chain = layout.num_drafts + 1
+            batch = ForwardBatch.build(
+                [Segment([9] * chain, context, range(self._effort.room.blocks_each), layout)],
+                block_size=BLOCK_SIZE,
+                mask_ids=self._facts.mask_ids,
+                device=self._device,
+            )
+
+            def call(batch: ForwardBatch = batch, chain: int = chain) -> None:
+                model.logits(model.forward(batch, kv)[:chain])
+
+            seconds[rows] = self._clock.seconds(graphed(call, self._device), repeats=20)
+            self._notes.figure(
+                f"{self._name} network and head, {rows} row{'s' * (rows > 1)}", 1e3 * seconds[rows], "ms"
+            )
+        self._notes.figure(f"{self._name} network and head, 36 rows/1 row", seconds[36] / seconds[1])
+
+    def _batch_of_one(
+        self, model: SpaceModel, kv: PagedKV, how: str, bandwidth: float, *, is_default: bool
+    ) -> dict[str, float]:
+        """Steps of a single sequence: what each layout takes, and gives. Headlines are those of the default steps."""
+        notes, name, effort = self._notes, self._name, self._effort
+        fortunate = Fortunate(model, ACCEPTANCE)
+        arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), auto()]
+        found: dict[str, Pace] = {}
+        busy: dict[str, float] = {}
+        cost = self._cost(fortunate, kv)
+        for arm in arms:
+            paced = PacedWorker(
+                fortunate,
+                kv,
+                arm,
+                effort.room,
+                max_sequences=self._most,
+                steps=how,
+                cost=cost if arm.rule is None else None,
+            )
+            found[arm.name] = self._best(paced, 1)
+            if arm.name in ("plain", f"k={NUM_MASKS}") and not notes.dry:
+                try:
+                    busy[arm.name] = paced.stretch(1, 20, device_busy)
+                except RuntimeError as error:
+                    notes.missing(f"{name} device idle between steps, {arm.name}", str(error)[:300])
+        masks_alone = PacedWorker(
+            Fortunate(without_draft_head(model), ACCEPTANCE), kv, full(NUM_MASKS), effort.room,
+            max_sequences=self._most, steps=how,
+        )  # fmt: skip
+        found["k=5, no draft head"] = self._best(masks_alone, 1)
+        notes.table(
+            f"{name}, batch 1, {how} steps", _HEAD, [_row(arm, pace, found["plain"]) for arm, pace in found.items()]
+        )
+        head = f"{name} " if is_default else f"{name}, {how} steps: "
+        first, whole = found["plain"], found[f"k={NUM_MASKS}"]
+        drafting = [found[arm.name] for arm in arms if arm.name != "plain"]
+        share = self._shape.step_bytes / first.step_seconds / bandwidth
+        notes.figure(f"{head}plain decoding at batch 1", first.tokens_per_second, "tokens/s")
+        notes.figure(f"{head}plain decoding at batch 1: share of weight bandwidth", share, "%")
+        notes.figure(f"{head}step(36 rows)/step(1 row) at batch 1", whole.step_seconds / first.step_seconds)
+        notes.figure(f"{head}speed-up at k=5, acceptance .78", whole.tokens_per_second / first.tokens_per_second)
+        best = max(pace.tokens_per_second for pace in drafting)
+        notes.figure(f"{head}speed-up with the best layout, acceptance .78", best / first.tokens_per_second)
+        notes.figure(f"{head}tokens per step at k=5", whole.tokens_per_step)
+        for arm_name, seconds in busy.items():
+            idle = 1.0 - seconds / found[arm_name].step_seconds
+            notes.figure(f"{head}device idle between steps, {arm_name}", max(0.0, idle), "%")
+        if notes.dry:
+            notes.missing(f"{head}device idle between steps", "there is no device to profile")
+        return {arm: pace.step_seconds for arm, pace in found.items()}
+
+    def _crowds(self, model: SpaceModel, kv: PagedKV, how: str) -> None:
+        """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
+        notes, name, effort = self._notes, self._name, self._effort
+        fortunate = Fortunate(model, ACCEPTANCE)
+        arms = [plain(), auto()]
+        cost = self._cost(fortunate, kv)
+        paced = {
+            arm.name: PacedWorker(fortunate, kv, arm, effort.room, max_sequences=self._most, steps=how, cost=c)
+            for arm, c in zip(arms, (None, cost), strict=True)
+        }
+        rows = []
+        for batch in [batch for batch in effort.crowds if batch <= self._most]:
+            if time.monotonic() > self._until:
+                notes.missing(f"{name} auto/plain at batch {batch}", "no time was left")
+                continue
+            rates: dict[str, list[Pace]] = {arm.name: [] for arm in arms}
+            for turn in range(effort.rounds):
+                for arm in arms if turn % 2 == 0 else arms[::-1]:
+                    rates[arm.name].append(self._pace(paced[arm.name], batch))
+            slow, fast = (statistics.median(p.tokens_per_second for p in rates[arm.name]) for arm in arms)
+            notes.figure(f"{name} auto/plain at batch {batch}", fast / slow)
+            last = rates["auto"][-1]
+            per_step = last.num_drafted / last.num_steps / batch
+            rows.append([batch, f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow:.2f}", f"{per_step:.1f}"])
+            head = ["batch", "plain, tokens/s", "auto, tokens/s", "auto/plain", "drafts per step"]
+            notes.table(f"{name}, acceptance .78, {how} steps", head, rows)
+
+    def _exact(self, how: str, usual: dict[str, float]) -> None:
+        """The same weights with row-invariant products: what a step takes then."""
+        notes, name, effort = self._notes, self._name, self._effort
+        ops = choose_ops(self._facts, asked="auto", block_size=BLOCK_SIZE, exact=True)
+        model = self._build(ops, WHISPER)
+        kv = self._pages(model)
+        rows = []
+        for arm in (plain(), full(NUM_MASKS)):
+            paced = PacedWorker(Fortunate(model, ACCEPTANCE), kv, arm, effort.room, max_sequences=self._most, steps=how)
+            seconds = self._best(paced, 1).step_seconds
+            notes.figure(f"{name} a step of {arm.name} with exact products, over the usual", seconds / usual[arm.name])
+            rows.append([arm.name, f"{1e3 * usual[arm.name]:.2f}", f"{1e3 * seconds:.2f}"])
+        notes.table(f"{name}: what exact costs, batch 1", ["layout", "ms per step", "ms, exact"], rows)
+
+    def _cost(self, model: Fortunate, kv: PagedKV) -> StepCost | None:
+        """As a server's own measurement at its start has it."""
+        points = calibrate(model, kv, max_sequences=self._most, seconds=self._effort.calibration_seconds)
+        return StepCost.from_points(points) if points else None
+
+    def _pace(self, paced: PacedWorker, batch: int) -> Pace:
+        warm_up = 4 if self._notes.dry else 40 if paced.arm.rule is None else 12
+        return paced.pace(batch, num_steps=self._effort.num_steps, seconds=self._effort.seconds, warm_up=warm_up)
+
+    def _best(self, paced: PacedWorker, batch: int) -> Pace:
+        """The middle one of the rounds, and one before them to warm up."""
+        self._pace(paced, batch)
+        found = sorted(
+            (self._pace(paced, batch) for _ in range(self._effort.rounds)), key=lambda p: p.tokens_per_second
+        )
+        return found[len(found) // 2]
+
+
+_HEAD = ["layout", "ms per step", "tokens per step", "tokens/s", "speed-up", "drafts accepted"]
+
+
+def _row(arm: str, pace: Pace, first: Pace) -> list[str]:
+    return [
+        arm,
+        f"{1e3 * pace.step_seconds:.3f}",
+        f"{pace.tokens_per_step:.2f}",
+        f"{pace.tokens_per_second:.1f}",
+        f"{pace.tokens_per_second / first.tokens_per_second:.2f}",
+        written(pace.num_accepted / pace.num_drafted, "%") if pace.num_drafted else "–",
+    ]

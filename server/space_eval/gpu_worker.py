@@ -1,0 +1,215 @@
+"""Stages with a worker process: how soon it answers, and what it says; and steps on the device against the host's."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from space_model.load import load_model
+from space_proto import worker_pb2 as pb
+from space_server.memory import free_bytes
+
+from space_eval.desk import Desk, Record, Request
+from space_eval.equivalence import Subject
+from space_eval.gpu_exact import device_of
+from space_eval.gpu_llama import DRY, FIRST_MASK, NUM_MASKS, SHAPES, draft_head, random_llama, write_checkpoint
+from space_eval.gpu_pace import STEPS, known_steps
+from space_eval.gpu_process import WorkerLine, WorkerProcess, caches_in
+from space_eval.gpu_record import Notebook, StageFailed, StageNotRun
+from space_eval.gpu_ties import Judge, Verdicts, partings
+from space_eval.greedy_oracle import GreedyOracle
+
+FIRST_ANSWER_IDS = 32
+"""Of the prompt whose first token is waited for."""
+
+
+def start_1b(notes: Notebook, until: float) -> None:
+    """Process to first answer."""
+    _start(notes, "1b")
+
+
+def start_8b(notes: Notebook, until: float) -> None:
+    """Process to first answer."""
+    _start(notes, "8b")
+
+
+def _start(notes: Notebook, name: str) -> None:
+    """Twice: with nothing compiled or measured on this machine before, and as at any later start."""
+    shape, device = (DRY if notes.dry else SHAPES[name]), torch.device(device_of(notes))
+    with tempfile.TemporaryDirectory(prefix="space-check") as place:
+        free = shutil.disk_usage(place).free
+        if free < 1.2 * shape.num_bytes or free_bytes(device) < 1.5 * shape.num_bytes:
+            raise StageNotRun(f"{shape.num_bytes / 1024**3:.0f} GiB of weights do not fit on disk and device")
+        folder = Path(place) / "model"
+        made = random_llama(shape, device)
+        write_checkpoint(folder, made, draft_head(shape, device))
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+        flags = ["--model", str(folder), "--device", device.type, "--dtype", "bfloat16"]
+        flags += ["--num-blocks", "64", "--calibration-seconds", "0.2", "--max-sequences", "2"] if notes.dry else []
+        rows = []
+        for number, which in enumerate(("first", "second")):
+            if notes.dry and number:
+                break
+            with WorkerProcess(flags, environment=caches_in(Path(place))) as process:
+                address = process.address()
+                with WorkerLine(address) as line:
+                    answered = _first_answer(line)
+                status = process.stop()
+            ready = (process.ready_at or answered) - process.started
+            rows.append([which, f"{ready:.1f}", f"{answered - process.started:.1f}"])
+            rows[-1].append("–" if process.read_at is None else f"{answered - process.read_at:.1f}")
+            head = ["start", "s to ready", "s to the first answer", "s from the weights read to the first answer"]
+            notes.table(f"{name}: process start", head, rows)
+            if status:
+                raise StageFailed(f"after SIGTERM the worker ended with status {status}")
+            prefix = f"{name} " if number == 0 else f"{name}, second start: "
+            notes.figure(f"{prefix}first answer after the process starts", answered - process.started, "s")
+            target = f"{prefix}first answer after the weights are read"
+            if process.read_at is None:
+                notes.missing(target, "the log does not say when they were read")
+            else:
+                notes.figure(target, answered - process.read_at, "s")
+
+
+def _first_answer(line: WorkerLine) -> float:
+    """The moment at which the first token is here."""
+    first = FIRST_MASK + NUM_MASKS
+    request = Request(tuple(range(first, first + FIRST_ANSWER_IDS)), pb.Sampling(), pb.Limits(max_tokens=8))
+    record = Record(request)
+    desk = Desk(line)
+    desk.admit(record)
+    desk.run(lambda: bool(record.tokens))
+    answered = time.perf_counter()
+    desk.run(lambda: not desk.records)
+    return answered
+
+
+# ------------------------------------------------------------------------------------------- the embedded model
+
+
+def worker(notes: Notebook, until: float) -> None:
+    """The embedded model behind gRPC: streams beside each other, with drafts and without, and a clean end."""
+    device = device_of(notes)
+    num_tokens, crowd = (24, 2) if notes.dry else (192, 16)
+    flags = ["--model", "demo", "--device", device, "--dtype", "float32", "--log-level", "info"]
+    flags += ["--num-blocks", "512", "--calibration-seconds", "0.2" if notes.dry else "3"]
+    subject = Subject("demo", load_model("demo", dtype="float32", device="cpu"), seed=3)
+    judge = _judge(subject)
+    verdicts = Verdicts()
+    with WorkerProcess(flags) as process, WorkerLine(process.address()) as line:
+        notes.note(f"{line.hello.device}, attention {line.hello.attention}, {line.hello.dtype}")
+        desk = Desk(line)
+        plain = [_decode(desk, [_request(subject, seat, num_tokens, drafts=0)])[0][0] for seat in range(4)]
+        for batch in (1, crowd):
+            rates = {}
+            for drafts in (0, NUM_MASKS):
+                asked = [_request(subject, number % 4, num_tokens, drafts=drafts) for number in range(batch)]
+                records, rates[drafts] = _decode(desk, asked)
+                for number, record in enumerate(records):
+                    where = f"{batch} streams, {drafts} drafts, stream {number}"
+                    _compare(verdicts, where, record, plain[number % 4], desk, judge)
+            for drafts, rate in rates.items():
+                how = "with drafts" if drafts else "plain"
+                notes.figure(f"demo over gRPC, {batch} streams, {how}", rate, "tokens/s")
+        desk.check_all_free()
+        status = process.stop()
+    _settle(notes, verdicts, "texts over gRPC that drafts changed")
+    if status:
+        raise StageFailed(f"after SIGTERM the worker ended with status {status}")
+
+
+def device_steps(notes: Notebook, until: float) -> None:
+    """Device-resident steps against steps that wait for the host, on the embedded model in float32."""
+    from space_server.controller import FixedLayout
+    from space_server.worker import Worker
+
+    if "device" not in known_steps():
+        raise StageNotRun("this worker has no device-resident steps")
+    model = load_model("demo", dtype="float32", device=device_of(notes))
+    subject = Subject("demo", model, seed=5)
+    judge = _judge(subject)
+    num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
+    verdicts, rows = Verdicts(), []
+    for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
+        for batch in crowds:
+            rates, texts = {}, {}
+            for how in ("host", "device"):
+                controller = None if k is None else FixedLayout.full(k)
+                desk = Desk(Worker(model, num_blocks=600, controller=controller, **STEPS[how]))
+                asked = [
+                    replace(
+                        _request(subject, seat % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
+                        slots_ahead=num_tokens,
+                    )
+                    for seat in range(batch)
+                ]
+                _decode(desk, asked)  # compiles and captures
+                texts[how], rates[how] = _decode(desk, asked)
+                desk.check_all_free()
+            for seat, (ours, theirs) in enumerate(zip(texts["device"], texts["host"], strict=True)):
+                _compare(verdicts, f"k={k}, batch {batch}, sequence {seat}", ours, theirs, desk, judge)
+            name = "auto" if k is None else f"k={k}"
+            rows.append(
+                [name, batch, *(f"{rates[how]:.0f}" for how in rates), f"{rates['device'] / rates['host']:.2f}"]
+            )
+            head = ["layout", "batch", "host, tokens/s", "device, tokens/s", "device/host"]
+            notes.table("demo: steps on the host and on the device", head, rows)
+    _settle(notes, verdicts, "texts that device-resident steps changed")
+
+
+def _judge(subject: Subject) -> Judge:
+    import importlib.resources
+
+    with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:
+        return Judge(GreedyOracle(folder, banned_ids=subject.model.facts.mask_ids), torch.float32)
+
+
+def _request(subject: Subject, seat: int, num_tokens: int, *, drafts: int) -> Request:
+    """Seats 1 and 3 sample."""
+    sampling = pb.Sampling(seed=seat, temperature=0.8 if seat % 2 else 0.0)
+    prompt = subject.prompt(seat, long=False)
+    limits = pb.Limits(max_tokens=num_tokens)
+    return Request(prompt, sampling, limits, max_draft_length=drafts, slots_ahead=num_tokens)
+
+
+def _decode(desk: Desk, requests: Sequence[Request]) -> tuple[list[Record], float]:
+    """All beside each other; tokens per second from the first to the last."""
+    records = [Record(request) for request in requests]
+    for record in records:
+        desk.admit(record)
+    desk.run(lambda: all(record.tokens for record in records))
+    begun, before = time.perf_counter(), sum(len(record.tokens) for record in records)
+    desk.run(lambda: not desk.records)
+    made = sum(len(record.tokens) for record in records) - before
+    return records, made / (time.perf_counter() - begun)
+
+
+def _compare(verdicts: Verdicts, where: str, ours: Record, theirs: Record, desk: Desk, judge: Judge) -> None:
+    def behind(known: Sequence[int]) -> list[int]:
+        if not known:
+            return theirs.tokens
+        again = Record(replace(theirs.request, max_draft_length=0), tokens=list(known))
+        desk.admit(again)
+        desk.run(lambda: not desk.records)
+        return again.tokens[len(known) :]
+
+    found = partings(where, ours.request.prompt, ours.tokens, behind, judge, ours.request.sampling)
+    verdicts.add(found, len(ours.tokens))
+
+
+def _settle(notes: Notebook, verdicts: Verdicts, name: str) -> None:
+    notes.figure("texts compared", verdicts.num_texts)
+    notes.figure("ties", len(verdicts.ties))
+    for tie in verdicts.ties[:8]:
+        notes.note(f"tie: {tie}")
+    notes.figure(name, len({fault.where for fault in verdicts.faults}))
+    if verdicts.faults:
+        raise StageFailed(f"texts part where it is no tie; the first: {verdicts.faults[0]}")
