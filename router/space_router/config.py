@@ -16,14 +16,8 @@ from space_router.setting import Setting, setting
 ENVIRONMENT_PREFIX = "SPACESERVE_"
 
 
-_MODEL, _HTTP, _SPECULATION, _MEMORY, _LIMITS, _WORKERS = (
-    "model",
-    "HTTP",
-    "speculation",
-    "memory and batching",
-    "limits",
-    "workers and process",
-)
+_MODEL, _HTTP, _SPECULATION = "model", "HTTP", "speculation"
+_MEMORY, _LIMITS, _WORKERS = "memory and batching", "limits", "workers and process"
 
 
 @dataclass(frozen=True)
@@ -77,6 +71,15 @@ class ServeConfig:
         "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
         parse.one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
         "auto|torch|triton|flash-attn|flash-attn-2|flash-attn-4|flashinfer",
+        own_workers=True,
+    )
+    exact: str = setting(
+        "off",
+        _MODEL,
+        "on: a token's bits depend on nobody's company on a GPU either (our own products instead of the library's, "
+        "slower), so that the text is the same with drafts or without to the last bit; on a CPU it always is",
+        parse.one_of("on", "off"),
+        "on|off",
         own_workers=True,
     )
     max_model_len: int | None = setting(

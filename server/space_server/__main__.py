@@ -109,7 +109,9 @@ def _load(config: WorkerConfig, ranks: Ranks | None = None, device: str | None =
         device=device or config.device,
         mask_ids=config.space_mask_ids,
         num_masks=config.space_num_masks,
-        choose_ops=functools.partial(choose_ops, asked=config.attention, block_size=config.block_size),
+        choose_ops=functools.partial(
+            choose_ops, asked=config.attention, block_size=config.block_size, exact=config.exact
+        ),
         max_model_len=config.max_model_len,
         num_threads=threads,
         adapters=dict(config.adapters),

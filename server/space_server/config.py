@@ -43,6 +43,7 @@ class WorkerConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
     synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
     attention: str  # auto, or whose: see attention_backends.py
+    exact: bool  # on a GPU too a row's bits do not depend on the others'
     tensor_parallel: int  # processes (ranks) that share the model, one per GPU
     rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
@@ -134,6 +135,13 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "says why others are not used, and the cure (default: %(default)s)",
     )
     parser.add_argument(
+        "--exact",
+        choices=("on", "off"),
+        default="off",
+        help="on: a token's bits depend on nobody's company on a GPU either (our own products instead of the "
+        "library's, slower); a CPU is always exact (default: %(default)s)",
+    )
+    parser.add_argument(
         "--tensor-parallel",
         type=_at_least(1),
         default=1,
@@ -155,6 +163,7 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
     options = vars(parser.parse_args(arguments))
+    options["exact"] = options["exact"] == "on"
     adapters = tuple(options.pop("adapters"))
     twice = [name for name, _ in adapters if [one for one, _ in adapters].count(name) > 1]
     if twice:
