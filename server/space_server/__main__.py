@@ -65,9 +65,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is told to stop; the exit status."""
     config = parse(arguments)
     keep_freed_memory()
-    signal.signal(
-        signal.SIGTERM, _leave
-    )  # until the loop takes it over: nothing runs yet, so nothing is to be finished
     logging.basicConfig(
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -75,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
         with ExitStack() as stack:
+            # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
             lead = None
             if config.tensor_parallel > 1:
                 place = RankPlace.of(config.tensor_parallel, os.environ)
