@@ -127,8 +127,9 @@ def run(notes: Notebook, until: float) -> None:
             except Exception as error:  # a library may raise anything; the others are still to be measured
                 notes.note(f"{backend} at {context} × {batch}, {num_rows} rows: {type(error).__name__}: {error}"[:300])
                 continue
-            shares[backend] = step.least_bytes / seconds / bandwidth
-            net = step.least_bytes / max(seconds - launch, 1e-9) / bandwidth
+            least = step.least_bytes / bandwidth
+            shares[backend] = least / seconds
+            net = least / max(seconds - launch, 1e-9)
             rows.append(
                 [
                     *map(str, (context, batch, num_rows, backend)),
@@ -142,6 +143,8 @@ def run(notes: Notebook, until: float) -> None:
             del step
         if shares:
             notes.figure(name, max(shares.values()), "%")
+            if not notes.dry and least < 2 * launch:
+                notes.note(f"{name}: at the copy's bandwidth {1e6 * least:.1f} µs, which no kernel can be launched in")
         else:
             notes.missing(name, "no backend could be measured")
     if wrong:

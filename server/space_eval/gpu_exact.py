@@ -15,13 +15,22 @@ from pathlib import Path
 import torch
 from space_model.load import load_model
 from space_model.model_error import InvalidSetting
+from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.controller import FixedLayout
 
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import RIGHT, Mismatch, Subject, check_cell, make_worker
+from space_eval.equivalence import (
+    RIGHT,
+    Mismatch,
+    Subject,
+    check_cell,
+    describe_difference,
+    first_difference,
+    make_worker,
+)
 from space_eval.equivalence_cell import AXES, DRAFTS, Cell
 from space_eval.gpu_record import Notebook, StageFailed
 from space_eval.gpu_ties import Judge, Verdicts, partings
@@ -223,6 +232,33 @@ def products(notes: Notebook, until: float) -> None:
     notes.figure("exact: cells that are not bitwise equal", len(faults))
     if faults:
         raise StageFailed(f"{len(faults)} of {equal + len(faults)} cells are not equal; the first: {faults[0]}")
+
+
+def changed_texts(model: SpaceModel, num_texts: int, num_tokens: int) -> list[str]:
+    """Where k = 5 changed plain decoding's ids or log-probabilities, in words: half-right drafts, all in one batch."""
+    subject = Subject(model.facts.name, model, seed=11)
+    limits = pb.Limits(max_tokens=num_tokens)
+    asked = [replace(subject.request(n % NUM_SEATS, 0.8 * (n % 2), "none"), limits=limits) for n in range(num_texts)]
+    asked = [replace(request, want_logprobs=True, num_logprobs=4) for request in asked]
+    plain = []
+    for request in asked:
+        plain.append(Record(request))
+        desk = Desk(make_worker(model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))
+        desk.admit(plain[-1])
+        desk.run(lambda desk=desk: not desk.records)  # type: ignore[misc]
+    source = ScriptedDrafts(RIGHT["half"], subject.live_ids)
+    desk = Desk(make_worker(model, FixedLayout.full(5), source, num_blocks=NUM_BLOCKS))
+    ours = [Record(request) for request in asked]
+    for record, known in zip(ours, plain, strict=True):
+        source.futures[desk.admit(record)] = Future(known.ids, 5)
+    desk.run(lambda: not desk.records)
+    changed = []
+    for number, (record, known) in enumerate(zip(ours, plain, strict=True)):
+        at = first_difference(record.tokens, known.tokens)
+        at = first_difference(record.logprobs, known.logprobs) if at is None else at
+        if at is not None:
+            changed.append(f"text {number}: {describe_difference(at, record, known)}")
+    return changed
 
 
 def _cells(*, dry: bool) -> Iterator[tuple[str, Cell]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
+from space_server.device_steps import why_on_host
 from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import PROTOCOL_MAJOR, Worker
@@ -23,14 +23,13 @@ BLOCK_SIZE = 16
 SLACK = 24
 """Tokens of each sequence beyond those that may be timed: two steps under way, and their drafts."""
 
-STEPS: dict[str, dict[str, Any]] = {"host": {}, "device": {"device_steps": True}}
-"""How a worker steps, and what it is told: each step waited for, or state and next step on the device."""
+HOST, DEVICE = "host", "device"
+"""How a worker steps: each step waited for, or state and next step on the device."""
 
 
-def known_steps() -> list[str]:
-    """Those that this worker can do; the last is the one a server would take."""
-    taken = inspect.signature(Worker).parameters
-    return [name for name, words in STEPS.items() if all(word in taken for word in words)]
+def known_steps(facts: ModelFacts) -> list[str]:
+    """Those that this model can have; the last is the one a server would take on a GPU."""
+    return [HOST] if why_on_host(facts) else [HOST, DEVICE]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class PacedWorker:
         room: Room,
         *,
         max_sequences: int,
-        steps: str = "host",
+        steps: str = HOST,
         cost: StepCost | None = None,
     ) -> None:
         self.arm, self._room, self._facts = arm, room, model.facts
@@ -96,7 +95,7 @@ class PacedWorker:
             kv=kv,
             cost=cost,
             controller=arm.controller(),
-            **STEPS[steps],
+            device_steps=steps == DEVICE,
         )
         most = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
         start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=most, max_prefill_rows=1 << 20)

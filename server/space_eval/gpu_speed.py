@@ -16,15 +16,17 @@ from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.attention_choice import choose_ops
 from space_server.calibration import calibrate
+from space_server.device_steps import why_on_host
 from space_server.memory import free_bytes
 from space_server.step_cost import StepCost
 from space_server.synthetic import NAMED
 
 from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_use
+from space_eval.gpu_exact import changed_texts
 from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Fortunate, Shape, facts_of, random_llama, space_llama
 from space_eval.gpu_llama import draft_head as random_head
 from space_eval.gpu_pace import BLOCK_SIZE, Pace, PacedWorker, Room, known_steps
-from space_eval.gpu_record import Notebook, StageNotRun, written
+from space_eval.gpu_record import Notebook, StageFailed, StageNotRun, written
 from space_eval.gpu_targets import CROWDS
 from space_eval.overhead_arms import auto, full, plain, pruned
 from space_eval.watched_model import without_draft_head
@@ -91,12 +93,12 @@ class _Measurement:
         notes.note(f"attention: {ops.attention}; drafts come true with the chances {ACCEPTANCE}, by decree")
         kv = self._pages(model)
         self._forwards(model, kv)
-        steps = known_steps()
+        steps = known_steps(model.facts)
         step_seconds = {}
         for how in steps:
             step_seconds = self._batch_of_one(model, kv, how, bandwidth, is_default=how == steps[-1])
         if "device" not in steps:
-            notes.missing(f"{name} device-resident steps", "this worker has none")
+            notes.missing(f"{name} device-resident steps", why_on_host(model.facts) or "")
         self._crowds(model, kv, steps[-1])
         tensors, reserved = memory_in_use(self._device)
         notes.figure(f"{name} weights and pages", tensors / 1024**3, "GiB")
@@ -221,10 +223,14 @@ class _Measurement:
             notes.table(f"{name}, acceptance .78, {how} steps", head, rows)
 
     def _exact(self, how: str, usual: dict[str, float]) -> None:
-        """The same weights with row-invariant products: what a step takes then."""
+        """The same shape with row-invariant products: what a step takes then, and that drafts change no bit.
+
+        Ordinary random weights: often two ids are so near that rounding decides.
+        """
         notes, name, effort = self._notes, self._name, self._effort
         ops = choose_ops(self._facts, asked="auto", block_size=BLOCK_SIZE, exact=True)
-        model = self._build(ops, WHISPER)
+        model = self._build(ops, 1.0)
+        changed = changed_texts(model, *((2, 6) if notes.dry else (4, 48)))
         kv = self._pages(model)
         rows = []
         for arm in (plain(), full(NUM_MASKS)):
@@ -233,6 +239,9 @@ class _Measurement:
             notes.figure(f"{name} a step of {arm.name} with exact products, over the usual", seconds / usual[arm.name])
             rows.append([arm.name, f"{1e3 * usual[arm.name]:.2f}", f"{1e3 * seconds:.2f}"])
         notes.table(f"{name}: what exact costs, batch 1", ["layout", "ms per step", "ms, exact"], rows)
+        notes.figure(f"{name} texts with exact products that drafts changed", len(changed))
+        if changed:
+            raise StageFailed(f"exact products, {changed[0]}")
 
     def _cost(self, model: Fortunate, kv: PagedKV) -> StepCost | None:
         """As a server's own measurement at its start has it."""

@@ -63,6 +63,7 @@ def _llama(shape: str) -> tuple[Target, ...]:
         Target(f"{shape} speed-up with the best layout, acceptance .78", 3.2, True),
         Target(f"{shape} device idle between steps, plain", 0.02, False, "%"),
         Target(f"{shape} device idle between steps, k=5", 0.02, False, "%"),
+        *((Target("1b texts with exact products that drafts changed", 0, False),) if shape == "1b" else ()),
         *(Target(f"{shape} auto/plain at batch {batch}", 1 - NOISE, True) for batch in CROWDS),
     )
 

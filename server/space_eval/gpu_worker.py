@@ -13,13 +13,16 @@ from pathlib import Path
 import torch
 from space_model.load import load_model
 from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.device_steps import why_on_host
 from space_server.memory import free_bytes
+from space_server.worker import Worker
 
 from space_eval.desk import Desk, Record, Request
 from space_eval.equivalence import Subject
 from space_eval.gpu_exact import device_of
 from space_eval.gpu_llama import DRY, FIRST_MASK, NUM_MASKS, SHAPES, draft_head, random_llama, write_checkpoint
-from space_eval.gpu_pace import STEPS, known_steps
+from space_eval.gpu_pace import DEVICE, HOST
 from space_eval.gpu_process import WorkerLine, WorkerProcess, caches_in
 from space_eval.gpu_record import Notebook, StageFailed, StageNotRun
 from space_eval.gpu_ties import Judge, Verdicts, partings
@@ -61,7 +64,9 @@ def _start(notes: Notebook, name: str) -> None:
             with WorkerProcess(flags, environment=caches_in(Path(place))) as process:
                 address = process.address()
                 with WorkerLine(address) as line:
-                    answered = _first_answer(line)
+                    desk = Desk(line)
+                    answered = _first_answer(desk)
+                    rate = _plain_rate(desk, 16 if notes.dry else 200)
                 status = process.stop()
             ready = (process.ready_at or answered) - process.started
             rows.append([which, f"{ready:.1f}", f"{answered - process.started:.1f}"])
@@ -72,6 +77,7 @@ def _start(notes: Notebook, name: str) -> None:
                 raise StageFailed(f"after SIGTERM the worker ended with status {status}")
             prefix = f"{name} " if number == 0 else f"{name}, second start: "
             notes.figure(f"{prefix}first answer after the process starts", answered - process.started, "s")
+            notes.figure(f"{prefix}plain decoding over gRPC at batch 1", rate, "tokens/s")
             target = f"{prefix}first answer after the weights are read"
             if process.read_at is None:
                 notes.missing(target, "the log does not say when they were read")
@@ -79,17 +85,26 @@ def _start(notes: Notebook, name: str) -> None:
                 notes.figure(target, answered - process.read_at, "s")
 
 
-def _first_answer(line: WorkerLine) -> float:
+def _first_answer(desk: Desk) -> float:
     """The moment at which the first token is here."""
     first = FIRST_MASK + NUM_MASKS
     request = Request(tuple(range(first, first + FIRST_ANSWER_IDS)), pb.Sampling(), pb.Limits(max_tokens=8))
     record = Record(request)
-    desk = Desk(line)
     desk.admit(record)
     desk.run(lambda: bool(record.tokens))
     answered = time.perf_counter()
     desk.run(lambda: not desk.records)
     return answered
+
+
+def _plain_rate(desk: Desk, num_tokens: int) -> float:
+    """Tokens per second of one stream, the second of its kind."""
+    prompt = tuple(range(FIRST_MASK + NUM_MASKS, FIRST_MASK + NUM_MASKS + FIRST_ANSWER_IDS))
+    request = Request(
+        prompt, pb.Sampling(), pb.Limits(max_tokens=num_tokens), max_draft_length=0, slots_ahead=num_tokens
+    )
+    _decode(desk, [request])
+    return _decode(desk, [request])[1]
 
 
 # ------------------------------------------------------------------------------------------- the embedded model
@@ -128,12 +143,9 @@ def worker(notes: Notebook, until: float) -> None:
 
 def device_steps(notes: Notebook, until: float) -> None:
     """Device-resident steps against steps that wait for the host, on the embedded model in float32."""
-    from space_server.controller import FixedLayout
-    from space_server.worker import Worker
-
-    if "device" not in known_steps():
-        raise StageNotRun("this worker has no device-resident steps")
     model = load_model("demo", dtype="float32", device=device_of(notes))
+    if reason := why_on_host(model.facts):
+        raise StageNotRun(reason)
     subject = Subject("demo", model, seed=5)
     judge = _judge(subject)
     num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
@@ -141,9 +153,9 @@ def device_steps(notes: Notebook, until: float) -> None:
     for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
         for batch in crowds:
             rates, texts = {}, {}
-            for how in ("host", "device"):
+            for how in (HOST, DEVICE):
                 controller = None if k is None else FixedLayout.full(k)
-                desk = Desk(Worker(model, num_blocks=600, controller=controller, **STEPS[how]))
+                desk = Desk(Worker(model, num_blocks=600, controller=controller, device_steps=how == DEVICE))
                 asked = [
                     replace(
                         _request(subject, seat % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
