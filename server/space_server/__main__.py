@@ -197,7 +197,7 @@ def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCo
     if not config.calibration_seconds:
         return None
     facts, most = model.facts, config.max_sequences
-    file = cache_file(cache_folder(), facts, block_size=config.block_size, max_sequences=most)
+    file = cache_file(cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact)
     begun = time.perf_counter()
     points = load_or_measure(file, lambda: calibrate(model, kv, max_sequences=most, seconds=config.calibration_seconds))
     if not points:

@@ -191,7 +191,7 @@ def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Ra
 # ---------------------------------------------------------------------------------------------- kept between starts
 
 
-def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int) -> Path:
+def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False) -> Path:
     """Where the points of this model on this machine are kept."""
     device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
     what = [
@@ -203,6 +203,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
         str(os.cpu_count()),
         str(facts.num_threads),
         str(facts.num_ranks),
+        "exact" if exact else "as fast as can be",
         facts.attention,
         torch.__version__,
         str(block_size),

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
+from space_model.model_error import ModelError
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
+from space_router.config import ServeConfig
+from space_router.workers.command import worker_command
 from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
 
 FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]
@@ -69,6 +73,23 @@ def test_failures_are_one_line_and_a_status_of_their_own(
         errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         assert words in errors[0]
+
+
+@pytest.mark.parametrize("exact", ["on", "off"])
+def test_exact_products_are_asked_for_by_the_flag_that_the_router_passes_on(
+    monkeypatch: pytest.MonkeyPatch, exact: str
+) -> None:
+    asked = []
+
+    def load(path: str, **settings: Any) -> None:
+        asked.append(settings["choose_ops"].keywords["exact"])
+        raise ModelError("that is all")
+
+    monkeypatch.setattr("space_server.__main__.load_model", load)
+    command = worker_command(ServeConfig(exact=exact), "h:1")
+    words = command[command.index("--exact") : command.index("--exact") + 2]
+    assert main(["--listen", "h:1", *words]) == 3
+    assert asked == [exact == "on"]
 
 
 def test_sigterm_while_the_model_is_loaded_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
