@@ -24,6 +24,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSET: _GrammarKind.ValueType  # 0
+    """refused"""
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """a JSON schema, as JSON text"""
+    GRAMMAR_KIND_JSON_OBJECT: _GrammarKind.ValueType  # 2
+    """any JSON object; `source` is empty"""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 3
+    """a regular expression that the whole output matches"""
+    GRAMMAR_KIND_CHOICE: _GrammarKind.ValueType  # 4
+    """a JSON list of strings, one of which the output is"""
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 5
+    """a context-free grammar in Lark's syntax"""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper):
+    """How a grammar is written."""
+
+GRAMMAR_KIND_UNSET: GrammarKind.ValueType  # 0
+"""refused"""
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""a JSON schema, as JSON text"""
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind.ValueType  # 2
+"""any JSON object; `source` is empty"""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 3
+"""a regular expression that the whole output matches"""
+GRAMMAR_KIND_CHOICE: GrammarKind.ValueType  # 4
+"""a JSON list of strings, one of which the output is"""
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 5
+"""a context-free grammar in Lark's syntax"""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 class _Finish:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -68,6 +104,8 @@ class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSour
     """what followed the same ids earlier in the sequence"""
     DRAFT_SOURCE_PREDICTION: _DraftSource.ValueType  # 2
     """Admit.prediction"""
+    DRAFT_SOURCE_GRAMMAR: _DraftSource.ValueType  # 3
+    """what the grammar leaves no choice about"""
 
 class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
     """Who proposed drafts. All are verified by the same rule."""
@@ -78,6 +116,8 @@ DRAFT_SOURCE_LOOKUP: DraftSource.ValueType  # 1
 """what followed the same ids earlier in the sequence"""
 DRAFT_SOURCE_PREDICTION: DraftSource.ValueType  # 2
 """Admit.prediction"""
+DRAFT_SOURCE_GRAMMAR: DraftSource.ValueType  # 3
+"""what the grammar leaves no choice about"""
 Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
@@ -313,6 +353,7 @@ class Sampling(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     TYPICAL_P_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """effective seed of the request, 0 .. 2^64-1"""
     choice: _builtins.int
@@ -347,6 +388,10 @@ class Sampling(_message.Message):
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___IdRun]:
         """the last id of a run is impossible where the ids before it are the run's head"""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """if set: ids that no text of the grammar goes on with are impossible; acts with allowed_ids. Generated ids of Admit.ids were made under it"""
+
     def __init__(
         self,
         *,
@@ -364,14 +409,41 @@ class Sampling(_message.Message):
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
         typical_p: _builtins.float = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What an output must be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    """how `source` is written"""
+    source: _builtins.str
+    """the grammar"""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class IdRun(_message.Message):
@@ -566,6 +638,7 @@ class Hello(_message.Message):
     EOS_IDS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    TAKES_GRAMMARS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -600,6 +673,8 @@ class Hello(_message.Message):
     """most sequences running at once; the router admits no more"""
     attention: _builtins.str
     """name of the attention implementation in use"""
+    takes_grammars: _builtins.bool
+    """Sampling.grammar can be set: the checkpoint has a tokenizer whose bytes are known"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""
@@ -640,10 +715,11 @@ class Hello(_message.Message):
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         synthetic_acceptance: _abc.Iterable[_builtins.float] | None = ...,
+        takes_grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "synthetic_acceptance", b"synthetic_acceptance", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

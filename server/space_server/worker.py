@@ -30,7 +30,7 @@ from space_server.step_stats import count_read, count_step
 from space_server.synthetic import SyntheticAcceptance
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MINOR = 3
 MAX_PREFILL_ROWS = 512
 """Prompt rows per step while no router says otherwise."""
 

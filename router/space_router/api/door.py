@@ -11,7 +11,7 @@ from space_router.api.body import shown
 from space_router.api.plan import Choice, Plan, Prompt
 from space_router.config import ServeConfig
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request import Grammar, Sampling, ValidRequest
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.text.model_text import ModelText
 from space_router.text.text_stream import TextRules
@@ -57,6 +57,7 @@ class Parameters:
     logit_bias: Mapping[str, float] | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    grammar: Grammar | None = None  # one that was checked
     num_choices: int = 1  # how many are generated for each prompt
     num_shown: int = 1
     seed: int | None = None
@@ -240,6 +241,7 @@ class Door:
             frequency_penalty=wanted.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(wanted.logit_bias or {}),
             allowed_ids=self._allowed(wanted.allowed_token_ids),
+            grammar=wanted.grammar,
             bad_words=self._bad_words(wanted.bad_words or ()),
             min_tokens=wanted.min_tokens or 0,
         )

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Literal
 
 from space_proto import worker_pb2
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output must be: nothing else is sampled, whoever drafted it."""
+
+    kind: GrammarKind
+    source: str  # a JSON schema as JSON text; nothing; a regular expression; a JSON list of strings; a Lark grammar
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     allowed_ids: tuple[int, ...] = ()  # empty: every id is allowed
+    grammar: Grammar | None = None  # None: the output may be any text
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
 

@@ -7,12 +7,20 @@ from collections.abc import Iterable, Sequence
 from space_proto import worker_pb2
 
 from space_router.engine.live_request import LiveRequest
-from space_router.engine.request import Delta, Finish, Sampling, TokenLogprobs
+from space_router.engine.request import Delta, Finish, Grammar, Sampling, TokenLogprobs
 
 FINISH = {
     worker_pb2.FINISH_EOS: Finish.EOS,
     worker_pb2.FINISH_STOP_ID: Finish.STOP_ID,
     worker_pb2.FINISH_LENGTH: Finish.LENGTH,
+}
+
+GRAMMAR = {
+    "json_schema": worker_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    "json_object": worker_pb2.GRAMMAR_KIND_JSON_OBJECT,
+    "regex": worker_pb2.GRAMMAR_KIND_REGEX,
+    "choice": worker_pb2.GRAMMAR_KIND_CHOICE,
+    "lark": worker_pb2.GRAMMAR_KIND_LARK,
 }
 
 
@@ -76,6 +84,7 @@ def sampling(law: Sampling) -> worker_pb2.Sampling:
         choice=law.choice,
         logit_bias=dict(law.logit_bias),
         allowed_ids=law.allowed_ids,
+        grammar=None if law.grammar is None else grammar(law.grammar),
         bad_words=[worker_pb2.IdRun(ids=run) for run in law.bad_words],
         min_tokens=law.min_tokens,
         repetition_penalty=law.repetition_penalty,
@@ -87,3 +96,8 @@ def sampling(law: Sampling) -> worker_pb2.Sampling:
         min_p=law.min_p,
         typical_p=law.typical_p,
     )
+
+
+def grammar(wanted: Grammar) -> worker_pb2.Grammar:
+    """A grammar, as the worker is told."""
+    return worker_pb2.Grammar(kind=GRAMMAR[wanted.kind], source=wanted.source)
