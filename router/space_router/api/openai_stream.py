@@ -16,6 +16,7 @@ from space_router.api.fields import GenerationFields
 from space_router.api.plan import Plan
 from space_router.api.running import Progress, Running, Written
 from space_router.api.service import Service
+from space_router.api.usage import statistics, usage
 from space_router.errors import ApiError
 from space_router.text.text_stream import FinishReason, TextDelta
 
@@ -66,8 +67,8 @@ class OpenAIAnswer:
             "created": self.created,
             "model": self.model,
             "choices": choices,
-            "usage": self._usage(running.choices),
-            "spaceserve": self._statistics(running.choices),
+            "usage": usage(self.plan, running.choices),
+            "spaceserve": statistics(self.plan, running.choices),
         }
 
     async def events(self, running: Running) -> AsyncGenerator[bytes]:
@@ -99,19 +100,19 @@ class OpenAIAnswer:
                     "choices": [{"index": index, **body, **self._reasons(delta.finish, delta.stop_reason)}]
                 }
                 if usage_always:
-                    event["usage"] = self._usage(running.choices)
+                    event["usage"] = usage(self.plan, running.choices)
                 elif usage_at_end:
                     event["usage"] = None
                 if delta.finish is not None and all(other.finish is not None for other in running.choices):
-                    event["spaceserve"] = self._statistics(running.choices)
+                    event["spaceserve"] = statistics(self.plan, running.choices)
                 chunk += prefix + b"," + orjson.dumps(event)[1:] + b"\n\n"
             yield bytes(chunk)
         last = bytearray()
         if usage_at_end:
             tail = {
                 "choices": [],
-                "usage": self._usage(running.choices),
-                "spaceserve": self._statistics(running.choices),
+                "usage": usage(self.plan, running.choices),
+                "spaceserve": statistics(self.plan, running.choices),
             }
             last += prefix + b"," + orjson.dumps(tail)[1:] + b"\n\n"
         yield bytes(last + DONE)
@@ -127,40 +128,6 @@ class OpenAIAnswer:
             finish, stop_reason = FinishReason.LENGTH, None  # one token was
         name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
         return {"finish_reason": name, "stop_reason": stop_reason}
-
-    def _usage(self, choices: list[Progress]) -> dict[str, Any]:
-        num_prompt = sum(len(prompt.ids) for prompt in self.plan.prompts)
-        num_generated = sum(choice.statistics.num_tokens for choice in choices) if self.plan.answered else 0
-        leaders = choices[:: self.plan.per_prompt]
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
-        }
-        if choices[0].choice.request.prediction is not None:
-            # A token of the prediction counts once for each choice: it is in that answer, or it is not (yet).
-            num_predicted = sum(len(choice.choice.request.prediction or ()) for choice in choices)
-            found = (min(one.statistics.num_predicted, one.statistics.num_tokens) for one in choices)
-            num_found = sum(found) if self.plan.answered else 0
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": num_found,
-                "rejected_prediction_tokens": num_predicted - num_found,
-            }
-        return usage
-
-    def _statistics(self, choices: list[Progress]) -> dict[str, Any]:
-        """The `spaceserve` object: what speculation did for this request, over all its choices."""
-        figures = [choice.statistics for choice in choices]
-        steps = sum(one.num_steps for one in figures)
-        decoded = sum(one.num_decoded for one in figures)
-        return {
-            "seed": self.plan.seed,
-            "steps": steps,
-            "drafted": sum(one.num_drafted for one in figures),
-            "accepted": sum(one.num_accepted for one in figures),
-            "tokens_per_step": round(decoded / steps, 4) if steps else None,
-        }
 
 
 def _mean_logprob(written: Written) -> float:

@@ -1,0 +1,44 @@
+"""What one request has cost: OpenAI's `usage`, and our `spaceserve` object."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from space_router.api.plan import Plan
+from space_router.api.running import Progress
+
+
+def usage(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:
+    """Tokens so far, over all choices; the prompts count once each."""
+    num_prompt = sum(len(prompt.ids) for prompt in plan.prompts)
+    num_generated = sum(choice.statistics.num_tokens for choice in choices) if plan.answered else 0
+    leaders = choices[:: plan.per_prompt]
+    # A token of the prediction counts once for each choice: it is in that answer, or it is not (yet).
+    num_predicted = sum(len(choice.choice.request.prediction or ()) for choice in choices)
+    num_found = 0
+    if num_predicted and plan.answered:
+        num_found = sum(min(one.statistics.num_predicted, one.statistics.num_tokens) for one in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,  # nothing is thought that is not answered
+            "accepted_prediction_tokens": num_found,
+            "rejected_prediction_tokens": num_predicted - num_found,
+        },
+    }
+
+
+def statistics(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:
+    """The `spaceserve` object: what speculation did for this request, over all its choices."""
+    figures = [choice.statistics for choice in choices]
+    steps = sum(one.num_steps for one in figures)
+    decoded = sum(one.num_decoded for one in figures)
+    return {
+        "seed": plan.seed,
+        "steps": steps,
+        "drafted": sum(one.num_drafted for one in figures),
+        "accepted": sum(one.num_accepted for one in figures),
+        "tokens_per_step": round(decoded / steps, 4) if steps else None,
+    }
