@@ -1,0 +1,102 @@
+"""What is served: the first group of `ServeConfig`."""
+
+from dataclasses import dataclass
+
+from space_router import parse
+from space_router.setting import setting
+
+_GROUP = "model"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, in which format, under which name."""
+
+    model: str = setting(
+        "demo",
+        _GROUP,
+        "what to serve: `demo` (the embedded Python-code model, needs no network), a folder with config.json, "
+        "tokenizer.json and safetensors, or a Hugging Face id",
+        parse.text,
+        "demo|PATH|HF_ID",
+    )
+    served_model_name: str | None = setting(
+        None, _GROUP, "name clients use in `model`; default: the last part of --model", parse.text, "NAME"
+    )
+    adapter: tuple[tuple[str, str], ...] = setting(
+        (),
+        _GROUP,
+        "a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas. "
+        "FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors "
+        "beside it. Adapters change how many drafts come true, never the text, so they share the prefix cache",
+        parse.adapters,
+        "NAME=FOLDER",
+        own_workers=True,
+        repeatable=True,
+    )
+    dtype: str = setting(
+        "auto",
+        _GROUP,
+        "number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 "
+        "checkpoint on a CPU that multiplies it natively, and the checkpoint's own on a GPU, bfloat16 for float16",
+        parse.one_of("auto", "float32", "bfloat16"),
+        "auto|float32|bfloat16",
+        own_workers=True,
+    )
+    device: str = setting(
+        "auto",
+        _GROUP,
+        "where the worker computes, as torch names it; auto takes the first GPU, else the CPU",
+        parse.text,
+        "auto|cpu|cuda[:N]",
+        own_workers=True,
+    )
+    attention: str = setting(
+        "auto",
+        _GROUP,
+        "who computes attention: auto takes torch on a CPU, and on a GPU whichever of those below was fastest on the "
+        "model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our "
+        "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
+        parse.one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
+        "auto|torch|triton|flash-attn|flash-attn-2|flash-attn-4|flashinfer",
+        own_workers=True,
+    )
+    exact: str = setting(
+        "off",
+        _GROUP,
+        "on: a token's bits depend on nobody's company on a GPU either (our own products instead of the library's, "
+        "slower), so that the text is the same with drafts or without to the last bit; on a CPU it always is",
+        parse.one_of("on", "off"),
+        "on|off",
+        own_workers=True,
+    )
+    max_model_len: int | None = setting(
+        None,
+        _GROUP,
+        "most tokens of one sequence, prompt and output together; default: the checkpoint's own window",
+        parse.whole(2, None),
+        "TOKENS",
+        own_workers=True,
+    )
+    chat_template: str | None = setting(
+        None,
+        _GROUP,
+        "chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own",
+        parse.text,
+        "NAME|PATH",
+    )
+    generation_config: str = setting(
+        "auto",
+        _GROUP,
+        "auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's "
+        "(temperature 1, top_p 1)",
+        parse.one_of("auto", "off"),
+        "auto|off",
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "spaceserve-demo" if self.model == "demo" else self.model.rstrip("/").rsplit("/", 1)[-1]
