@@ -17,6 +17,7 @@ from space_eval.load_dialect import DIALECTS, Sampling
 from space_eval.load_work import Work
 
 PLAIN = "off"
+CONTROL = "off again"
 PLAIN_SERVER = "plain server"
 
 
@@ -56,7 +57,8 @@ def _without_port(flags: Sequence[str]) -> list[str]:
 async def arms(settings: Settings, found: Sequence[Side]) -> tuple[list[Arm], dict[str, dict[str, Any]], int]:
     """The arms in order, their servers' /info by name, and how many of the first are compared with.
 
-    One of our servers alone is two arms, plain and speculating. Raises LoadError, BenchError.
+    One of our servers alone is several arms: plain, with a control plain again, and each way of speculating. Raises
+    LoadError, BenchError.
     """
     sampling = Sampling(settings.temperature, settings.seed)
     known: list[Arm] = []
@@ -68,7 +70,7 @@ async def arms(settings: Settings, found: Sequence[Side]) -> tuple[list[Arm], di
             dialect=DIALECTS[settings.api],
             sampling=sampling,
             model=settings.served_model,
-            speculation=settings.speculation,
+            speculation=next(iter(settings.speculation), None),
             ignore_eos=not settings.stop_at_eos,
             fields=settings.body,
         )
@@ -77,12 +79,14 @@ async def arms(settings: Settings, found: Sequence[Side]) -> tuple[list[Arm], di
     first, *others = known
     if settings.urls and (others or not first.is_ours):
         return known, infos, 1
-    fast: str | int = "auto" if settings.speculation is None else settings.speculation
-    name = fast if isinstance(fast, str) else f"k {fast}"
-    pair = [replace(first, name=PLAIN, speculation=PLAIN), replace(first, name=name, speculation=fast)]
+    mine = [replace(first, name=PLAIN, speculation=PLAIN)]
+    if settings.control:
+        mine.append(replace(first, name=CONTROL, speculation=PLAIN))
+    for fast in settings.speculation or ("auto",):
+        mine.append(replace(first, name=fast if isinstance(fast, str) else f"k {fast}", speculation=fast))
     if not others:
-        return pair, infos, 1
-    return [replace(others[0], speculation=PLAIN), *pair], infos, 2
+        return mine, infos, 1
+    return [replace(others[0], speculation=PLAIN), *mine], infos, 2
 
 
 def processes(found: Sequence[Side]) -> Callable[[Arm], Callable[[], Mapping[str, float]]]:

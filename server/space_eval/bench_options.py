@@ -25,6 +25,8 @@ examples:
   spaceserve bench --model PATH --plain-server -- --num-threads 2 --kv-memory 1GiB
                                                           also against a server that never speculates;
                                                           what follows `--` are flags of `spaceserve serve`
+  spaceserve bench --control --speculation auto,1,2,3     plain decoding twice, which shows how sure the machine is, and
+                                                          fixed numbers of drafts beside the controller's choice
   spaceserve bench --url http://127.0.0.1:8080            a server that runs already; leave it otherwise idle
   spaceserve bench --url ours=http://a:8080 --url other=http://b:8000 --body '{"ignore_eos": true}'
                                                           two servers, round by round in turn; ratios to the first
@@ -39,7 +41,8 @@ How to read it: an arm is a server, or a server with and without drafts. In a ro
 the arm that begins changes from round to round, and a ratio is always of one round, so that a machine that gets slower
 slows both sides of it. The bounds beside a ratio are those of the median (95 %, bootstrap over rounds).
 Prefix caches are kept out: with spaceserve each round has a salt of its own, elsewhere each prompt begins with a line
-of its own. Quote no figure without the facts that the record has: machine, commit, model, streams and k.
+of its own. Answers of one length end together and their successors' prompts are read together, which drafts undo:
+compare throughput with --output-tokens uniform:LOW:HIGH. Quote no figure without the facts that the record has: machine, commit, model, streams and k.
 """
 
 
@@ -67,7 +70,8 @@ class Settings:
     prompt_tokens: Lengths | None = None
     temperature: float = 0.0
     seed: int = 1
-    speculation: str | int | None = None
+    speculation: tuple[str | int, ...] = ()
+    control: bool = False
     stop_at_eos: bool = False
     prompts: Path | None = None
     limits: Limits | None = None
@@ -102,6 +106,9 @@ def parse(argv: Sequence[str], commands: str) -> tuple[Settings, list[str]]:
         raise BenchError("--rate file takes the arrivals of --prompts FILE; give a JSONL file with `arrival` seconds.")
     if settings.swing is not None and settings.num_requests is not None:
         raise BenchError("--requests: a swing ends with time; give --duration instead.")
+    if len(settings.urls) > 1 and (settings.control or len(settings.speculation) > 1):
+        flag = "--control" if settings.control else "--speculation with several values"
+        raise BenchError(f"{flag} is about one server; give one --url, or --model.")
     names = [name for name, _ in settings.urls]
     if len(set(names)) < len(names):
         raise BenchError(f"--url: two servers are called {names[-1]!r}; give each its own NAME=http://…")
@@ -140,9 +147,16 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     group.add_argument("--body", type=_object, metavar="JSON", help="fields of every request: '{\"ignore_eos\": true}'")
     group.add_argument(
         "--speculation",
-        type=_speculation,
-        metavar="auto|K",
-        help="of the arm compared with plain [auto]; of several servers: said to ours [their default]",
+        type=_speculations,
+        metavar="auto|K[,...]",
+        help="of each arm compared with plain, such as auto,1,3 [auto]; of several servers: said to ours, one only"
+        " [their default]",
+    )
+    group.add_argument(
+        "--control",
+        action="store_const",
+        const=True,
+        help="measure plain decoding twice, on two arms: what their ratio lies off 1 is the machine's, not the drafts'",
     )
     group = parser.add_argument_group("load")
     shape = group.add_mutually_exclusive_group()
@@ -263,8 +277,8 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _speculation(text: str) -> str | int:
-    return text if text == "auto" else _number(text)
+def _speculations(text: str) -> tuple[str | int, ...]:
+    return tuple(dict.fromkeys(part if part == "auto" else _number(part) for part in text.split(",")))
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -208,6 +208,8 @@ def test_flags_that_mean_nothing_are_refused_by_name(
         (["--url", "http://x", "--api-key-file", "/none"], 2, "there is no key in it"),
         (["--url", "http://x", "--plain-server"], 2, "give --model, and leave out --url"),
         (["--url", "a=http://x", "--url", "a=http://y"], 2, "two servers are called 'a'"),
+        (["--url", "a=http://x", "--url", "b=http://y", "--control"], 2, "--control is about one server"),
+        (["--url", "a=http://x", "--url", "b=http://y", "--speculation", "1,2"], 2, "is about one server"),
         (["--swing", "1:2:1s", "--requests", "5"], 2, "give --duration instead"),
         (["--url", "http://x", "--rate", "file"], 2, "takes the arrivals of --prompts FILE"),
         (["--url", "http://x", "--prompts", "/none"], 2, "There is no prompt file at /none"),

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from space_eval import bench
+from space_eval.bench_arms import Side, arms
 from space_eval.bench_measure import Measured, Plan, measure
+from space_eval.bench_options import parse
 from space_eval.bench_round import Round, run_round
 from space_eval.bench_swing import halves, moments
 from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
@@ -374,3 +376,19 @@ def test_an_answer_longer_than_the_window_is_refused(
 ) -> None:
     assert benched(["--output-tokens", "uniform:1:256"], {"ours": ours}, monkeypatch) == 2
     assert "--output-tokens is up to 256; it must be below the model's window of 256" in capsys.readouterr().err
+
+
+def test_one_server_is_measured_plain_twice_and_in_each_way_of_speculating() -> None:
+    settings, _ = parse(["--url", "http://x", "--control", "--speculation", "auto,3"], "")
+    info = Reply.json({"router": "spaceserve", "max_total_tokens": 64})
+
+    async def run() -> tuple[list[Arm], int]:
+        async with ScriptedServer(always(info)).serving() as server:
+            made, _, baselines = await arms(settings, [Side("s", server.url)])
+            return made, baselines
+
+    made, baselines = jumping(run())
+    assert [(arm.name, arm.speculation) for arm in made] == [
+        ("off", "off"), ("off again", "off"), ("auto", "auto"), ("k 3", 3),
+    ]  # fmt: skip
+    assert baselines == 1
