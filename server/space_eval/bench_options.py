@@ -42,7 +42,8 @@ the arm that begins changes from round to round, and a ratio is always of one ro
 slows both sides of it. The bounds beside a ratio are those of the median (95 %, bootstrap over rounds).
 Prefix caches are kept out: with spaceserve each round has a salt of its own, elsewhere each prompt begins with a line
 of its own. Answers of one length end together and their successors' prompts are read together, which drafts undo:
-compare throughput with --output-tokens uniform:LOW:HIGH. Quote no figure without the facts that the record has: machine, commit, model, streams and k.
+compare throughput with --output-tokens uniform:LOW:HIGH. Quote no figure without the facts
+that the record has: machine, commit, model, streams and k.
 """
 
 
