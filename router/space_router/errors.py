@@ -62,8 +62,8 @@ class TooManyTokens(InvalidRequest):
 
     reason = "too_long"
 
-    def __init__(self, message: str, *, num_prompt: int, limit: int) -> None:
-        super().__init__(message, param="prompt", code="context_length_exceeded")
+    def __init__(self, message: str, *, num_prompt: int, limit: int, param: str = "prompt") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
         self.details = {"n_prompt_tokens": num_prompt, "n_ctx": limit}
 
 

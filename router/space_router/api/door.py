@@ -8,11 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from space_router.api.body import shown
+from space_router.api.infill import Infill
+from space_router.api.parameters import Parameters as Parameters
 from space_router.api.plan import Choice, Plan, Prompt
 from space_router.config import ServeConfig
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request import Grammar, Sampling, ValidRequest
+from space_router.engine.request import Sampling, ValidRequest
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
+from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
 from space_router.text.text_stream import TextRules
 
@@ -21,6 +24,10 @@ MAX_STOP_LENGTH = 1024
 
 _SMALLEST = 1e-30
 """Positive parameters stay positive in float32, where 0 would mean `unset`."""
+
+
+NAMELESS = frozenset({"tgi", "dummy"})
+"""What Hugging Face's clients send as `model` where they know a server's address only: they mean whatever it serves."""
 
 
 def choice_id(request_id: str, index: int) -> str:
@@ -36,44 +43,6 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
-
-    max_tokens: int | None = None
-    default_max_tokens: int | None = None  # where `max_tokens` is not said: cut to what fits; None: as much as fits
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Sequence[int] | None = None
-    stop: Any = None
-    include_stop_str_in_output: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
-    bad_words: Sequence[str] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    grammar: Grammar | None = None  # one that was checked
-    num_choices: int = 1  # how many are generated for each prompt
-    num_shown: int = 1
-    seed: int | None = None
-    num_logprobs: int | None = None  # None: no log-probabilities
-    num_prompt_logprobs: int | None = None
-    prediction: str | None = None  # a text that the output is expected to have
-    speculation: str | int | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    adapter: str = ""  # a checked name
-    skip_special_tokens: bool | None = None
-
-
-@dataclass(frozen=True)
 class Door:
     """Turns parameters and prompts into plans, for one model under one config."""
 
@@ -83,15 +52,27 @@ class Door:
     key: str = ""  # name of the API key that its requests come with
 
     def adapter(self, name: str | None, param: str = "model") -> str:
-        """The adapter that is asked for by its name; "" for the model itself. Raises NotFound for other names."""
+        """The adapter that is asked for, by its name or as MODEL:NAME; "" for the model itself. Raises NotFound."""
         if name is None or name == self.text.name:
             return ""
+        if param == "model" and name in NAMELESS and name not in self.facts.adapters:
+            return ""
+        name = name.removeprefix(f"{self.text.name}:")
         if name not in self.facts.adapters:
             raise model_not_found(name, (self.text.name, *self.facts.adapters), param)
         return name
 
-    def prompts(self, value: Any, *, add_special_tokens: bool, truncate: int | None, param: str) -> list[Prompt]:
-        """A string, a list of strings, token ids, or a list of lists of token ids."""
+    def prompts(
+        self,
+        value: Any,
+        *,
+        add_special_tokens: bool,
+        truncate: int | None,
+        param: str,
+        max_tokens: int = 1,
+        infill: Infill | None = None,
+    ) -> list[Prompt]:
+        """A string, a list of strings, token ids, or a list of lists of token ids; joined to the suffix of `infill`."""
         if isinstance(value, str):
             values: list[Any] = [value]
         elif isinstance(value, list) and value and all(type(part) is int for part in value):
@@ -108,15 +89,36 @@ class Door:
             raise InvalidRequest(
                 f"`{param}` has {len(values)} prompts; at most {self.config.max_choices} in one request.", param=param
             )
-        return [
-            self.prompt(part, add_special_tokens=add_special_tokens, truncate=truncate, param=param) for part in values
+        reserved = 0 if infill is None else infill.num_tokens
+        made = [
+            self.prompt(
+                part,
+                add_special_tokens=add_special_tokens,
+                truncate=truncate,
+                param=param,
+                max_tokens=max_tokens,
+                reserved=reserved,
+            )
+            for part in values
         ]
+        return made if infill is None else [infill.joined(prompt, self.text.tokenizer) for prompt in made]
 
-    def prompt(self, value: Any, *, add_special_tokens: bool, truncate: int | None, param: str) -> Prompt:
-        """One prompt: a string or token ids. The last `truncate` ids are kept."""
+    def prompt(
+        self,
+        value: Any,
+        *,
+        add_special_tokens: bool,
+        truncate: int | None,
+        param: str,
+        max_tokens: int = 1,
+        reserved: int = 0,
+    ) -> Prompt:
+        """One prompt: a string or token ids. The last `truncate` ids are kept, with the `reserved` ones that come to
+        them; -1: as many as leave room for `max_tokens`.
+        """
         tokenizer = self.text.tokenizer
         if isinstance(value, str):
-            self._check_characters(value, truncate)
+            self._check_characters(value, truncate, param)
             try:
                 ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
             except UnicodeEncodeError:
@@ -125,18 +127,48 @@ class Door:
             ids = self.check_ids(value, param)
         else:
             raise InvalidRequest(f"`{param}` mixes token ids with other things; got {shown(value)}.", param=param)
-        if masks := self._masks.intersection(ids):
-            raise InvalidRequest(
-                f"`{param}` holds the mask token {min(masks)} ({shown(tokenizer.token_text(min(masks)))}), which is "
-                "for drafting only. Leave it out.",
-                param=param,
-            )
-        if not ids:
+        self._check_masks(ids, param)
+        if not ids and not reserved:
             raise InvalidRequest(f"`{param}` has no tokens; give at least one.", param=param)
-        cut = truncate is not None and len(ids) > truncate
-        kept = ids[-truncate:] if cut and truncate is not None else ids
+        most = self._most_ids(truncate, max_tokens, reserved)
+        cut = most is not None and len(ids) > most
+        kept = ids[len(ids) - most :] if cut and most is not None else ids
         text = value if isinstance(value, str) and not cut else tokenizer.decode(kept)
-        return Prompt(tuple(kept), text)
+        return Prompt(tuple(kept), text, param)
+
+    def _most_ids(self, truncate: int | None, max_tokens: int, reserved: int) -> int | None:
+        """How many ids of its own a prompt keeps; None: all."""
+        if truncate is None:
+            return None
+        room = min(self.facts.window, self.facts.num_slots - 1) - max(1, max_tokens) if truncate == -1 else truncate
+        if room - reserved < (not reserved):
+            what = f"{reserved} tokens of `suffix`" if reserved else f"`max_tokens` {max_tokens}"
+            raise InvalidRequest(
+                f"`truncate_prompt_tokens` is {truncate}, which leaves nothing of a prompt beside {what}; this model "
+                f"takes {self.facts.window}.",
+                param="truncate_prompt_tokens",
+            )
+        return room - reserved
+
+    def infill(self, suffix: str | None) -> Infill | None:
+        """What a suffix makes of prompts; None without one. Raises InvalidRequest where the tokenizer cannot say it."""
+        if not suffix:
+            return None
+        tokens = FillInTheMiddle.of(self.text.tokenizer)
+        if tokens is None:
+            raise InvalidRequest(
+                f"`suffix` is not supported by `{self.text.name}`: its tokenizer has no fill-in-the-middle tokens. "
+                "Leave it out.",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        self._check_characters(suffix, None, "suffix")
+        try:
+            ids = self.text.tokenizer.encode_inside(suffix)
+        except UnicodeEncodeError:
+            raise InvalidRequest("`suffix` holds half of a surrogate pair; send UTF-8.", param="suffix") from None
+        self._check_masks(ids, "suffix")
+        return Infill(tokens, tuple(ids))
 
     def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> Plan:
         """One engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
@@ -155,6 +187,7 @@ class Door:
             keep_stop=bool(wanted.include_stop_str_in_output),
             min_tokens=wanted.min_tokens or 0,
             skip_special_tokens=wanted.skip_special_tokens is not False,
+            shown_ids=wanted.shown_ids,
         )
         max_tokens = wanted.default_max_tokens if wanted.max_tokens is None else wanted.max_tokens
         if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:
@@ -172,7 +205,7 @@ class Door:
                 prompt_ids=prompt.ids,
                 sampling=replace(sampling, choice=choice),
                 max_tokens=self._limit(wanted, len(prompt.ids)),
-                eos_ids=() if wanted.ignore_eos else self.facts.eos_ids,
+                eos_ids=() if wanted.ignore_eos else tuple(dict.fromkeys((*self.facts.eos_ids, *wanted.end_ids))),
                 stop_ids=stop_ids,
                 max_draft_length=drafts,
                 prediction=prediction,
@@ -183,7 +216,6 @@ class Door:
                 deadline=wanted.timeout,
                 cache_salt=wanted.cache_salt or "",
                 adapter=wanted.adapter,
-                share_prefix=wanted.num_prompt_logprobs is None or choice > 0,
                 key=self.key,
                 stops_on_text=bool(rules.stops),
             )
@@ -207,11 +239,20 @@ class Door:
             )
         return list(ids)
 
+    def _check_masks(self, ids: Sequence[int], param: str) -> None:
+        if masks := self._masks.intersection(ids):
+            text = self.text.tokenizer.token_text(min(masks))
+            raise InvalidRequest(
+                f"`{param}` holds the mask token {min(masks)} ({shown(text)}), which is for drafting only. Leave it "
+                "out.",
+                param=param,
+            )
+
     @property
     def _masks(self) -> frozenset[int]:
         return frozenset(self.facts.mask_ids)
 
-    def _check_characters(self, text: str, truncate: int | None) -> None:
+    def _check_characters(self, text: str, truncate: int | None, param: str) -> None:
         """Refuse a hopeless prompt before it is tokenised: no known token is longer than 256 bytes."""
         if truncate is None and len(text) > 256 * self.facts.window:
             at_least = len(text) // 256
@@ -220,6 +261,7 @@ class Door:
                 f"{self.facts.window}. Shorten it or set `truncate_prompt_tokens`.",
                 num_prompt=at_least,
                 limit=self.facts.window,
+                param=param,
             )
 
     def _sampling(self, wanted: Parameters, seed: int) -> Sampling:
@@ -230,7 +272,7 @@ class Door:
             return defaults.get(name, neutral) if value is None else value
 
         return Sampling(
-            seed=seed,
+            seed=seed % 2**64,
             temperature=float(chosen("temperature", wanted.temperature, 1.0)),
             top_k=max(0, int(chosen("top_k", wanted.top_k, 0))),
             top_p=max(_SMALLEST, float(chosen("top_p", wanted.top_p, 1.0))),

@@ -12,6 +12,7 @@ class Prompt:
 
     ids: tuple[int, ...]
     text: str
+    param: str = "prompt"  # the field it came in
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,8 @@ class Plan:
     def per_prompt(self) -> int:
         """Choices of each prompt."""
         return len(self.choices) // len(self.prompts)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The first choice of each prompt has the prompt's log-probabilities."""
+        return self.choices[0].request.num_prompt_logprobs is not None

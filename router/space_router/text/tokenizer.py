@@ -11,6 +11,8 @@ from space_router.errors import ConfigError
 from space_router.text.checkpoint import read_json
 from space_router.text.token_bytes import TokenBytes
 
+_NO_WORD = "☺"  # merges with nothing that could follow it
+
 
 class Tokenizer:
     """Text to ids and ids to text; `content_hash` is the sha256 of tokenizer.json, to compare with the worker's."""
@@ -28,9 +30,9 @@ class Tokenizer:
         self.unk_token = _token_text(config.get("unk_token"))
         # Older Llama checkpoints say only in tokenizer_config.json that a prompt begins with BOS.
         self._bos_id = None
-        bos_id = None if self.bos_token is None else inner.token_to_id(self.bos_token)
-        if config.get("add_bos_token") and bos_id is not None and inner.encode("a").ids[:1] != [bos_id]:
-            self._bos_id = bos_id
+        self.bos_id: int | None = None if self.bos_token is None else inner.token_to_id(self.bos_token)
+        if config.get("add_bos_token") and self.bos_id is not None and inner.encode("a").ids[:1] != [self.bos_id]:
+            self._bos_id = self.bos_id
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -51,10 +53,19 @@ class Tokenizer:
             ids.insert(0, self._bos_id)
         return ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that stands inside another: without the space that SentencePiece puts before a first word."""
+        if self.bytes_of.strips_first_space:
+            before, ids = (self.encode(part, add_special_tokens=False) for part in (_NO_WORD, _NO_WORD + text))
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self.encode(text, add_special_tokens=False)
+
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """(id, start, end) of each token, in characters of the text."""
         encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
-        return [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+        spans = [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+        return [(self._bos_id, 0, 0), *spans] if add_special_tokens and self._bos_id is not None else spans
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, alone."""

@@ -1,0 +1,77 @@
+"""Fill in the middle: a prefix and a suffix as one prompt, where the tokenizer has tokens that say so.
+
+Sources: Bavarian et al., arXiv 2207.14255 (both orders); Code Llama, arXiv 2308.12950 §3.2 (a suffix begins without the
+space that SentencePiece puts before a first word, and `<EOT>` ends the middle); the model cards for the names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from space_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How one family of checkpoints calls its tokens."""
+
+    prefix: str
+    suffix: str
+    middle: str | None  # None: the middle follows the prefix without a token of its own
+    suffix_first: bool = False
+    ends: tuple[str, ...] = ()  # what such checkpoints write behind the middle, beside their EOS
+
+
+_FAMILIES = (
+    # Qwen, CodeGemma, Granite 3.3 and later
+    _Names("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
+           ends=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>")),
+    # StarCoder, StableCode, Granite, Yi-Coder
+    _Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>",
+           ends=("<|endoftext|>", "<fim_pad>", "<repo_name>", "<file_sep>")),
+    _Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<|endoftext|>",)),  # SantaCoder
+    _Names("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
+    _Names("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),  # Code Llama
+    _Names("<PRE>", "<SUF>", "<MID>", ends=("<EOT>",)),
+    _Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ends=("<|EOT|>",)),  # DeepSeek
+    _Names("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ends=("<|endoftext|>",)),  # GLM-4
+    _Names("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """The tokens of one tokenizer, and their order.
+
+    prefix first:  <prefix> the prefix <suffix> the suffix <middle>
+    suffix first:  <suffix> the suffix <prefix> the prefix <middle>
+    """
+
+    prefix_id: int
+    suffix_id: int
+    middle_id: int | None
+    suffix_first: bool
+    end_ids: tuple[int, ...]  # each ends the middle, as EOS does
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "FillInTheMiddle | None":
+        """None for a tokenizer that has no such tokens."""
+        for names in _FAMILIES:
+            prefix, suffix = tokenizer.token_to_id(names.prefix), tokenizer.token_to_id(names.suffix)
+            middle = None if names.middle is None else tokenizer.token_to_id(names.middle)
+            if prefix is None or suffix is None or (names.middle is not None and middle is None):
+                continue
+            ends = (tokenizer.token_to_id(name) for name in names.ends)
+            return cls(prefix, suffix, middle, names.suffix_first, tuple(id_ for id_ in ends if id_ is not None))
+        return None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of its own a prompt gets."""
+        return 2 if self.middle_id is None else 3
+
+    def ids(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        """One prompt, behind which the middle is to be written."""
+        first, second = [self.prefix_id, *prefix], [self.suffix_id, *suffix]
+        if self.suffix_first:
+            first, second = second, first
+        return first + second + ([] if self.middle_id is None else [self.middle_id])
