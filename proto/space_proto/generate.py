@@ -1,11 +1,11 @@
-"""Regenerate the stubs: `python -m space_proto.generate [OUT]` (default: beside worker.proto)."""
+"""Regenerate the stubs: `python -m space_proto.generate [OUT]` (default: beside the protos)."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROTOS = ["worker.proto"]
+PROTOS = ["worker.proto", "generate.proto"]
 
 
 def generate(out: Path) -> None:

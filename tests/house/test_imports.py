@@ -24,7 +24,8 @@ ROOMS = {
 }  # fmt: skip
 DISTRIBUTIONS = {
     "google": "protobuf", "grpc": "grpcio", "huggingface_hub": "huggingface-hub", "prometheus_client":
-    "prometheus-client", "grpc_tools": "grpcio-tools", "yaml": "pyyaml",
+    "prometheus-client", "grpc_tools": "grpcio-tools", "yaml": "pyyaml", "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
 }  # fmt: skip
 OPTIONAL = {"flash_attn", "triton"}
 
