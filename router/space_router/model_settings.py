@@ -85,6 +85,14 @@ class ModelSettings:
         parse.text,
         "NAME|PATH",
     )
+    tool_call_parser: str = setting(
+        "auto",
+        _GROUP,
+        "format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]), "
+        "pythonic ([f(a=1)]); auto takes the one that the chat template tells the model; off leaves calls in the text",
+        parse.one_of("auto", "off", "hermes", "llama3_json", "mistral", "pythonic"),
+        "auto|off|NAME",
+    )
     generation_config: str = setting(
         "auto",
         _GROUP,

@@ -2,111 +2,184 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.sandbox
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from space_router.errors import ConfigError, InvalidRequest
+from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
 from space_router.text.checkpoint import read_json
+from space_router.text.template_budget import Budget, check_operands, metered
 
 _MAX_PROMPT = 16 * 1024**2  # characters a template may produce: far above any window, below harm
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # what is passed to every template
+_CUT = "\x02cut here\x03 "  # marks the end of a message that is to be continued; no client's text has these controls
 
-_VICUNA = """\
-{%- if messages[0].role == 'system' -%}
-{%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}
-{%- else -%}
-{%- set system = "A chat between a curious user and an artificial intelligence assistant. \
-The assistant gives helpful, detailed, and polite answers to the user's questions." -%}{%- set turns = messages -%}
-{%- endif -%}
-{{ bos_token or '' }}{{ system }}
-{%- for message in turns -%}
-{%- if message.role == 'user' -%}
-{{ ('' if loop.previtem is defined and loop.previtem.role == 'assistant' else ' ') + 'USER: ' + message.content }}
-{%- elif message.role == 'assistant' -%}{{ ' ASSISTANT: ' + message.content + (eos_token or '') }}
-{%- else -%}{{ raise_exception('The vicuna template knows system (first), user and assistant messages only.') }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ ' ASSISTANT:' }}{%- endif -%}
-"""
 
-_LLAMA_2 = """\
-{%- if messages[0].role == 'system' -%}
-{%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' -%}{%- set turns = messages[1:] -%}
-{%- else -%}
-{%- set system = '' -%}{%- set turns = messages -%}
-{%- endif -%}
-{%- for message in turns -%}
-{%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') -%}
-{{ raise_exception('The llama-2 template wants user and assistant messages in turn, user first.') }}
-{%- endif -%}
-{%- if message.role == 'user' -%}
-{{ (bos_token or '') + '[INST] ' + (system if loop.first else '') + message.content | trim + ' [/INST]' }}
-{%- else -%}{{ ' ' + message.content | trim + ' ' + (eos_token or '') }}
-{%- endif -%}
-{%- endfor -%}
-"""
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja as transformers sets it up for chat templates, with bounded operators."""
 
-_CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-_ALPACA = """\
-{%- if messages[0].role == 'system' -%}
-{%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}
-{%- else -%}
-{%- set system = 'Below is an instruction that describes a task. Write a response that appropriately completes the \
-request.' -%}{%- set turns = messages -%}
-{%- endif -%}
-{{ (bos_token or '') + system }}
-{%- for message in turns -%}
-{%- if message.role == 'user' -%}{{ '\\n\\n### Instruction:\\n' + message.content }}
-{%- elif message.role == 'assistant' -%}{{ '\\n\\n### Response:\\n' + message.content + (eos_token or '') }}
-{%- else -%}{{ raise_exception('The alpaca template knows system (first), user and assistant messages only.') }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '\\n\\n### Response:\\n' }}{%- endif -%}
-"""
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
 
-BUILT_IN: Mapping[str, str] = {"vicuna": _VICUNA, "llama-2": _LLAMA_2, "chatml": _CHATML, "alpaca": _ALPACA}
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        check_operands(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks the assistant's words for training; the text is that of its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (Extension declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a template wants, found out by asking it."""
+
+    takes_tools: bool  # it shows the model which tools there are
+    takes_text: bool  # a message's content as a string
+    takes_parts: bool  # a message's content as a list of parts
+    arguments_as_text: bool  # a call's arguments as JSON text; else as an object, as transformers gives them
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name."""
+    """A compiled template with the special tokens it may name.
 
-    def __init__(self, source: str, tokens: Mapping[str, str | None], *, name: str = "chat template") -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    `with_tools`: the checkpoint's other template, for requests with tools.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str | None],
+        *,
+        name: str = "chat template",
+        with_tools: "ChatTemplate | None" = None,
+    ) -> None:
+        environment = _Sandbox()
+        self.name = name
+        self.source = source
+        self.with_tools = with_tools
         self._tokens = {key: token for key, token in tokens.items() if token is not None}
         try:
-            self._template = environment.from_string(source)
+            parsed = environment.parse(source)
+            known = environment.globals.keys() | _GIVEN | self._tokens.keys()
+            self.variables = frozenset(meta.find_undeclared_variables(parsed) - known)
+            self._template = environment.from_string(metered(environment, parsed))
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name} is no valid Jinja template: {error}.") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, ending where the assistant is to speak. Raises InvalidRequest with the template's own words."""
+    def of(self, tools: Sequence[object]) -> "ChatTemplate":
+        """The template for a request with these tools."""
+        return self if self.with_tools is None or not tools else self.with_tools
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, ending where the assistant is to speak. Raises InvalidRequest with the template's own words.
+
+        `continue_final_message`: it ends behind the last message's own words instead, which are to be continued.
+        """
+        budget = Budget()
+        values: dict[str, Any] = {
+            **self._tokens,
+            "documents": None,
+            **(variables or {}),
+            "messages": _marked(messages) if continue_final_message else list(messages),
+            "tools": list(tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+            **budget.names,
+        }
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self._template.generate(messages=list(messages), add_generation_prompt=True, **self._tokens):
+            for piece in self._template.generate(values):
                 pieces.append(piece)
                 length += len(piece)
                 if length > _MAX_PROMPT:
                     raise InvalidRequest(f"The messages give more than {_MAX_PROMPT} characters.", param="messages")
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+            MemoryError,
+        ) as error:  # fmt: skip
             raise InvalidRequest(
                 f"The chat template does not take these messages: {str(error)[:300]}", param="messages"
             ) from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _cut(text) if continue_final_message else text
+
+    @cached_property
+    def habits(self) -> Habits:
+        """Asked with a conversation of our own; what it refuses is taken for what templates usually do."""
+        parts = self._tries([{"role": "user", "content": [{"type": "text", "text": "spaceprobe"}]}])
+        takes_parts = parts.strip() != "" and "spaceprobe" in parts and "'type'" not in parts and '"type"' not in parts
+        takes_text = "spaceprobe" in self._tries([{"role": "user", "content": "spaceprobe"}]) or not takes_parts
+        content: Any = "hi" if takes_text else [{"type": "text", "text": "hi"}]
+        user = {"role": "user", "content": content}
+        function = {"name": "spaceprobe", "description": "none", "parameters": {"type": "object", "properties": {}}}
+        shown = self._tries([user], tools=[{"type": "function", "function": function}])
+
+        def called(arguments: Any) -> str:
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "" if takes_text else [], "tool_calls": [call]}
+            return self._tries([user, said, {"role": "tool", "content": content, "tool_call_id": "abcdefghi"}])
+
+        arguments_as_text = "spaceprobe" not in called({"x": "spaceprobe"}) and "spaceprobe" in called(
+            '{"spaceprobe":1}'
+        )
+        return Habits("spaceprobe" in shown, takes_text, takes_parts, arguments_as_text)
+
+    def _tries(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            return self.of(tools).render(messages, tools=tools)
+        except InvalidRequest:
+            return ""
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, the last with a mark at its end."""
+    *before, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + _CUT}]
+    *parts, end = content
+    return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + _CUT}]}]
+
+
+def _cut(text: str) -> str:
+    """The text before the mark; white space before it goes where the template trims messages, mark and all."""
+    at = text.rfind(_CUT.rstrip())
+    if at < 0:
+        raise InvalidRequest(
+            "The chat template does not show the last message as it is, so that it cannot be continued. Leave "
+            "`continue_final_message` out.",
+            param="continue_final_message",
+        )
+    return text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()
 
 
 def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> ChatTemplate | None:
@@ -116,24 +189,59 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
             return ChatTemplate(BUILT_IN[choice], tokens, name=choice)
         try:
             source = Path(choice).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--chat-template={choice!r}: neither one of {', '.join(BUILT_IN)} nor a readable file."
             ) from error
         return ChatTemplate(source, tokens, name=choice)
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return ChatTemplate(file.read_text(encoding="utf-8"), tokens, name=str(file))
+    found = _own(folder)
+    default = found.get("default")
+    if default is None:
+        return None
+    other = found.get("tool_use")
+    return ChatTemplate(
+        default.source,
+        tokens,
+        name=default.name,
+        with_tools=None if other is None else ChatTemplate(other.source, tokens, name=other.name),
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A template of the checkpoint and where it was found."""
+
+    source: str
+    name: str
+
+
+def _own(folder: Path) -> dict[str, _Source]:
+    """The checkpoint's templates by their names there: files win over tokenizer_config.json."""
+    config = "chat_template of tokenizer_config.json"
     own = read_json(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(own, list):  # several by name: [{"name": "default", "template": ...}]
-        own = {entry["name"]: entry["template"] for entry in own}.get("default")
-    return None if own is None else ChatTemplate(own, tokens, name="chat_template of tokenizer_config.json")
+    found: dict[str, _Source] = {}
+    if isinstance(own, str):
+        found["default"] = _Source(own, config)
+    elif isinstance(own, list):  # several by name: [{"name": "default", "template": ...}]
+        found |= {entry["name"]: _Source(entry["template"], f"{config} ({entry['name']})") for entry in own}
+    file = folder / "chat_template.jinja"
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for name, place in [("default", file), *((other.stem, other) for other in others)]:
+        if place.is_file():
+            found[name] = _Source(place.read_text(encoding="utf-8"), str(place))
+    return found
 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -7,7 +7,13 @@ from typing import Any
 
 from space_router.errors import ConfigError
 
-_SMALL_FILES = ("tokenizer.json", "*config.json", "chat_template.jinja", "special_tokens_map.json")
+_SMALL_FILES = (
+    "tokenizer.json",
+    "*config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "special_tokens_map.json",
+)
 
 
 def locate(model: str) -> Path:

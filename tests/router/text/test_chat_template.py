@@ -1,9 +1,11 @@
 """Messages become the prompt their model was trained on; templates can do no harm."""
 
+import json
 from pathlib import Path
 
 import pytest
 from space_router.errors import ConfigError, InvalidRequest
+from space_router.text import template_budget
 from space_router.text.chat_template import BUILT_IN, ChatTemplate, find
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -79,3 +81,73 @@ def test_the_checkpoints_own_template_is_found_unless_another_is_asked_for(tmp_p
 def test_a_template_that_is_no_jinja_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="no valid Jinja"):
         ChatTemplate("{% if %}", {})
+
+
+WASTEFUL = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "macros in a loop": "{% macro f() %}{% endmacro %}{% for i in range(99999) %}{% for j in range(99) %}{{ f() }}"
+    "{% endfor %}{% endfor %}",
+    "doubling by a variable": "{% set ns = namespace(s='x' * 99) %}{% for i in range(40) %}"
+    "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "doubling by sums": "{% set ns = namespace(s='x' * 99) %}{% for i in range(40) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "doubling in a block": "{% set ns = namespace(s='x' * 99) %}{% for i in range(40) %}"
+    "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}{% endfor %}",
+    "plain text in a loop": "{% set x %}{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}{% endset %}",
+    "a long product": "{{ 'x' * 10**9 }}",
+    "a list of products": "{{ [1] * 10**9 }}",
+    "a tower": "{{ 7**(9**9) }}",
+    "a wide format": "{{ '%999999999d' % 1 }}",
+    "a tool's schema for each letter": "{% for a in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_a_template_that_costs_too_much_is_stopped(name: str) -> None:
+    template = ChatTemplate(WASTEFUL[name], {})
+    with pytest.raises(InvalidRequest, match=r"loops more|writes more|larger than|recursion|more than \d+ characters"):
+        template.render([{"role": "user", "content": "Hi " * 99}])
+
+
+def test_filters_that_loop_by_themselves_are_stopped_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_budget, "MAX_SECONDS", 0.05)
+    template = ChatTemplate(
+        "{% for i in range(999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}", {}
+    )
+    with pytest.raises(InvalidRequest, match=r"longer than 0\.05 seconds"):
+        template.render(TALK)
+
+
+def test_a_conversation_of_many_long_messages_costs_nothing_to_speak_of() -> None:
+    messages = [{"role": role, "content": "word " * 100} for role in ("user", "assistant")] * 2048
+    assert len(ChatTemplate(BUILT_IN["chatml"], TOKENS).render(messages)) > 4096 * 500
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    own = find(tmp_path, None, {})
+    assert own is not None
+    assert (own.of([]).render(TALK), own.of([TOOL]).render(TALK, tools=[TOOL])) == ("plain", "1 tools")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("the file's")
+    own = find(tmp_path, None, {})
+    assert own is not None
+    assert own.of([TOOL]).render(TALK, tools=[TOOL]) == "the file's"
+
+
+def test_chatml_shows_tools_calls_and_results() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    result = {"role": "tool", "content": "1", "tool_call_id": "a"}
+    messages = [*TALK, {"role": "assistant", "content": "", "tool_calls": [call, call]}, result, result]
+    text = ChatTemplate(BUILT_IN["chatml"], TOKENS).render(messages, tools=[TOOL])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert json.dumps(TOOL["function"]) in text
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{written}\n{written}<|im_end|>\n" in text
+    response = "\n<tool_response>\n1\n</tool_response>"
+    assert text.endswith(f"<|im_start|>user{response}{response}<|im_end|>\n<|im_start|>assistant\n")

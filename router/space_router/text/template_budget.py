@@ -1,0 +1,119 @@
+"""What one rendering of a chat template may cost.
+
+A template is a program from a checkpoint. The sandbox keeps it from the machine, but lets it loop and grow for ever:
+so every turn of a loop, every call of a macro and every text it writes, also into a variable, is counted.
+"""
+
+import re
+import time
+from typing import Any
+
+from jinja2 import Environment, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 500_000  # turns of loops and calls of macros: each of 4096 messages may be looked at 120 times
+MAX_WRITTEN = 64 * 1024**2  # characters, each time they are written: far above any window, below harm
+MAX_OPERAND = 4 * 1024**2  # characters, entries or digits that one operator may give
+MAX_SECONDS = 10.0  # what is left to loops that count nothing, such as those of filters
+STEP, WROTE = "_template_step", "_template_wrote"
+"""Names under which a metered template finds its budget's methods."""
+
+_LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
+
+
+class Budget:
+    """What is left for one rendering. Raises SecurityError once it is spent."""
+
+    def __init__(self) -> None:
+        self._steps = MAX_STEPS
+        self._characters = MAX_WRITTEN
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a metered template must be given."""
+        return {STEP: self.step, WROTE: self.wrote}
+
+    def step(self, num_literal: int) -> None:
+        """Once more through a body with so many characters of plain text."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise SecurityError(f"it loops more than {MAX_STEPS} times.")
+        if self._steps % 64 == 0 and time.monotonic() > self._deadline:
+            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds.")
+        self._spend(num_literal)
+
+    def wrote(self, value: Any) -> Any:
+        """A value on its way into a text."""
+        self._spend(len(value) if isinstance(value, str) else 16)
+        return value
+
+    def _spend(self, num_characters: int) -> None:
+        self._characters -= num_characters
+        if self._characters < 0:
+            raise SecurityError(f"it writes more than {MAX_WRITTEN} characters.")
+
+
+def metered(environment: Environment, template: nodes.Template) -> nodes.Template:
+    """The same template, which reports what it does to the budget it is given."""
+    _Meter(environment).visit(template)
+    return template
+
+
+class _Meter(NodeTransformer):
+    """Puts the reports in."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self._count(node)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        self._count(node)
+        return node
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
+        self._count(node)
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        node.nodes = [
+            one if isinstance(one, nodes.TemplateData) else self._call(WROTE, one, one.lineno) for one in node.nodes
+        ]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return self._call(WROTE, node, node.lineno)
+
+    def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> None:
+        num_literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        report = nodes.ExprStmt(self._call(STEP, nodes.Const(num_literal), node.lineno))
+        node.body.insert(0, report.set_lineno(node.lineno))
+
+    def _call(self, name: str, argument: nodes.Expr, lineno: int) -> nodes.Call:
+        call = nodes.Call(nodes.Name(name, "load"), [argument], [], None, None)
+        call.set_lineno(lineno).set_environment(self._environment)
+        return call
+
+
+def check_operands(operator: str, left: Any, right: Any) -> None:
+    """Refuse an operation whose result alone would be too much. Raises SecurityError."""
+    size = 0
+    if operator == "+":
+        if hasattr(left, "__len__") and hasattr(right, "__len__"):
+            size = len(left) + len(right)
+    elif operator == "%":
+        size = MAX_WRITTEN if isinstance(left, str) and _LONG_FORMAT.search(left) else 0
+    elif isinstance(left, int) and isinstance(right, int):
+        size = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+    elif operator == "*":
+        sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
+        size = len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 0
+    if size > MAX_OPERAND:
+        raise SecurityError(f"`{operator}` would give something larger than {MAX_OPERAND} characters.")

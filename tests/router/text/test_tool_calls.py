@@ -1,0 +1,196 @@
+"""Calls are found in a text whatever the pieces it comes in; what only looks like one is content."""
+
+import json
+import random
+from typing import NamedTuple
+
+import pytest
+from space_router.config import ServeConfig, settings
+from space_router.text.tool_calls import CallPiece, ToolCallReader
+from space_router.text.tool_format import FORMATS, recognised
+
+TOOLS = frozenset({"f", "get_weather"})
+
+
+class Read(NamedTuple):
+    """All that was said in a text: content, and (name, arguments) of each call."""
+
+    content: str
+    calls: list[tuple[str, str]]
+
+
+def read(name: str, pieces: list[str]) -> Read:
+    """A text by its pieces. A call begins with its name, and no piece of it comes before that or goes to another."""
+    reader = ToolCallReader(FORMATS[name].form, TOOLS)
+    content, calls = "", []
+    for place, piece in enumerate([*pieces, ""]):
+        said = reader.push(piece, ended=place == len(pieces))
+        content += said.content
+        for part in said.calls:
+            assert (part.name is not None) == (part.index == len(calls))
+            calls = [*calls, (part.name, "")] if part.name is not None else calls
+            assert part.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+        assert reader.num_calls == len(calls)
+    return Read(content, calls)
+
+
+TEXTS: list[tuple[str, str, Read]] = [
+    ("hermes", "Hello, world. ", Read("Hello, world. ", [])),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', Read("", [("f", '{"a": 1}')])),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>{"name":"f","arguments":{"s":"}</tool_call>\\"{"}}</tool_call>\n',
+        Read("Let me see.", [("f", '{"s":"}</tool_call>\\"{"}')]),
+    ),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"arguments": {"city": "Zürich 🌧"}, "name": "get_weather"}\n</tool_call>',
+        Read("", [("f", "{}"), ("get_weather", '{"city": "Zürich 🌧"}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', Read("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', Read("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', Read("", [("f", '{"a": 2}')])),
+    ("hermes", 'Is <tool_call>{"name": "g"} a call?', Read('Is <tool_call>{"name": "g"} a call?', [])),
+    ("hermes", "the <tool_ca", Read("the <tool_ca", [])),
+    ("hermes", '<tool_call>{"name": "f", "arg', Read('<tool_call>{"name": "f", "arg', [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, {', Read("", [("f", '{"a": [1, {')])),
+    ("hermes", '<tool_call><tool_call>{"name": "f"}</tool_call>', Read("<tool_call>", [("f", "{}")])),
+    ("hermes", 'a <tool_call>{"name":"f"}</tool_call> b \n', Read("a b \n", [("f", "{}")])),
+    ("hermes", 'a<tool_call>{"name":"f"}</tool_call>\n\nb', Read("a\n\nb", [("f", "{}")])),
+    ("hermes", '<tool_call>[{"name":"f"}]</tool_call>', Read('<tool_call>[{"name":"f"}]</tool_call>', [])),
+    ("llama3_json", '{"name": "f", "parameters": {"a": "x"}}', Read("", [("f", '{"a": "x"}')])),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', Read("", [("f", "{}")])),
+    (
+        "llama3_json",
+        '{"type": "function", "function": "f", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {}}',
+        Read("", [("f", '{"a": 1}'), ("get_weather", "{}")]),
+    ),
+    ("llama3_json", 'Sure:\n{"name": "f", "arguments": {"a": 1}}', Read("Sure:", [("f", '{"a": 1}')])),
+    ("llama3_json", 'as in {"name": "f", "parameters": {}}', Read('as in {"name": "f", "parameters": {}}', [])),
+    ("llama3_json", '{"name": "Bob", "age": 7}', Read('{"name": "Bob", "age": 7}', [])),
+    ("llama3_json", '{"name": "f"}', Read('{"name": "f"}', [])),
+    ("llama3_json", "<|python_tag|>print(1)", Read("<|python_tag|>print(1)", [])),
+    ("llama3_json", '{"name": "f", "parameters": {}}; and', Read("; and", [("f", "{}")])),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
+        Read("", [("f", '{"a": 1}'), ("f", "{}")]),
+    ),
+    (
+        "mistral",
+        'Yes. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"b": "]"}',
+        Read("Yes.", [("f", '{"a": 1}'), ("get_weather", '{"b": "]"}')]),
+    ),
+    ("mistral", "[TOOL_CALLS] [] then", Read("[TOOL_CALLS] [] then", [])),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]{}", Read("[TOOL_CALLS]nobody[ARGS]{}", [])),
+    ("pythonic", "[f(a=1, b='x)]'), get_weather()]", Read("", [("f", '{"a": 1, "b": "x)]"}'), ("get_weather", "{}")])),
+    (
+        "pythonic",
+        '<|python_start|>[f(a=[true, None, {"x": -1.5}])]<|python_end|>',
+        Read("", [("f", '{"a": [true, null, {"x": -1.5}]}')]),
+    ),
+    ("pythonic", "[1, 2]", Read("[1, 2]", [])),
+    ("pythonic", "[f(1)]", Read("[f(1)]", [])),
+    ("pythonic", "[f(a=g())]", Read("[f(a=g())]", [])),
+    ("pythonic", "[f(a=1", Read("[f(a=1", [])),
+    ("pythonic", "I would call [f(a=1)]", Read("I would call [f(a=1)]", [])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), TEXTS)
+def test_a_text_is_content_and_calls(name: str, text: str, wanted: Read) -> None:
+    assert read(name, [text]) == wanted
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), TEXTS)
+def test_the_pieces_that_a_text_comes_in_change_nothing(name: str, text: str, wanted: Read) -> None:
+    assert read(name, list(text)) == wanted
+    for place in range(len(text) + 1):
+        assert read(name, [text[:place], text[place:]]) == wanted
+    draw = random.Random(text)
+    for _ in range(30):
+        assert read(name, cut(text, draw)) == wanted
+
+
+def cut(text: str, draw: random.Random) -> list[str]:
+    """A text in random pieces, some of them empty."""
+    places = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(8)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+SCRAPS = [
+    "<tool", '{"name": "f", ', '"arguments": ', '"parameters": {', "{}", "}", '"', "\\", "[ARGS]", "a=1", ")]", " ",
+    "\n", ", ", "; ", "[", "]", "word", "null", '{"name": "get_weather", "arguments": {"a": "b"}}',
+]  # fmt: skip
+OWN = {
+    "hermes": ["<tool_call>", "</tool_call>", '<tool_call>{"name": "f"', "}</tool_call>"],
+    "llama3_json": ["<|python_tag|>", '\n{"name": "f", "parameters": ', '{"name": "f", "parameters": {}}'],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]f", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}'],
+    "pythonic": ["<|python_start|>", "[f(", "[f(b='c'), ", "f()", "<|python_end|>"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_of_random_scraps_the_same_is_read_in_any_pieces_and_no_word_is_lost(name: str) -> None:
+    draw = random.Random(name)
+    num_called = 0
+    for _ in range(600):
+        scraps = draw.choices(OWN[name], k=draw.randrange(4)) + draw.choices(SCRAPS, k=draw.randrange(1, 9))
+        text = draw.choice(OWN[name]) + "".join(draw.sample(scraps, len(scraps)))
+        wanted = read(name, [text])
+        num_called += bool(wanted.calls)
+        assert read(name, cut(text, draw)) == wanted, text
+        assert read(name, list(text)) == wanted, text
+        if not wanted.calls:
+            assert wanted.content == text
+        assert text.count("word") == wanted.content.count("word") + sum(call.count("word") for _, call in wanted.calls)
+    assert num_called > 15
+
+
+def test_arguments_come_while_they_are_written_and_are_the_models_own_text() -> None:
+    reader = ToolCallReader(FORMATS["hermes"].form, TOOLS)
+    assert reader.push('<tool_call>{"name": "f", ').calls == ()
+    assert reader.push('"arguments": {"a"').calls == (CallPiece(0, "f", '{"a"'),)
+    assert reader.push(":  1.50,").calls == (CallPiece(0, None, ":  1.50,"),)
+
+
+def test_a_long_text_that_could_still_be_a_call_is_content_at_last() -> None:
+    early = '<tool_call>{"arguments": {"a": "' + "x" * 20_000
+    assert read("hermes", [early]) == Read(early, [])
+    reader = ToolCallReader(FORMATS["hermes"].form, TOOLS)
+    assert reader.push(early[:1000]).content == ""
+    assert reader.push(early[1000:]).content == early
+
+
+def test_a_hundred_thousand_characters_are_read_in_no_time_to_speak_of() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 100_000 + '"}}</tool_call>'
+    pieces = [text[start : start + 4] for start in range(0, len(text), 4)]
+    assert len(read("hermes", pieces).calls[0][1]) == 100_000 + len('{"a": ""}')
+    assert len(json.loads(read("hermes", pieces).calls[0][1])["a"]) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("write <tool_call>{...}</tool_call>", "hermes"),
+        ("{{ '[TOOL_CALLS] ' + calls | tojson }}", "mistral"),
+        ('respond with {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("<|python_tag|>", "llama3_json"),
+        ("in the format [func_name(param=value)]", "pythonic"),
+        ("<tool_call><function=f><parameter=a>", None),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
+    ],
+)
+def test_the_format_is_recognised_by_the_templates_own_words(template: str, name: str | None) -> None:
+    known = recognised(template)
+    assert (None if known is None else known.name) == name
+
+
+def test_every_format_can_be_asked_for_by_its_name() -> None:
+    field, flag = settings()["tool_call_parser"]
+    assert field.default == ServeConfig().tool_call_parser == "auto"
+    assert [flag.parse(name) for name in FORMATS] == list(FORMATS)
+    with pytest.raises(ValueError, match=", ".join(["auto", "off", *FORMATS])):
+        flag.parse("nonsense")
