@@ -54,10 +54,20 @@ class Received(NamedTuple):
 
 
 async def read_object(request: Request, max_body: int) -> Received:
-    """The JSON object in the body. Raises UnsupportedMedia, BodyTooLarge, InvalidRequest, ClientGone."""
+    """The JSON object in the body, read once. Raises UnsupportedMedia, BodyTooLarge, InvalidRequest, ClientGone."""
+    known: Received | None = request.scope.get("spaceserve.body")
+    if known is None:
+        known = request.scope["spaceserve.body"] = await _read_object(request, max_body)
+    return known
+
+
+async def _read_object(request: Request, max_body: int) -> Received:
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMedia(f"The body is announced as {shown(media)}; send `Content-Type: application/json`.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMedia(f"The body is announced as compressed ({shown(encoding)}); send it as it is.")
     too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:18]) > max_body:

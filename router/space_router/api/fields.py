@@ -2,30 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from space_router.api.body import Body
+from space_router.api.grammar_fields import GrammarFields
 
 # Known fields of OpenAI and of other servers that this server does not support, with the values that mean "off".
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "use_beam_search": (False,),
+    "early_stopping": (False,),
     "length_penalty": (1, 1.0),
-}
-CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **COMPLETION_NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"], []),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
 }
 
 MAX_BIASED = 4096
@@ -39,6 +29,31 @@ def _few_entries(value: Any) -> Any:
     return value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for as many as there is room for")
+    return value
+
+
+_STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+# Read by hand in `door`, so that of ten thousand wrong parts one is named.
+Stop = Annotated[Any, WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}, {"type": "null"}]})]
+PromptValue = Annotated[
+    Any,
+    Field(description="a text, several, token ids, or several lists of them"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count20 = Annotated[int, Field(ge=0, le=20)]
 
@@ -48,7 +63,8 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_steps: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class TextPart(Body):
@@ -70,7 +86,7 @@ class PredictedOutput(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(Body):
+class GenerationFields(GrammarFields):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -78,7 +94,7 @@ class GenerationFields(Body):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
-    stop: Any = Field(default=None, description="a string or a list of strings")
+    stop: Stop = None
     include_stop_str_in_output: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -96,7 +112,7 @@ class GenerationFields(Body):
     ] | None = None  # fmt: skip
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count20 | None = None
@@ -109,36 +125,16 @@ class GenerationFields(Body):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    truncate_prompt_tokens: Annotated[
+        int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
+    ] | None = None  # fmt: skip
 
 
 class CompletionBody(GenerationFields):
     """`POST /v1/completions`."""
 
-    prompt: Any = Field(description="a string, a list of strings, token ids, or a list of lists of token ids")
+    prompt: PromptValue
+    suffix: str | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count20 | None = None
-
-
-class Message(Body):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
-
-
-class ChatBody(GenerationFields):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count20 | None = None

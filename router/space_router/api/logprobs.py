@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from space_router.engine.request import TokenLogprobs
-from space_router.text.detokenizer import Detokenizer
 from space_router.text.text_stream import TextToken
 from space_router.text.tokenizer import Tokenizer
 
@@ -28,17 +27,10 @@ class CompletionLogprobs:
             "text_offset": [],
         }
 
-    def add_prompt(self, ids: Sequence[int], text: str, known: Sequence[TokenLogprobs]) -> None:
-        """An echoed prompt: its first token has no log-probability. `text`: as it is echoed."""
-        detokenizer = Detokenizer(self._tokenizer)
-        values = [None] * (len(ids) - len(known)) + list(known)
-        num_written = 0  # characters of special tokens that the client itself has written out
-        for id_, logprobs in zip(ids, values, strict=True):
-            offset = num_written + detokenizer.push(id_)[1].start
+    def add_prompt(self, ids: Sequence[int], offsets: Sequence[int], known: Sequence[TokenLogprobs | None]) -> None:
+        """Tokens of an echoed prompt; the first of all has no log-probability."""
+        for id_, offset, logprobs in zip(ids, offsets, known, strict=True):
             self._add(id_, logprobs, offset)
-            if id_ in self._tokenizer.special_ids:
-                name = self._tokenizer.token_text(id_)
-                num_written += len(name) if text.startswith(name, offset) else 0
 
     def add(self, tokens: Sequence[TextToken], offset: int) -> None:
         """Generated tokens; `offset`: where the generated text begins."""
@@ -78,14 +70,16 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], known: Sequence[TokenLogprobs]
+    tokenizer: Tokenizer, known: Sequence[TokenLogprobs], count: int, *, first: bool
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` of a choice: for each prompt id, id -> log-probability, rank and text; null for the first."""
-    found: list[dict[str, Any] | None] = [None] * (len(ids) - len(known))
+    """`prompt_logprobs`, or the next piece of it: for each prompt id, id -> log-probability, rank and text of itself
+    and of the `count` most probable; null for the `first` of all.
+    """
+    found: list[dict[str, Any] | None] = [None] if first else []
     for logprobs in known:
         entries: dict[str, dict[str, Any]] = {
             str(id_): {"logprob": finite(value), "rank": rank, "decoded_token": tokenizer.token_text(id_)}
-            for rank, (id_, value) in enumerate(logprobs.top, start=1)
+            for rank, (id_, value) in enumerate(logprobs.top[:count], start=1)
         }
         own = {"logprob": finite(logprobs.logprob), "rank": None, "decoded_token": tokenizer.token_text(logprobs.id)}
         entries.setdefault(str(logprobs.id), own)

@@ -7,6 +7,8 @@ from starlette.responses import Response
 
 from space_router.api.answers import answer
 from space_router.api.door import model_not_found
+from space_router.api.openai_answers import ModelCard, ModelList, OpenAIError
+from space_router.api.schema import answers
 from space_router.api.service import Service
 
 
@@ -32,15 +34,16 @@ def routes(service: Service) -> APIRouter:
         ]
         return {card["id"]: card for card in (base, *adapters)}
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=answers(ModelList, errors=OpenAIError))
     async def models() -> Response:
         """All models served here."""
         return answer({"object": "list", "data": list(cards().values())})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=answers(ModelCard, errors=OpenAIError, statuses=(404,)))
     async def model(name: str) -> Response:
         """One model."""
         known = cards()
+        name = name.removeprefix(f"{service.text.name}:")
         if name not in known:
             raise model_not_found(name, list(known))
         return answer(known[name])

@@ -1,7 +1,7 @@
 """What completions and chat completions share: usage, statistics, whole answers and streams of events."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,13 +12,20 @@ from starlette.responses import Response
 
 from space_router.api.answers import answer, openai_error, unforeseen
 from space_router.api.connection import EventStream, while_connected
+from space_router.api.event_steps import EventSteps
 from space_router.api.fields import GenerationFields
+from space_router.api.logprobs import prompt_logprobs
+from space_router.api.obfuscation import obfuscated
 from space_router.api.plan import Plan
+from space_router.api.prompt_steps import with_prompts
 from space_router.api.running import Progress, Running, Written
 from space_router.api.service import Service
+from space_router.api.timing import begun, ended
 from space_router.api.usage import statistics, usage
+from space_router.engine.request import TokenLogprobs
 from space_router.errors import ApiError
 from space_router.text.text_stream import FinishReason, TextDelta
+from space_router.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -26,14 +33,15 @@ DONE = b"data: [DONE]\n\n"
 class Shape(Protocol):
     """How one API writes a choice."""
 
+    tokenizer: Tokenizer
     object: str  # of a whole answer
     chunk_object: str  # of an event
 
     def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
-        """A finished choice without index and reasons; `prompt`: the choice that has its prompt's logprobs."""
+        """A finished choice without index; its own reasons win. `prompt`: the choice that has its prompt's logprobs."""
 
     def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
-        """A piece of a choice without index and reasons."""
+        """A piece of a choice without index; its own reasons win."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,15 @@ class OpenAIAnswer:
             ranked = sorted(group, key=_mean_logprob, reverse=True) if len(group) > self.plan.num_shown else group
             for one in ranked[: self.plan.num_shown]:
                 body = self.shape.whole(one, group[0])
-                self._add_ids(body, one.progress, [token.span.id for token in one.tokens], first=True)
+                self._add_extensions(body, one, group[0].prompt_logprobs, first=True)
                 reasons = self._reasons(one.progress.finish, one.progress.stop_reason)
-                choices.append({"index": len(choices), **body, **reasons})
+                choices.append({"index": len(choices), **reasons, **body})
         return {
             "id": self.plan.request_id,
             "object": self.shape.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": running.fingerprint,
             "choices": choices,
             "usage": usage(self.plan, running.choices),
             "spaceserve": statistics(self.plan, running.choices),
@@ -87,25 +96,38 @@ class OpenAIAnswer:
         usage_at_end = options is not None and bool(options.include_usage)
         usage_always = options is not None and bool(options.continuous_usage_stats)
         head = {"id": self.plan.request_id, "object": self.shape.chunk_object, "created": self.created}
-        prefix = b"data: " + orjson.dumps({**head, "model": self.model})[:-1]
+        head |= {"model": self.model, "system_fingerprint": running.fingerprint}
+        prefix = b"data: " + orjson.dumps(head)[:-1]
+        obfuscate = options is not None and bool(options.include_obfuscation)
+        event_steps = EventSteps() if options is not None and options.include_steps else None
         started: set[int] = set()
-        async for step in running.steps():
+        num_open = len(running.choices)
+        extended = self._extended
+        steps = running.steps()
+        async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
             chunk = bytearray()
             for progress, delta in step:
                 index = progress.choice.index
-                body = self.shape.piece(progress, delta, first=index not in started)
-                self._add_ids(body, progress, [token.span.id for token in delta.tokens], first=index not in started)
+                first = index not in started
+                body = self.shape.piece(progress, delta, first=first)
+                if extended:
+                    written = Written(progress, tokens=list(delta.tokens))
+                    self._add_extensions(body, written, delta.prompt_logprobs, first=first)
                 started.add(index)
                 event: dict[str, Any] = {
-                    "choices": [{"index": index, **body, **self._reasons(delta.finish, delta.stop_reason)}]
+                    "choices": [{"index": index, **self._reasons(delta.finish, delta.stop_reason), **body}]
                 }
                 if usage_always:
                     event["usage"] = usage(self.plan, running.choices)
                 elif usage_at_end:
                     event["usage"] = None
-                if delta.finish is not None and all(other.finish is not None for other in running.choices):
+                num_open -= delta.finish is not None
+                if not num_open:
                     event["spaceserve"] = statistics(self.plan, running.choices)
-                chunk += prefix + b"," + orjson.dumps(event)[1:] + b"\n\n"
+                if event_steps is not None and self.plan.answered:
+                    event["spaceserve"] = event.get("spaceserve", {}) | event_steps.of(progress, delta)
+                data = prefix + b"," + orjson.dumps(event)[1:] + b"\n\n"
+                chunk += obfuscated(data) if obfuscate else data
             yield bytes(chunk)
         last = bytearray()
         if usage_at_end:
@@ -117,11 +139,21 @@ class OpenAIAnswer:
             last += prefix + b"," + orjson.dumps(tail)[1:] + b"\n\n"
         yield bytes(last + DONE)
 
-    def _add_ids(self, body: dict[str, Any], progress: Progress, ids: list[int], *, first: bool) -> None:
+    @property
+    def _extended(self) -> bool:
+        return bool(self.options.return_token_ids) or self.options.prompt_logprobs is not None
+
+    def _add_extensions(
+        self, body: dict[str, Any], written: Written, prompt: Sequence[TokenLogprobs], *, first: bool
+    ) -> None:
+        """What OpenAI's choices do not have: ids, and log-probabilities of the prompt; `written` may be a piece."""
         if self.options.return_token_ids:
-            body["token_ids"] = ids if self.plan.answered else []
+            body["token_ids"] = [token.span.id for token in written.tokens] if self.plan.answered else []
             if first:
-                body["prompt_token_ids"] = progress.choice.prompt.ids
+                body["prompt_token_ids"] = written.progress.choice.prompt.ids
+        if self.options.prompt_logprobs is not None and (first or prompt):
+            tokenizer, count = self.shape.tokenizer, self.options.prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs(tokenizer, prompt, count, first=first)
 
     def _reasons(self, finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
         if finish is not None and not self.plan.answered:  # it is the limit of 0 that ended it, whatever the engine's
@@ -137,9 +169,10 @@ def _mean_logprob(written: Written) -> float:
 
 async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:
     """Submit, then answer whole or as events; nothing is sent before all choices are queued."""
-    headers = {"x-request-id": reply.plan.request_id}
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(service.run(reply.plan))
         if reply.options.stream:
+            headers = begun(request, running)
             return EventStream(reply.events(running), stack.pop_all(), headers, reply.plan.request_id)
-        return answer(await while_connected(request.receive, reply.whole(running)), headers=headers)
+        made = await while_connected(request.receive, reply.whole(running))
+        return answer(made, headers=ended(request, running))

@@ -1,26 +1,75 @@
-"""What `/docs` says about bodies that are read by hand."""
+"""What the OpenAPI document says about bodies and answers.
 
+A described schema brings the models that it refers to along, under `$defs`; `document` moves them to one place.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from space_router.api.body import Body
+from pydantic import BaseModel
+
+from space_router.api.body import BOOKKEEPING, Body
+
+Responses = dict[int | str, dict[str, Any]]
+
+OPENAI_STATUSES = (400, 401, 404, 408, 413, 415, 429, 499, 500, 503)
+"""Errors of a request that generates."""
+
+TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
+"""The same, as TGI's routes give them."""
+
+_MEANING = {
+    400: "A field is wrong: `param` names it. Or prompt and answer do not fit the window.",
+    401: "The API key is missing or not known.",
+    404: "There is no such model, adapter or request.",
+    408: "The request's own deadline has passed, or would.",
+    413: "The body exceeds `--max-body`.",
+    415: "The body is not announced as JSON.",
+    422: "A field is wrong.",
+    424: "This request alone failed.",
+    429: "The queue is full, or the key has asked too often. `Retry-After` says when to try again.",
+    499: "The request was cancelled by its id.",
+    500: "The request failed; of an unforeseen error the message gives the id under which the log has it.",
+    503: "The server is starting or stopping.",
+}
 
 
-def json_body(model: type[Body]) -> dict[str, Any]:
-    """OpenAPI's description of a JSON body."""
-    schema = model.model_json_schema(ref_template=f"#/components/schemas/{model.__name__}-{{model}}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema)}}}}
-
-
-def _inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """Definitions written out where they are used: none of them refers to itself."""
+def referred(model: type[BaseModel]) -> dict[str, Any]:
+    """A reference to a model, with everything it refers to."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
+    return {"$ref": f"#/components/schemas/{model.__name__}", "$defs": {**definitions, model.__name__: schema}}
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            if "$ref" in node:
-                return walk(definitions[node["$ref"].rsplit("-", 1)[-1]])
-            return {key: walk(value) for key, value in node.items()}
-        return [walk(item) for item in node] if isinstance(node, list) else node
 
-    written: dict[str, Any] = walk(schema)
-    return written
+def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
+    """A JSON body: the model's fields, the `neutral` ones at the values that change nothing, and the client's notes."""
+    schema = referred(model)
+    properties = schema["$defs"][model.__name__].setdefault("properties", {})
+    for name, values in (neutral or {}).items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "not supported: leave it out"})
+    for name in sorted(BOOKKEEPING):
+        properties.setdefault(name, {"description": "the client's own note: changes nothing"})
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers(
+    model: type[BaseModel] | Mapping[str, Any] | None = None,
+    *,
+    errors: type[BaseModel],
+    statuses: Iterable[int] = (),
+    event: type[BaseModel] | None = None,
+    media: str = "application/json",
+) -> Responses:
+    """Everything a route can answer. `model`: of status 200; `event`: of a streamed answer's events."""
+    content: dict[str, Any] = {}
+    if model is not None:
+        content[media] = {"schema": dict(model) if isinstance(model, Mapping) else referred(model)}
+    if event is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": referred(event)}
+    described: Responses = {200: {"description": "The answer.", "content": content}}
+    error = {"application/json": {"schema": referred(errors)}}
+    for status in sorted({401, 500, *statuses}):
+        described[status] = {"description": _MEANING[status], "content": error}
+        if status == 429:
+            described[status]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
+    return described

@@ -2,14 +2,18 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
+from space_router.api.document import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
@@ -19,6 +23,7 @@ from space_router.testing import FixedReply, HashLanguage, Script, ScriptedWorke
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
 from space_router.text.model_text import ModelText
 from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
+from space_router.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
 
 TOKENIZER = tiny_tokenizer()
@@ -81,11 +86,16 @@ def script(reply: str | None = None, **changes: Any) -> Script:
 
 @asynccontextmanager
 async def running(
-    script: Script, *, config: ServeConfig | None = None, chat: str | None = "chatml", ready: bool = True
+    script: Script,
+    *,
+    config: ServeConfig | None = None,
+    chat: str | None = "chatml",
+    ready: bool = True,
+    tokenizer: Tokenizer = TOKENIZER,
 ) -> AsyncIterator[Router]:
     """A router in front of a worker that follows the script; at the end every page must be free or cached."""
-    template = None if chat is None else ChatTemplate(BUILT_IN[chat], {})
-    text = ModelText("tiny", TOKENIZER, template, MappingProxyType({}))
+    template = None if chat is None else ChatTemplate(BUILT_IN.get(chat, chat), {})
+    text = ModelText("tiny", tokenizer, template, MappingProxyType({}))
     metrics = Metrics()
     async with ScriptedWorker(script) as worker:
         served = replace(config or ServeConfig(), worker_address=(worker.address,))
@@ -96,10 +106,63 @@ async def running(
                 await engine.wait_ready()
                 service.started = True
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
-            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            hooks = {"response": [conformity(_document(app))]}
+            async with httpx.AsyncClient(transport=transport, base_url="http://router", event_hooks=hooks) as client:
                 yield Router(client, service, worker, app)
             engine.check()
         worker.check()
+
+
+def conformity(document: dict[str, Any]) -> Callable[[httpx.Response], Awaitable[None]]:
+    """Fails the test in which an answer is not what the OpenAPI document says: its status, kind, body or events."""
+
+    async def conforms(answer: httpx.Response) -> None:
+        request, kind = answer.request, answer.headers.get("content-type", "").partition(";")[0]
+        operation = _operation(document, request.method, request.url.path)
+        if operation is None:  # no route, another method, or a file of the page
+            return
+        described = operation["responses"].get(str(answer.status_code))
+        assert described is not None, f"{request.method} {request.url.path} says nothing of {answer.status_code}"
+        media = described["content"].get(kind)
+        assert media is not None, f"{request.method} {request.url.path} says nothing of {kind}"
+        body = (await answer.aread()).decode()
+        if kind == "application/json":
+            _validator(document, media["schema"]).validate(json.loads(body))
+        if kind == "text/event-stream":
+            errors = operation["responses"]["500"]["content"]["application/json"]["schema"]
+            event = _validator(document, {"anyOf": [media["x-event"], errors]})
+            for line in filter(None, body.split("\n\n")):
+                data = line.removeprefix("data:").removeprefix(" ")
+                if data != "[DONE]":
+                    event.validate(json.loads(data))
+
+    return conforms
+
+
+def _operation(document: dict[str, Any], method: str, path: str) -> dict[str, Any] | None:
+    for template, operations in document["paths"].items():
+        if re.fullmatch(re.sub(r"\{\w+\}", ".+", template), path):
+            found: dict[str, Any] | None = operations.get(method.lower())
+            if found is not None:
+                return found
+    return None
+
+
+_documents: dict[bool, dict[str, Any]] = {}  # made once: with keys and without, they are all the same
+_validators: dict[str, Any] = {}
+
+
+def _document(app: DocumentedApp) -> dict[str, Any]:
+    if app.keyed not in _documents:
+        _documents[app.keyed] = app.openapi()
+    return _documents[app.keyed]
+
+
+def _validator(document: dict[str, Any], schema: dict[str, Any]) -> Any:
+    name = json.dumps(schema)
+    if name not in _validators:
+        _validators[name] = jsonschema_rs.validator_for({**schema, "components": document["components"]})
+    return _validators[name]
 
 
 Start = Callable[..., AbstractAsyncContextManager[Router]]
@@ -110,8 +173,9 @@ def start() -> Start:
     """`async with start("the reply", config=..., chat=...) as router`."""
 
     def begin(reply: str | None = None, *, config: ServeConfig | None = None, chat: str | None = "chatml",
-              ready: bool = True, **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
-        return running(script(reply, **changes), config=config, chat=chat, ready=ready)
+              ready: bool = True, tokenizer: Tokenizer = TOKENIZER,
+              **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
+        return running(script(reply, **changes), config=config, chat=chat, ready=ready, tokenizer=tokenizer)
 
     return begin
 

@@ -28,11 +28,16 @@ async def test_a_completion_is_the_workers_text_with_its_counts(start: Start) ->
         choice = answer["choices"][0]
         assert choice["text"] == "hello world, a"
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
-        assert answer["usage"] | {"prompt_tokens_details": None} == {
+        assert answer["usage"] == {
             "prompt_tokens": 3,
             "completion_tokens": 8,
             "total_tokens": 11,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         }
         spaceserve = answer["spaceserve"]
         assert spaceserve["seed"] == 7

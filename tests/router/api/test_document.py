@@ -1,0 +1,91 @@
+"""The OpenAPI document: every route says what it takes and all it can answer. That answers are so, conftest checks."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from space_router.api.access import is_open
+from space_router.config import ServeConfig
+
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+
+GENERATING = {"/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/", "/invocations"}
+
+
+async def document(router: Any) -> dict[str, Any]:
+    answer = await router.client.get("/openapi.json")
+    assert answer.status_code == 200
+    value: dict[str, Any] = answer.json()
+    return value
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+async def test_every_operation_describes_its_answer_and_its_errors(router: Any) -> None:
+    for path, method, operation in operations(await document(router)):
+        described = operation["responses"]
+        where = f"{method} {path}"
+        assert "500" in described, where
+        assert ("401" in described) != is_open(path, method.upper()), where
+        if path in GENERATING:
+            wrong = "400" if path.startswith("/v1") else "422"
+            assert {"404", "408", "413", "415", "429", "499", "503", wrong} <= described.keys(), where
+            assert "Retry-After" in described["429"]["headers"]
+        for status, answer in described.items():
+            assert answer["description"], f"{where} {status}"
+            for media, content in answer["content"].items():
+                assert content["schema"], f"{where} {status} {media}"
+        if method == "post":
+            assert operation["requestBody"]["content"]["application/json"]["schema"], where
+            assert "415" in described, where
+
+
+async def test_it_refers_to_nothing_that_is_not_there_and_is_valid(router: Any) -> None:
+    whole = await document(router)
+    names = set(whole["components"]["schemas"])
+
+    def references(node: Any) -> Iterator[str]:
+        if isinstance(node, dict):
+            if isinstance(node.get("$ref"), str):
+                yield node["$ref"]
+            for value in node.values():
+                yield from references(value)
+        elif isinstance(node, list):
+            for value in node:
+                yield from references(value)
+
+    assert {reference.removeprefix("#/components/schemas/") for reference in references(whole)} <= names
+    assert "HTTPValidationError" not in names
+    for name in names:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": whole["components"]}
+        jsonschema_rs.validator_for(schema)
+    assert "$defs" not in json.dumps(whole)
+
+
+async def test_bodies_say_which_fields_there_are(router: Any) -> None:
+    schemas = (await document(router))["components"]["schemas"]
+    for name in ("CompletionBody", "ChatBody"):
+        body = jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+        base = {"prompt": "x"} if name == "CompletionBody" else {"messages": [{"role": "user", "content": "x"}]}
+        for fields in ({}, {"user": "me"}, {"temperature": None}, {"use_beam_search": False}, {"stop": ["a", "b"]}):
+            assert body.is_valid(base | fields), fields
+        for fields in ({"nonsense": 1}, {"temperature": 3}, {"use_beam_search": True}, {"stop": [1]}, {"n": 0}):
+            assert not body.is_valid(base | fields), fields
+    assert schemas["Spaceserve"]["required"] == ["seed", "steps", "drafted", "accepted", "tokens_per_step"]
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+async def test_it_asks_for_a_key_where_the_server_does(start: Start, keys: tuple[str, ...]) -> None:
+    async with start("yes", config=ServeConfig(api_keys=keys)) as router:
+        whole = await document(router)
+        for path, method, operation in operations(whole):
+            asks = bool(keys) and not is_open(path, method.upper())
+            assert operation.get("security", []) == ([{"bearer": []}] if asks else [])
+        assert ("securitySchemes" in whole["components"]) == bool(keys)
