@@ -23,10 +23,15 @@ class Detokenizer:
     """The text of one stream so far. Every character comes exactly once, whole, with the token that completes it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._bytes_of = tokenizer.bytes_of
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = False  # bytes of an unfinished character are waiting
         self._length = 0  # characters given out so far

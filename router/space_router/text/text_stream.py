@@ -25,6 +25,8 @@ class TextToken(NamedTuple):
 
     span: TokenSpan
     logprobs: TokenLogprobs | None
+    step: int = 0  # which of its stream's steps gave it; 0 is the prefill
+    draft: bool = False  # it was a draft that came true, and not the step's own token
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ class _Step(NamedTuple):
     num_tokens: int
     accepted: int
     decoded: bool
-    predicted: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class TextRules:
     keep_stop: bool = False  # include_stop_str_in_output
     min_tokens: int = 0  # stop strings are looked for behind the text of so many tokens
     skip_special_tokens: bool = True
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
 
 
 @dataclass
@@ -80,7 +82,10 @@ class TextStream:
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(
-            self.tokenizer, self.prompt_ids, skip_special_tokens=self.rules.skip_special_tokens
+            self.tokenizer,
+            self.prompt_ids,
+            skip_special_tokens=self.rules.skip_special_tokens,
+            shown_ids=self.rules.shown_ids,
         )
         self._search = StopStrings(self.rules.stops)
         self._searched_from = 0  # characters before the search began
@@ -88,7 +93,9 @@ class TextStream:
         self._given = 0
         self._tokens: deque[TextToken] = deque()  # tokens that are not given out yet
         self._num_seen = 0
+        self._num_stepped = 0  # deltas with tokens
         self._steps: list[_Step] = []
+        self._predicted: deque[int] = deque()  # of each token that is not given out yet, and of those behind the cut
 
     async def read(self, stream: AsyncIterable[Delta]) -> AsyncIterator[TextDelta]:
         """The deltas of a stream as text; one for each that made something certain."""
@@ -122,9 +129,11 @@ class TextStream:
                 piece, span = self._detokenizer.push(id_)
             else:
                 piece, span = "", TokenSpan(id_, self._length, self._length)
-            self._tokens.append(TextToken(span, delta.logprobs[i] if delta.logprobs else None))
+            logprobs = delta.logprobs[i] if delta.logprobs else None
+            self._tokens.append(TextToken(span, logprobs, self._num_stepped, i < delta.accepted))
             if match := self._grow(piece):
                 return match
+        self._num_stepped += bool(delta.tokens)
         if delta.finish is not None:
             return self._grow(self._detokenizer.finish())
         return None
@@ -180,8 +189,9 @@ class TextStream:
     def _count(self, delta: Delta, made: TextDelta) -> None:
         count = self.statistics
         count.num_tokens += len(made.tokens)
-        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded, delta.predicted))
-        count.num_predicted += delta.predicted
+        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded))
+        self._predicted.extend(delta.predicted or (0,) * len(delta.tokens))
+        count.num_predicted += sum(self._predicted.popleft() for _ in made.tokens)
         count.num_drafted += delta.drafted
         count.num_steps += delta.decoded
         if made.finish is None:
@@ -190,7 +200,6 @@ class TextStream:
         for step in self._steps:
             kept = min(left, step.num_tokens)
             left -= kept
-            count.num_predicted -= min(step.predicted, step.num_tokens - kept)
             if step.decoded:
                 count.num_decoded += kept
                 count.num_accepted += min(step.accepted, kept)

@@ -1,0 +1,322 @@
+"""Tools in chat: what the model is shown, what it must write, and how its calls reach the client."""
+
+import json
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from space_router.api import tools
+from space_router.api.body import validate
+from space_router.api.chat import plan, tools_of
+from space_router.api.chat_fields import CHAT_NEUTRAL, ChatBody
+from space_router.config import ServeConfig
+from space_router.text import tool_call_forms
+from space_router.text.tool_format import FORMATS
+
+USER = [{"role": "user", "content": "How is the weather?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "It rains.", "parameters": PARAMETERS},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+ROOM = {"window": 4096, "num_blocks": 2048}
+END = "<|endoftext|>"
+
+
+async def chat(router: Any, **body: Any) -> dict[str, Any]:
+    answer = await router.post("/v1/chat/completions", **{"messages": USER, "tools": [WEATHER, NOW], **body})
+    assert answer.status_code == 200, answer.text
+    value: dict[str, Any] = answer.json()
+    return value
+
+
+async def events(router: Any, **body: Any) -> list[dict[str, Any]]:
+    asked = {"messages": USER, "tools": [WEATHER, NOW], "stream": True, **body}
+    answer = await router.post("/v1/chat/completions", **asked)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]", answer.text
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(found: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """The message that the events of one choice add up to, as a client adds them up."""
+    message: dict[str, Any] = {"content": None, "tool_calls": [], "finish_reason": None}
+    for choice in [choice for event in found for choice in event["choices"] if choice["index"] == index]:
+        delta = choice["delta"]
+        assert message["finish_reason"] is None
+        if delta.get("content") is not None:
+            message["content"] = (message["content"] or "") + delta["content"]
+        for piece in delta.get("tool_calls", []):
+            if piece["index"] == len(message["tool_calls"]):
+                assert piece["id"]
+                assert piece["type"] == "function"
+                message["tool_calls"].append({"id": piece["id"], "type": "function", "function": piece["function"]})
+            else:
+                assert piece["index"] == len(message["tool_calls"]) - 1
+                assert piece.keys() == {"index", "function"}
+                assert piece["function"].keys() == {"arguments"}
+                message["tool_calls"][-1]["function"]["arguments"] += piece["function"]["arguments"]
+        message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+async def test_a_call_is_a_call_and_no_content(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        (choice,) = (await chat(router, seed=1))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call["type"] == "function"
+        assert call["id"].startswith("call_")
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
+
+
+@pytest.mark.parametrize("reply", [CALL, f"Let me see.\n{CALL}\n{CALL}", "No <tool_call> at all", f"{CALL} then"])
+async def test_the_events_of_a_stream_add_up_to_the_whole_message(start: Any, reply: str) -> None:
+    async with start(reply + END, **ROOM) as router:
+        for speculation in ("off", "auto"):
+            whole = (await chat(router, seed=3, speculation=speculation))["choices"][0]
+            message = joined(await events(router, seed=3, speculation=speculation))
+            assert message["content"] == whole["message"]["content"]
+            assert message["tool_calls"] == whole["message"].get("tool_calls", [])
+            assert message["finish_reason"] == whole["finish_reason"]
+            assert len({call["id"] for call in message["tool_calls"]}) == len(message["tool_calls"])
+
+
+async def test_a_calls_name_comes_first_and_its_arguments_while_they_are_written(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        found = [event["choices"][0] for event in await events(router, speculation="off")]
+        pieces = [piece for choice in found for piece in choice["delta"].get("tool_calls", [])]
+        assert found[0]["delta"] == {"role": "assistant", "content": None}
+        assert pieces[0]["function"] == {"name": "get_weather", "arguments": "{"}
+        assert len(pieces) > 10
+        assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"city": "Zürich"}'
+        assert [choice["finish_reason"] for choice in found] == [None] * (len(found) - 1) + ["tool_calls"]
+
+
+async def test_each_choice_has_calls_of_its_own(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        whole = await chat(router, n=3, seed=5)
+        ids = [choice["message"]["tool_calls"][0]["id"] for choice in whole["choices"]]
+        assert len(set(ids)) == 3
+        found = await events(router, n=3, seed=5)
+        assert [joined(found, index)["tool_calls"][0]["id"] for index in range(3)] == ids
+
+
+async def test_ids_of_calls_follow_from_seed_and_prompt(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+
+        async def first_id(**body: Any) -> str:
+            call = (await chat(router, **body))["choices"][0]["message"]["tool_calls"][0]
+            return str(call["id"])
+
+        once = await first_id(seed=1)
+        assert await first_id(seed=1) == once
+        assert await first_id(seed=2) != once
+        assert await first_id(seed=1, messages=[*USER, *USER]) != once
+
+
+async def test_logprobs_and_usage_count_every_token_of_a_call(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        whole = await chat(router, logprobs=True)
+        text = "".join(entry["token"] for entry in whole["choices"][0]["logprobs"]["content"])
+        assert len(whole["choices"][0]["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
+        assert "get_weather" in text
+        found = await events(router, logprobs=True)
+        streamed = [entry for event in found for entry in event["choices"][0]["logprobs"]["content"]]
+        assert streamed == whole["choices"][0]["logprobs"]["content"]
+
+
+async def test_a_call_that_is_cut_off_is_as_long_as_it_is_and_says_length(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        for num_tokens in (5, 58):
+            whole = (await chat(router, max_tokens=num_tokens, seed=1))["choices"][0]
+            message = joined(await events(router, max_tokens=num_tokens, seed=1))
+            assert whole["finish_reason"] == message["finish_reason"] == "length"
+            assert message["tool_calls"] == whole["message"].get("tool_calls", [])
+            assert message["content"] == whole["message"]["content"]
+        assert whole["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Z'}
+
+
+async def test_calls_of_other_functions_than_those_offered_are_text(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        message = (await chat(router, tools=[NOW]))["choices"][0]["message"]
+        assert message["content"] == CALL
+        assert "tool_calls" not in message
+
+
+async def test_with_the_choice_none_tools_are_neither_shown_nor_read(start: Any) -> None:
+    async with start(CALL + END, **ROOM) as router:
+        without = await chat(router, tools=None)
+        refused = await chat(router, tool_choice="none")
+        assert refused["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"]
+        assert refused["choices"][0]["message"]["content"] == CALL
+        assert refused["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_the_prompt_shows_tools_calls_and_results(start: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Bern"}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    async with start("ok" + END, **ROOM) as router:
+        answer = await router.post("/chat_tokenize", messages=messages, tools=[WEATHER])
+        text = answer.json()["templated_text"]
+        assert text.startswith("<|im_start|>system\nBe brief.\n\n")
+        assert json.dumps(WEATHER["function"]) in text
+        assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>' in text
+        assert "<tool_response>\nsun\n</tool_response>" in text
+
+
+async def test_special_tokens_that_mark_a_call_are_seen_although_they_are_skipped(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test's vocabulary has <|im_start|> as a special token: here it is Mistral's marker."""
+    monkeypatch.setattr(tool_call_forms, "TOOL_CALLS", "<|im_start|>")
+    marked = replace(FORMATS["mistral"], markers=("<|im_start|>",))
+    monkeypatch.setattr(tools, "named", lambda name, template: marked)
+    reply = '<|im_end|><|im_start|>[{"name": "now", "arguments": {}}]'
+    async with start(reply + END, config=ServeConfig(tool_call_parser="mistral"), chat=TEMPLATE, **ROOM) as router:
+        message = (await chat(router))["choices"][0]["message"]
+        assert message["content"] is None
+        assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+        assert joined(await events(router))["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+
+
+TEMPLATE = "{{ tools | tojson if tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+async def test_a_template_without_tools_or_a_known_format_refuses_them(start: Any) -> None:
+    for config, chat_, words in [
+        (ServeConfig(), "vicuna", "does not show tools"),
+        (ServeConfig(), TEMPLATE, "--tool-call-parser"),
+        (ServeConfig(tool_call_parser="off"), "vicuna", "does not show tools"),
+    ]:
+        async with start(CALL + END, config=config, chat=chat_, **ROOM) as router:
+            answer = await router.post("/v1/chat/completions", messages=USER, tools=[WEATHER])
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+            assert words in answer.json()["error"]["message"]
+
+
+async def test_the_flag_names_the_format_or_leaves_calls_in_the_text(start: Any) -> None:
+    for name, reply, content in [
+        ("hermes", CALL, None),
+        ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}]', None),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Zürich"}}', None),
+        ("pythonic", "[get_weather(city='Zürich')]", None),
+        ("off", CALL, CALL),
+    ]:
+        config = ServeConfig(tool_call_parser=name)
+        async with start(reply + END, config=config, chat=TEMPLATE, **ROOM) as router:
+            message = (await chat(router))["choices"][0]["message"]
+            assert message["content"] == content
+            if content is None:
+                function = message["tool_calls"][0]["function"]
+                assert function == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
+                assert (len(message["tool_calls"][0]["id"]) == 9) == (name == "mistral")
+
+
+def grammar(router: Any, **body: Any) -> str | None:
+    """The grammar of the engine's request."""
+    checked = validate(ChatBody, {"messages": USER, "tools": [WEATHER, NOW], **body}, CHAT_NEUTRAL)
+    door = router.service.door()
+    made = plan(door, checked, tools_of(door, checked)).choices[0].request.sampling.grammar
+    assert made is None or made.kind == "lark"
+    return None if made is None else str(made.source)
+
+
+async def test_a_grammar_holds_the_model_to_what_was_asked_for(router: AbstractAsyncContextManager[Any]) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    assert grammar(router) is None
+    assert grammar(router, tool_choice="auto", parallel_tool_calls=True) is None
+    assert grammar(router, tool_choice="none") is None
+    required = grammar(router, tool_choice="required")
+    assert required is not None
+    assert "get_weather" in required
+    assert "now" in required
+    assert json.dumps(PARAMETERS)[1:-1] in required
+    for choice in (named, some):
+        one = grammar(router, tool_choice=choice)
+        assert one is not None
+        assert "now" in one
+        assert "get_weather" not in one
+    assert "(" in required
+    assert "(" not in (grammar(router, tool_choice="required", parallel_tool_calls=False) or "(").split("call_0:")[0]
+
+
+async def test_one_call_at_most_and_strict_tools_need_a_grammar_even_where_no_call_is_asked_for(
+    router: AbstractAsyncContextManager[Any],
+) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    assert "PLAIN" in (grammar(router, parallel_tool_calls=False) or "")
+    assert json.dumps(PARAMETERS)[1:-1] not in (grammar(router, parallel_tool_calls=False) or "")
+    assert json.dumps(PARAMETERS)[1:-1] in (grammar(router, tools=[strict]) or "")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "maxProperties": 3}}}
+    assert '"maxProperties": 3' in (grammar(router, response_format=schema) or "")
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [WEATHER, WEATHER]}, "tools", "differ"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools", "object"),
+    ({"tools": [NOW] * 129}, "tools", "128"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "no `tools`"),
+    ({"tool_choice": "any"}, "tool_choice", "required"),
+    ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice", "nobody"),
+    ({"functions": [NOW["function"]]}, "functions", "send `tools`"),
+    ({"function_call": {"name": "now"}}, "function_call", "send `tool_choice`"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "tool_choice"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages", "`tool`"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages", "tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages", "tool_calls"),
+    ({"messages": [{"role": "assistant"}]}, "messages", "tool_calls"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}]}, "messages", "no JSON object"),
+    ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+        {"id": "1", "function": {"name": "f", "arguments": "{" * 9999}}]}]}, "messages", "no JSON object"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no variable"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no variable"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "no variable"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "one of them"),
+    ({"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": ""}]},
+     "continue_final_message", "content"),
+]  # fmt: skip
+
+
+async def test_what_is_wrong_about_tools_and_messages_is_named(router: Any) -> None:
+    for body, param, words in WRONG:
+        for stream in (False, True):
+            asked = {"messages": USER, "tools": [WEATHER, NOW], "stream": stream, **body}
+            answer = await router.post("/v1/chat/completions", **asked)
+            assert answer.status_code == 400, (body, answer.text)
+            assert answer.json()["error"]["param"] == param, (body, answer.text)
+            assert words in answer.json()["error"]["message"], (body, answer.text)
+            assert len(answer.content) < 2000
+
+
+async def test_without_a_parser_nobody_can_be_made_to_call(start: Any) -> None:
+    for name in ("off", "pythonic"):
+        async with start(CALL + END, config=ServeConfig(tool_call_parser=name), **ROOM) as router:
+            for body, param in [
+                ({"tool_choice": "required"}, "tool_choice"),
+                ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+            ]:
+                answer = await router.post("/v1/chat/completions", messages=USER, tools=[WEATHER], **body)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == param
