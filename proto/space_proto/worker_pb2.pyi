@@ -861,8 +861,6 @@ class SequenceReport(_message.Message):
     """who proposed the drafts verified in this step"""
     num_mask_drafts: _builtins.int
     """of a draft_source other than masks: leading drafts that came from masks; the source's go on behind them"""
-    num_predicted: _builtins.int
-    """ids of Admit.prediction found in the output with this step, each counted once in the life of a sequence"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """emitted ids, after the cut at EOS, stop id or limit"""
@@ -874,6 +872,10 @@ class SequenceReport(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """for prompt ids computed in this step, where asked for; the first prompt id has none"""
+
+    @_builtins.property
+    def num_predicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by emitted id: ids of Admit.prediction found in the output with it, each counted once in the life of a sequence; empty where there are none"""
 
     def __init__(
         self,
@@ -891,7 +893,7 @@ class SequenceReport(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         draft_source: Global___DraftSource.ValueType = ...,
         num_mask_drafts: _builtins.int = ...,
-        num_predicted: _builtins.int = ...,
+        num_predicted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

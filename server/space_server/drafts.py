@@ -173,8 +173,8 @@ class Drafter:
         self._num_known: int | None = None  # ids read; None: nothing yet
         self._proposals: list[Proposal] = []  # what was proposed to follow them
 
-    def extend(self, ids: Run[int], tokens: Run[int]) -> int:
-        """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with them.
+    def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
+        """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with each.
 
         Read once from the start: at first, and where a step is taken again.
         """
@@ -190,11 +190,7 @@ class Drafter:
         self._num_known = len(ids) + len(tokens)
         if self._lookup is not None:
             self._lookup.extend(tokens)
-        if self._prediction is None:
-            return 0
-        before = self._prediction.num_appeared
-        self._prediction.extend(tokens)
-        return self._prediction.num_appeared - before
+        return () if self._prediction is None else self._prediction.extend(tokens)
 
     def propose(self, max_drafts: int) -> Proposal | None:
         """The drafts that are worth most; None where nothing is known, or worth its row."""

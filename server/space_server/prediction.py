@@ -33,13 +33,17 @@ class Prediction:
         """Ids in a row before the proposal that agree; 0 where one id has just been replaced, as it seems."""
         return self._length
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The output goes on."""
+    def extend(self, tokens: Iterable[int]) -> list[int]:
+        """The output goes on; how many ids of the prediction appeared with each token."""
+        appeared = []
         for id_ in tokens:
+            before = self.num_appeared
             self._tail.append(id_)
             self._follow(id_)
+            appeared.append(self.num_appeared - before)
         if len(self._tail) > 4 * LONGEST:
             del self._tail[:-LONGEST]
+        return appeared
 
     def propose(self, max_drafts: int) -> list[int]:
         """What the prediction goes on with."""

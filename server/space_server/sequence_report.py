@@ -39,7 +39,7 @@ def commit(advance: Advance) -> pb.SequenceReport:
         error=advance.error or "",
         decoded=decoded,
         prompt_logprobs=[_logprobs(entry) for entry in advance.prompt_logprobs],
-        num_predicted=advance.num_predicted,
+        num_predicted=advance.num_predicted if any(advance.num_predicted) else (),
     )
     if origin.source is not Source.MASKS and report.num_drafted:
         report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, report.num_drafted)

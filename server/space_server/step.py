@@ -46,7 +46,7 @@ class Advance:
     drafts: list[int] = field(default_factory=list)  # for the next step
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
     origin: Origin = BY_MASKS  # who proposed them
-    num_predicted: int = 0  # ids of the client's prediction that appeared with this step
+    num_predicted: Run[int] = ()  # ids of the client's prediction that appeared with each token
     logprobs: Run[IdLogprobs] = ()
     prompt_logprobs: Run[IdLogprobs] = ()
     error: str | None = None  # the sequence cannot go on

@@ -120,7 +120,7 @@ def test_a_right_prediction_is_accepted_whole_and_counted() -> None:
     run = ran(router_of(model, lookup=False), prediction=said(model, 96))
     assert run.tokens == said(model, 96)
     assert sources_of(run) == {pb.DRAFT_SOURCE_PREDICTION}
-    assert sum(report.num_predicted for report in run.reports) == 96
+    assert sum(sum(report.num_predicted) for report in run.reports) == 96
     assert {SOURCE_DRAFTS} <= {report.num_accepted for report in run.reports}
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_prediction_costs_two_rejections_and_is_not_counted() -> None:
     model = ScriptedModel(num_masks=0, text=lambda position: 70 + position, vocab_size=512)
     run = ran(router_of(model, lookup=False), prediction=[5, 6, 7, 8] * 12)
     assert run.tokens == said(model, 96)
-    assert sum(report.num_predicted for report in run.reports) == 0
+    assert sum(sum(report.num_predicted) for report in run.reports) == 0
     drafted = [report for report in run.reports if report.num_drafted]
     assert len(drafted) <= 2
     assert all(report.num_accepted == 0 for report in drafted)
@@ -137,7 +137,7 @@ def test_a_wrong_prediction_costs_two_rejections_and_is_not_counted() -> None:
 def test_a_prediction_counts_without_speculation_too() -> None:
     model = ScriptedModel(num_masks=0)
     run = ran(router_of(model, lookup=False), prediction=said(model, 96), max_draft_length=0)
-    assert sum(report.num_predicted for report in run.reports) == 96
+    assert sum(sum(report.num_predicted) for report in run.reports) == 96
     assert all(report.num_drafted == 0 for report in run.reports)
 
 
@@ -149,7 +149,7 @@ def test_a_sequence_admitted_again_counts_what_comes_then() -> None:
     router.run()
     again = router.ran[seq_id]
     assert again.tokens == text
-    assert sum(report.num_predicted for report in again.reports) == 40 - 17
+    assert sum(sum(report.num_predicted) for report in again.reports) == 40 - 17
 
 
 def test_only_lookup_lays_out_no_masks() -> None:

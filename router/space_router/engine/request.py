@@ -99,7 +99,7 @@ class Delta:
     drafted: int = 0  # drafts verified in this step
     accepted: int = 0  # of these, accepted and inside the cut
     decoded: bool = False  # a decode step; False: the prefill, whose token counts as no step
-    predicted: int = 0  # ids of the request's prediction that appeared with this step
+    predicted: tuple[int, ...] = ()  # ids of the request's prediction that appeared with each token; empty: none
 
 
 @dataclass

@@ -66,7 +66,7 @@ def delta(report: worker_pb2.SequenceReport, known: int) -> Delta:
         drafted=report.num_drafted,
         accepted=report.num_accepted,
         decoded=report.decoded,
-        predicted=report.num_predicted,
+        predicted=tuple(report.num_predicted),
     )
 
 

@@ -110,7 +110,8 @@ class ScriptedSequence:
         for _ in range(num_ids):
             token = self._script.language.next_id(self.ids, self._admit.num_prompt, sampling)
             place = len(self.ids) - self._admit.num_prompt
-            report.num_predicted += self._admit.prediction[place : place + 1] == [token]
+            if self._admit.prediction:
+                report.num_predicted.append(int(self._admit.prediction[place : place + 1] == [token]))
             self.ids.append(token)
             report.tokens.append(token)
             if self._admit.want_logprobs:
