@@ -1,0 +1,313 @@
+"""Every parameter of a request, alone and in random sets, gives the same ids and log-probabilities with speculation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from space_eval.desk import Desk, Record, Request
+from space_eval.drafters import Future, ScriptedDrafts, half_right
+from space_eval.equivalence import Mismatch, Subject, describe_difference, first_difference, make_worker
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources
+from space_server.testing import SmallRouter
+from space_server.worker import Worker
+
+Subjects = Callable[[str, str], Subject]
+
+ON_DEVICE = "on device"
+MODES = {"k1": 1, "k3": 3, "k5": 5, "lookup": 4, "predicted": 4, ON_DEVICE: 3}
+"""Who drafts, and at most how many ids: the masks (and an oracle that is wrong half the time), lookup, a prediction;
+on the device the masks alone, the law as tensors, and no log-probabilities."""
+
+WITHOUT_EFFECT_WHEN_GREEDY = ("seed", "choice", "top_k", "top_p", "min_p", "typical_p")
+LIMITS = ("max_tokens", "eos_ids", "stop_ids", "min_tokens")
+PARAMETERS = (
+    *WITHOUT_EFFECT_WHEN_GREEDY,
+    "temperature",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_ids",
+    *LIMITS,
+)
+MAX_TOKENS = 24
+NUM_SEATS = 4
+NUM_BLOCKS = 800
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What values are chosen by, so that they bite: a prompt, and the text of the same seed without parameters."""
+
+    prompt: Sequence[int]
+    base: Sequence[int]
+    live_ids: Sequence[int]
+    mask_ids: Sequence[int]
+
+
+def set_parameter(name: str, law: pb.Sampling, limits: pb.Limits, ground: Ground, dice: Random) -> None:
+    """A random value of one parameter, extremes among them."""
+    base = ground.base
+    match name:
+        case "seed":
+            law.seed = dice.choice((0, 1, 2**63, 2**64 - 1, dice.getrandbits(64)))
+        case "choice":
+            law.choice = dice.randint(1, 127)
+        case "temperature":
+            law.temperature = dice.choice((1e-6, 0.3, 1.3, 2.0))
+        case "top_k":
+            law.top_k = dice.choice((1, 2, 5, 40, 2**31 - 1))
+        case "top_p":
+            law.top_p = dice.choice((1e-30, 0.1, 0.5, 0.9, 0.999))
+        case "min_p":
+            law.min_p = dice.choice((0.02, 0.2, 1.0))
+        case "typical_p":
+            law.typical_p = dice.choice((1e-30, 0.2, 0.6, 0.95))
+        case "presence_penalty":
+            law.presence_penalty = dice.choice((-2.0, -0.3, 0.4, 2.0))
+        case "frequency_penalty":
+            law.frequency_penalty = dice.choice((-2.0, -0.1, 0.4, 2.0))
+        case "repetition_penalty":
+            law.repetition_penalty = dice.choice((0.4, 0.9, 1.2, 1.7, 30.0))
+        case "logit_bias":
+            law.logit_bias[base[0]] = dice.choice((-100.0, -2.5, 1.5))
+            for id_ in dice.sample(list(ground.live_ids), dice.randint(0, 30)):
+                law.logit_bias[id_] = dice.uniform(-4.0, 4.0)
+            law.logit_bias[ground.mask_ids[0]] = 100.0  # a mask is never chosen all the same
+        case "bad_words":
+            own = list(dict.fromkeys(base))
+            law.bad_words.append(pb.IdRun(ids=[dice.choice(own)]))
+            law.bad_words.append(pb.IdRun(ids=[*ground.prompt[-2:], base[0]]))  # begins in the prompt
+            for length in (2, 2, 3, 5):
+                at = dice.randrange(len(base) - length)
+                law.bad_words.append(pb.IdRun(ids=base[at : at + length]))
+            for head, last in zip(dice.choices(own, k=40), dice.choices(own, k=40), strict=True):
+                law.bad_words.append(pb.IdRun(ids=[head, last]))
+        case "allowed_ids":
+            count = dice.choice((12, len(ground.live_ids) // 2))
+            law.allowed_ids.extend([*dice.sample(list(ground.live_ids), count), *ground.mask_ids])
+        case "max_tokens":
+            limits.max_tokens = dice.randint(1, MAX_TOKENS - 1)
+        case "eos_ids":
+            limits.eos_ids.append(base[dice.randrange(3, len(base))])
+        case "stop_ids":
+            limits.stop_ids.extend(base[at] for at in dice.choices(range(4, len(base)), k=2))
+        case "min_tokens":
+            law.min_tokens = dice.randint(1, limits.max_tokens)
+            (limits.eos_ids if dice.random() < 0.5 else limits.stop_ids).extend(base[::3])
+        case _:
+            raise ValueError(name)
+
+
+def request_with(subject: Subject, names: Iterable[str], seat: int, temperature: float, dice: Random) -> Request:
+    """The request of a seat under these parameters, with the log-probabilities of its ids and some others."""
+    bare = subject.request(seat, temperature, "none")
+    base = subject.plain(seat, temperature, "none").tokens
+    ground = Ground(bare.prompt, base, subject.live_ids, subject.model.facts.mask_ids)
+    law, limits = pb.Sampling(), pb.Limits()
+    law.CopyFrom(bare.sampling)
+    limits.max_tokens = MAX_TOKENS
+    for name in sorted(names, key=PARAMETERS.index):
+        set_parameter(name, law, limits, ground, dice)
+    possible = set(law.allowed_ids)
+    if possible:  # some id is always left
+        kept = [run for run in law.bad_words if run.ids[-1] not in possible]
+        del law.bad_words[:]
+        law.bad_words.extend(kept)
+        limits.max_tokens = MAX_TOKENS if possible <= {*limits.eos_ids, *limits.stop_ids} else limits.max_tokens
+    return replace(bare, sampling=law, limits=limits, want_logprobs=True, num_logprobs=dice.choice((0, 1, 5, 20)))
+
+
+def repeating(request: Request, live_ids: Sequence[int]) -> Request:
+    """The same with two ids allowed, so that the text repeats itself: long enough for lookups, right and wrong."""
+    law, limits = pb.Sampling(), pb.Limits()
+    law.CopyFrom(request.sampling)
+    del law.allowed_ids[:]
+    law.allowed_ids.extend(live_ids[:2])
+    limits.CopyFrom(request.limits)
+    limits.max_tokens = max(limits.max_tokens, 2 * MAX_TOKENS)
+    return replace(request, sampling=law, limits=limits)
+
+
+def random_request(subject: Subject, dice: Random, seat: int) -> Request:
+    """Two to seven parameters at random, greedy or sampled, with a bound on drafts of its own."""
+    names = dice.sample(PARAMETERS, dice.randint(2, 7))
+    greedy = "temperature" not in names and dice.random() < 0.35
+    request = request_with(subject, names, seat, 0.0 if greedy else dice.choice((0.8, 1.0)), dice)
+    return replace(request, max_draft_length=dice.choice((8, 8, 8, 8, 2, 1)))
+
+
+def random_batch(subject: Subject, dice: Random, size: int) -> list[Request]:
+    """Unlike requests, and one that repeats itself."""
+    requests = [random_request(subject, dice, seat=number % NUM_SEATS) for number in range(size)]
+    requests.append(repeating(request_with(subject, (), 1, 1.0, dice), subject.live_ids))
+    return requests
+
+
+def plain_records(subject: Subject, requests: Sequence[Request]) -> list[Record]:
+    """Plain decoding, all at once: that company changes no text is the matrix' and the crowd's to show."""
+    records = [Record(request) for request in requests]
+    desk = Desk(make_worker(subject.model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))
+    for record in records:
+        desk.admit(record)
+    desk.run(lambda: not desk.records)
+    return records
+
+
+class MasksAndOracle(ScriptedDrafts):
+    """Every third step has the masks' own drafts, the others an oracle's that is wrong half the time."""
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int] | None:  # type: ignore[override]
+        return None if len(ids) % 3 == 0 else super().propose(seq_id, ids, max_drafts)
+
+
+def strays(tokens: Sequence[int], live_ids: Sequence[int]) -> tuple[int, ...]:
+    """The text with every fifth id another."""
+    return tuple(live_ids[at] if at % 5 == 4 else id_ for at, id_ in enumerate(tokens))
+
+
+def speculate(subject: Subject, plain: Sequence[Record], mode: str) -> list[Record]:
+    """The requests in one batch that they join one by one, with drafts."""
+    k = MODES[mode]
+    oracle = MasksAndOracle(half_right, subject.live_ids) if mode.startswith("k") else None
+    sources = None if oracle is not None else DraftSources(lookup=mode == "lookup")
+    if mode == ON_DEVICE:
+        layout = FixedLayout.full(k)
+        worker = Worker(
+            subject.model, num_blocks=NUM_BLOCKS, block_size=4, controller=layout, device_steps=True, eager=True
+        )
+    else:
+        worker = make_worker(subject.model, FixedLayout.full(k), oracle, num_blocks=NUM_BLOCKS, sources=sources)
+    desk = Desk(worker, max_prefill_rows=13)
+    records = []
+    for one in plain:
+        prediction = strays(one.tokens, subject.live_ids) if mode == "predicted" else ()
+        record = Record(replace(one.request, prediction=prediction, want_logprobs=mode != ON_DEVICE))
+        seq_id = desk.admit(record)
+        if oracle is not None:
+            oracle.futures[seq_id] = Future(one.ids, k)
+        records.append(record)
+        desk.step()
+    desk.run(lambda: not desk.records)
+    desk.check_all_free()
+    return records
+
+
+def compare(ours: Record, plain: Record, where: str) -> None:
+    """Ids, end and log-probabilities, to the last bit."""
+    law = f"{ours.request.sampling} {ours.request.limits}".replace("\n", " ")
+    if (at := first_difference(ours.tokens, plain.tokens)) is not None:
+        raise Mismatch(f"[{where}] {describe_difference(at, ours, plain)} Under {law}")
+    if ours.request.want_logprobs:
+        if (at := first_difference(ours.logprobs, plain.logprobs)) is not None:
+            raise Mismatch(f"[{where}] other log-probabilities: {describe_difference(at, ours, plain)} Under {law}")
+        assert len(ours.logprobs) == len(ours.tokens)
+    assert ours.finish == plain.finish, (where, law)
+
+
+def check_batch(subject: Subject, requests: Sequence[Request], modes: Iterable[str] = MODES) -> list[Record]:
+    """The plain texts, which every mode gives, too; in each of them drafts are accepted and drafts are rejected."""
+    plain = plain_records(subject, requests)
+    for mode in modes:
+        records = speculate(subject, plain, mode)
+        for number, (ours, wanted) in enumerate(zip(records, plain, strict=True)):
+            compare(ours, wanted, f"{subject.name}, {mode}, request {number}")
+        drafted = sum(drafted for record in records for drafted, _ in record.verdicts)
+        accepted = sum(accepted for record in records for _, accepted in record.verdicts)
+        assert accepted < drafted, (mode, accepted, drafted)
+        assert accepted > 0 or (mode == ON_DEVICE and subject.name != "embedded")  # a random model's own masks guess
+    return plain
+
+
+@pytest.mark.parametrize("names", [PARAMETERS[first::3] for first in range(3)], ids="-".join)
+def test_a_parameter_alone_changes_the_plain_text_and_speculation_does_not(
+    names: tuple[str, ...], subject_of: Subjects
+) -> None:
+    subject, dice = subject_of("llama", "float32"), Random("alone")
+    laws = [(name, seat, temperature) for name in names for seat, temperature in ((0, 1.0), (3, 1.0), (0, 0.0))]
+    laws = [law for law in laws if law != ("temperature", 0, 0.0)]
+    requests = [request_with(subject, (name,), seat, temperature, dice) for name, seat, temperature in laws]
+    requests.append(repeating(request_with(subject, (), 1, 1.0, dice), subject.live_ids))
+    plain = check_batch(subject, requests)
+    effects: dict[tuple[str, bool], bool] = defaultdict(bool)
+    for (name, seat, temperature), record in zip(laws, plain, strict=False):
+        effects[name, temperature == 0.0] |= record.tokens != subject.plain(seat, temperature, "none").tokens
+    for (name, greedy), effect in effects.items():
+        assert effect == (not greedy or name not in WITHOUT_EFFECT_WHEN_GREEDY), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sets_of_parameters_give_the_plain_texts(seed: int, subject_of: Subjects) -> None:
+    subject, dice = subject_of("llama", "float32"), Random(f"set {seed}")
+    check_batch(subject, random_batch(subject, dice, 12))
+
+
+def test_random_sets_give_the_plain_texts_of_the_embedded_model(subject_of: Subjects) -> None:
+    subject, dice = subject_of("embedded", "float32"), Random("embedded")
+    check_batch(subject, random_batch(subject, dice, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("gemma3", "float32"),
+        ("qwen3", "bfloat16"),
+        ("embedded", "float32"),
+    ],
+)
+def test_five_hundred_random_sets_give_the_plain_texts(model: str, dtype: str, seed: int, subject_of: Subjects) -> None:
+    subject, dice = subject_of(model, dtype), Random(f"{model} {dtype} {seed}")
+    check_batch(subject, random_batch(subject, dice, 10))
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_the_window_ends_a_text_inside_a_run(k: int, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, seed=1, window=40, hidden_size=32, num_heads=2, kv_heads=1)
+    subject = Subject("narrow", load_model(path, dtype="float32"))
+    dice = Random(k)
+    requests = []
+    for seat in range(NUM_SEATS):
+        request = request_with(subject, (), seat, (0.0, 1.0)[seat % 2], dice)
+        requests.append(replace(request, limits=pb.Limits(max_tokens=100), slots_ahead=40 - len(request.prompt)))
+    plain = check_batch(subject, requests, [f"k{k}"])
+    assert {len(record.ids) for record in plain} == {40}
+    assert {record.finish for record in plain} == {pb.FINISH_LENGTH}
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+def test_a_text_that_comes_to_where_every_id_is_forbidden_fails_there_and_not_before(
+    k: int, subject_of: Subjects
+) -> None:
+    subject = subject_of("llama", "float32")
+    first, second = subject.live_ids[:2]
+    law = pb.Sampling(temperature=0.0, allowed_ids=[first, second])
+    law.logit_bias[first] = 100.0
+    for last in (first, second):  # behind six of the first nothing is left
+        law.bad_words.append(pb.IdRun(ids=[first] * 6 + [last]))
+    oracle = ScriptedDrafts(half_right, subject.live_ids)
+    worker = Worker(subject.model, num_blocks=50, controller=FixedLayout.full(k), draft_source=oracle)
+    router = SmallRouter(worker)
+    prompt = [subject.live_ids[5]] * 3
+    seq_id = router.admit(prompt, max_tokens=20, sampling=law)
+    oracle.futures[seq_id] = Future([*prompt, *[first] * 20], k)
+    router.run()
+    ran = router.ran[seq_id]
+    assert ran.tokens == [first] * 6
+    assert ran.finish == pb.FINISH_ERROR
+    assert ran.error.startswith(f"No id can be chosen at position {len(prompt) + 6}")
+    assert any(ran.accepted) == (k > 0)
