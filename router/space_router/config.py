@@ -17,7 +17,7 @@ from space_router.setting import Setting, setting
 ENVIRONMENT_PREFIX = "SPACESERVE_"
 
 
-_HTTP, _SPECULATION = "HTTP", "speculation"
+_HTTP, _SPECULATION = "HTTP and gRPC", "speculation"
 _MEMORY, _LIMITS, _WORKERS = "memory and batching", "limits", "workers and process"
 
 
@@ -33,6 +33,14 @@ class ServeConfig(ModelSettings):
         "ADDRESS",
     )
     port: int = setting(8080, _HTTP, "TCP port; 0 lets the system choose", parse.whole(0, 65535), "PORT")
+    grpc_port: int | None = setting(
+        None,
+        _HTTP,
+        "TCP port for gRPC on the same address (spaceserve.v1.Generate, health, reflection), with the same API keys; 0 "
+        "lets the system choose; without it there is no gRPC",
+        parse.whole(0, 65535),
+        "PORT",
+    )
     api_key_file: str | None = setting(
         None,
         _HTTP,

@@ -1,4 +1,4 @@
-"""One server process from its first line to its last: engine, web server, signals."""
+"""One server process from its first line to its last: engine, web and gRPC servers, signals."""
 
 import asyncio
 import logging
@@ -18,6 +18,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError
 from space_router.engine.model_facts import ModelFacts
 from space_router.errors import ConfigError
+from space_router.grpc_face.server import GrpcServer
 from space_router.metrics import Metrics
 from space_router.text.model_text import ModelText
 
@@ -48,6 +49,8 @@ def run(config: ServeConfig) -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     text = ModelText.load(config)
+    if config.grpc_port is not None:
+        _listen(config.host, config.grpc_port, "--grpc-port").close()  # gRPC itself would not say what is wrong
     with _listen(config.host, config.port) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(config, text, listening, _say))
 
@@ -55,9 +58,10 @@ def run(config: ServeConfig) -> int:
 async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, say: Callable[[str], None]) -> int:
     """Start the workers and answer on the socket; `say` gets one line per stage."""
     metrics = Metrics()
-    async with AsyncExitStack() as engine_scope:
+    async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
         engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
         service = Service(config, text, engine, metrics)
+        face = None if config.grpc_port is None else GrpcServer(service, config.host, config.grpc_port)
         stopping: list[asyncio.Task[None]] = []
 
         async def stop() -> None:
@@ -65,10 +69,14 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
                 log.warning("requests were still running after %g s: they end with an error", config.drain_timeout)
             await engine_scope.aclose()
             server.should_exit = True
+            if face is not None:
+                await face.stop(FLUSH_SECONDS)
 
         def signalled() -> None:
             if stopping:
                 server.should_exit = server.force_exit = True
+                if face is not None:
+                    stopping.append(asyncio.create_task(face.stop(0.0)))
                 return
             service.draining = True
             say(f"stopping: running requests have {config.drain_timeout:g} s to finish")
@@ -91,6 +99,9 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
             await engine_scope.enter_async_context(engine)
             address = _url(listening)
             say(f"listening on {address} (/health says 503 until the model is ready)")
+            if face is not None:
+                await face_scope.enter_async_context(face)
+                say(f"gRPC on {face.address}")
             watching = asyncio.create_task(_watch(service, address, say))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             try:
@@ -132,7 +143,7 @@ def _workers(config: ServeConfig) -> str:
     return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f" for {config.model}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A bound socket, so that a taken port is known before the model is read. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -140,7 +151,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:
-        raise ConfigError(f"--host={host!r} --port={port}: cannot listen there: {error.strerror or error}.") from error
+        raise ConfigError(f"--host={host!r} {flag}={port}: cannot listen there: {error.strerror or error}.") from error
     return listening
 
 

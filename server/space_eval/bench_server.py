@@ -39,6 +39,7 @@ class ServerProcess:
         environment = dict(environment or {})
         free_port = [] if "--port" in flags or "SPACESERVE_PORT" in environment else ["--port", "0"]
         self.url = ""  # http://host:port, once it listens
+        self.grpc_address = ""  # host:port, once it listens there, with --grpc-port
         self.lines: collections.deque[str] = collections.deque(maxlen=400)  # what it said last, both pipes
         self._command = [sys.executable, "-m", "space_router", "serve", *flags, *free_port]
         self._environment = {**os.environ, **environment}
@@ -160,6 +161,8 @@ class ServerProcess:
                 self.lines.append(line.rstrip("\n"))
                 if line.startswith("spaceserve: listening on "):
                     self.url = line.split()[3]
+                elif line.startswith("spaceserve: gRPC on "):
+                    self.grpc_address = line.split()[3]
                 self._ready = self._ready or line.startswith("spaceserve: ready: ")
                 self._news.notify_all()
         with self._news:

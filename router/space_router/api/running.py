@@ -123,6 +123,10 @@ class Running:
             self._metrics.request_seconds.observe(seconds)
             await progress.scope.aclose()
 
+    def overdue(self) -> None:
+        """Its client's own clock has ended it: what has not finished counts as out of time, not as cancelled."""
+        self._outcome = "deadline"
+
     async def steps(self) -> AsyncIterator[list[tuple[Progress, TextDelta]]]:
         """What became certain, for all choices that moved at one moment. Raises ApiError."""
         try:

@@ -1,0 +1,111 @@
+"""`spaceserve.v1.Generate`: one way through door, engine and text with HTTP, written as messages."""
+
+import asyncio
+from contextlib import aclosing
+from typing import TypeAlias
+
+import grpc.aio
+from space_proto import generate_pb2, generate_pb2_grpc
+
+from space_router.api.body import validate
+from space_router.api.chat import prompt_text
+from space_router.api.chat_fields import ChatBody
+from space_router.api.connection import beside
+from space_router.api.door import Door
+from space_router.api.operating import VERSION
+from space_router.api.service import Service
+from space_router.api_keys import ApiKeys
+from space_router.errors import InvalidRequest, TimedOut
+from space_router.grpc_face.access import authorization
+from space_router.grpc_face.event import Events
+from space_router.grpc_face.request import conversation, plan, refuse_unknown
+from space_router.grpc_face.shown import shown
+from space_router.grpc_face.status import Context, answering
+
+GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
+
+
+class GenerateService(generate_pb2_grpc.GenerateServicer):
+    """The service of one server."""
+
+    def __init__(self, service: Service, keys: ApiKeys) -> None:
+        self._service = service
+        self._keys = keys
+
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
+        """Admitted before anything is sent; left, by its end or its client's, it holds nothing any more."""
+        service = self._service
+        async with answering(context, service.metrics):
+            time_left = context.time_remaining()
+            if time_left == 0:
+                raise TimedOut("The call's deadline had passed before it was read. Give it more time.")
+            made = await beside(request.ByteSize(), plan, self._door(context), request, time_left)
+            events = Events(made, request, service.name_of(made), service.text.tokenizer)
+            async with service.run(made) as running:
+                try:
+                    await context.send_initial_metadata((("x-request-id", made.request_id),))
+                    async with aclosing(shown(running)) as deltas:
+                        async for one in deltas:
+                            for event in events.of(one, running.choices):
+                                await context.write(event)  # returns when the client's window has room for it
+                except (asyncio.CancelledError, grpc.aio.InternalError):  # the second: what was written cannot be sent
+                    if context.time_remaining() == 0:
+                        running.overdue()
+                    raise
+
+    async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeReply:
+        """Ids as a prompt would have them."""
+        reply = generate_pb2.TokenizeReply()
+        async with answering(context, self._service.metrics):
+            door = self._door(context)
+            reply.ids.extend(await beside(request.ByteSize(), _ids, door, request))
+            reply.max_model_len = door.facts.window
+        return reply
+
+    async def Detokenize(
+        self, request: generate_pb2.DetokenizeRequest, context: Context
+    ) -> generate_pb2.DetokenizeReply:
+        """The text of ids."""
+        reply = generate_pb2.DetokenizeReply()
+        async with answering(context, self._service.metrics):
+            refuse_unknown(request)
+            ids = self._door(context).check_ids(request.ids, "ids")
+            decode = self._service.text.tokenizer.decode
+            reply.text = await beside(request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens)
+        return reply
+
+    async def Info(self, request: generate_pb2.InfoRequest, context: Context) -> generate_pb2.InfoReply:
+        """What is known by now."""
+        service, facts = self._service, self._service.engine.facts
+        reply = generate_pb2.InfoReply(
+            model=service.text.name,
+            adapters=service.adapters,
+            version=VERSION,
+            ready=service.ready,
+            chat=service.text.chat_template is not None,
+            max_choices=service.config.max_choices,
+            max_stop_strings=service.config.max_stop_strings,
+        )
+        if facts is not None:
+            reply.max_model_len, reply.vocab_size = facts.window, facts.vocab_size
+            reply.dtype, reply.device = facts.dtype, facts.device
+            reply.max_draft_length, reply.num_masks = facts.max_draft_length, facts.num_masks
+            reply.synthetic_acceptance.extend(facts.synthetic_acceptance)
+        return reply
+
+    def _door(self, context: Context) -> Door:
+        """For the key that the call came with."""
+        return self._service.door(self._keys.name_of(authorization(context.invocation_metadata())) or "")
+
+
+def _ids(door: Door, request: generate_pb2.TokenizeRequest) -> list[int]:
+    """Of a text, or of a conversation as the template writes it, special tokens and all."""
+    refuse_unknown(request)
+    if request.HasField("text") == bool(request.messages):
+        raise InvalidRequest("Give one of `text` and `messages`.", param="text")
+    encode = door.text.tokenizer.encode
+    given = request.add_special_tokens if request.HasField("add_special_tokens") else not request.messages
+    if not request.messages:
+        return encode(request.text, add_special_tokens=given)
+    body = validate(ChatBody, {"messages": conversation(request.messages)}, {})
+    return encode(prompt_text(door, body.messages), add_special_tokens=given)
