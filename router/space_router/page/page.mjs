@@ -1,0 +1,387 @@
+/** The page: settings in, one or two answers out, and what can be seen in them. */
+
+import { compare } from "./answer.mjs";
+import { Chart } from "./chart.mjs";
+import { timePerToken, tokensPerStep } from "./curve.mjs";
+import { draftOptions, factsLine, offer, watch } from "./facts.mjs";
+import { Pane, description, element } from "./pane.mjs";
+import { FieldError, ServerError, curlOf, freshSeed, requestOf } from "./request.mjs";
+import { replay, stream } from "./run.mjs";
+import { BrokenStream } from "./sse.mjs";
+
+const $ = (id) => document.getElementById(id);
+const form = $("ask");
+
+const EXAMPLES = {
+  completion: [
+    ["a class", 'class Account:\n    """A bank account."""\n\n    def __init__(self, name, number, balance=0):\n'],
+    ["a function", 'def count_words(text):\n    """Count how often each word appears in a text."""\n    counts = {}\n'],
+    ["a table", "SQUARES = {\n    1: 1,\n    2: 4,\n    3: 9,\n    4: 16,\n"],
+  ],
+  chat: [
+    ["a class", "Write a Python class for a bank account."],
+    ["a function", "Write a Python function that counts the words of a text."],
+  ],
+};
+
+const stepChart = new Chart("Tokens per step", "a block is a step, the line the mean of the last 12", "tokens per step", 4);
+const timeChart = new Chart("Time per token", "milliseconds, mean of the last 12 arrivals", "ms", 4);
+$("charts").append(stepChart.root, timeChart.root);
+
+const HINT = $("inspector").textContent;
+
+let sides = []; // {name, plain, pane, answer, record} of what is shown
+let controller = null; // of what is running
+let facts = new AbortController(); // of the questions about the server
+let most = Number($("max_tokens").value); // tokens that the drawings have room for
+let drawing = false;
+
+/* --- settings ---------------------------------------------------------------------------------------------------- */
+
+function settings() {
+  const { beside, logprobs, ...rest } = Object.fromEntries(new FormData(form));
+  return { ...rest, beside: Boolean(beside), logprobs: Boolean(logprobs) };
+}
+
+/** Whether there is something to compare with: drafts are on. */
+const compared = (given) => given.beside && given.speculation !== "off";
+
+/** What depends on completion or chat. */
+function showMode() {
+  const mode = form.elements.mode.value;
+  $("system-field").hidden = mode !== "chat";
+  $("prompt-label").textContent = mode === "chat" ? "Message" : "Prompt";
+  const examples = EXAMPLES[mode].map(([name, text]) => {
+    const button = element("button", { type: "button" }, name);
+    button.addEventListener("click", () => {
+      $("prompt").value = text;
+      $("prompt").focus();
+      showSettings();
+    });
+    return button;
+  });
+  $("examples").replaceChildren(...examples);
+}
+
+function showSettings() {
+  $("beside").disabled = $("speculation").value === "off";
+  showCurl();
+}
+
+function showCurl() {
+  try {
+    const request = requestOf(settings());
+    if (!("seed" in request.body) && sides.length) request.body.seed = sides[0].seed;
+    $("curl").textContent = curlOf(document.baseURI, request, Boolean($("key").value));
+  } catch {
+    $("curl").textContent = "The settings above cannot be sent as they are.";
+  }
+}
+
+/* --- running ----------------------------------------------------------------------------------------------------- */
+
+async function run() {
+  if (controller !== null) return;
+  complain(null);
+  let request;
+  const given = settings();
+  try {
+    request = requestOf(given);
+  } catch (error) {
+    return void complain(error);
+  }
+  request.body.seed ??= freshSeed();
+  most = request.body.max_tokens || 1;
+  const shown = given.mode === "completion" ? given.prompt : "";
+  const chosen = { name: titleOf(given.speculation), plain: given.speculation === "off", request };
+  const plain = { name: "Plain decoding", plain: true, request: { ...request, body: { ...request.body, speculation: "off" } } };
+  arrange(compared(given) ? [plain, chosen] : [chosen], request.body.seed, shown);
+  showCurl();
+  await busy(async (signal) => {
+    for (const [place, side] of sides.entries()) {
+      tell(sides.length > 1 ? `${place + 1} of 2: ${side.name.toLowerCase()} …` : "Running …");
+      await runSide(side, signal);
+    }
+  });
+  finish();
+}
+
+const titleOf = (speculation) =>
+  speculation === "off" ? "Plain decoding" : speculation === "auto" ? "With drafts" : `With at most ${speculation} drafts`;
+
+/** New panes for the sides; of two, none may find the prompt computed by the other. */
+function arrange(wanted, seed, prompt) {
+  sides = wanted.map((side) => {
+    const body = wanted.length > 1 ? { ...side.request.body, cache_salt: crypto.randomUUID?.() ?? String(freshSeed()) } : side.request.body;
+    const pane = new Pane(side.name, { plain: side.plain, prompt, inspect });
+    return { ...side, seed, pane, request: { ...side.request, body }, answer: null, record: [] };
+  });
+  $("panes").replaceChildren(...sides.map(({ pane }) => pane.root));
+  $("replay").hidden = true;
+  $("inspector").textContent = HINT;
+  if ($("output").getBoundingClientRect().top > innerHeight * 0.7) $("output").scrollIntoView();
+  for (const { pane } of sides.slice(1)) pane.say("waits for the other");
+}
+
+async function runSide(side, signal) {
+  const { pane } = side;
+  try {
+    await stream(side.request, {
+      key: $("key").value,
+      signal,
+      begun: (answer, record) => {
+        Object.assign(side, { answer, record });
+        pane.begin(answer);
+      },
+      came: (pieces) => {
+        pane.add(pieces);
+        soon();
+      },
+    });
+    const end = side.answer.finish === "length" ? "max tokens reached" : "came to its end";
+    pane.say(`first token after ${side.answer.firstTokenTime?.toFixed(0)} ms, ${end}`);
+  } catch (error) {
+    pane.say(signal.aborted ? "stopped by you" : side.answer?.tokens.length ? "broken off" : "no answer");
+    throw error;
+  } finally {
+    pane.end();
+  }
+}
+
+/** Do something that the stop button ends. */
+async function busy(work) {
+  controller = new AbortController();
+  $("run").disabled = true;
+  $("stop").disabled = false;
+  const { signal } = controller;
+  try {
+    await work(signal);
+  } catch (error) {
+    if (!signal.aborted) complain(error);
+  } finally {
+    const focused = document.activeElement === $("stop");
+    controller = null;
+    $("run").disabled = false;
+    $("stop").disabled = true;
+    if (focused) $("run").focus();
+  }
+}
+
+function finish() {
+  most = Math.max(...sides.map(({ answer }) => answer?.tokens.length ?? 0)) || most;
+  draw();
+  const [one, other] = sides.map(({ answer }) => answer);
+  if (!one?.tokens.length) return tell("No token came.");
+  if (sides.length === 1) return tell(summary(one));
+  if (!other?.tokens.length) return tell("There is nothing to compare: the second answer has no token.");
+  const { equal, count } = compare(one, other);
+  const ratio = one.timePerToken && other.timePerToken ? one.timePerToken / other.timePerToken : null;
+  const speed = ratio === null ? "" : `${ratio.toFixed(2)} times the speed of plain decoding. `;
+  const both = one.finish && other.finish;
+  const said = equal
+    ? element("span", { class: "yes" }, `The two texts are equal${both ? `, all ${count} tokens` : ` as far as both go, ${count} tokens`}.`)
+    : element("span", { class: "no" }, `The two texts differ from token ${count + 1} on.`);
+  tell(speed, said);
+  $("replay").hidden = !both;
+}
+
+function summary(answer) {
+  const count = answer.tokens.length;
+  const rate = answer.statistics?.tokens_per_step ?? answer.tokensPerStep;
+  const steps = answer.steps.filter((step) => step.number > 0).length;
+  const per = rate === null ? "" : ` ${rate.toFixed(2)} tokens per step.`;
+  return `${count} token${count === 1 ? "" : "s"} in ${steps} step${steps === 1 ? "" : "s"}.${per} Seed ${sides[0].seed}.`;
+}
+
+async function replayBoth() {
+  if (controller !== null) return;
+  tell("Both at once, as fast as each came.");
+  const shown = sides.map((side) => side.answer);
+  await busy(async (signal) => {
+    await Promise.all(
+      sides.map(async (side) => {
+        const { pane } = side;
+        const begun = (answer) => {
+          side.answer = answer;
+          pane.begin(answer);
+        };
+        const came = (pieces) => {
+          pane.add(pieces);
+          soon();
+        };
+        const whole = await replay(side.record, { signal, begun, came });
+        if (!whole) return;
+        pane.end();
+        pane.say(`${(side.record.at(-1).at / 1000).toFixed(2)} s`);
+      }),
+    );
+  });
+  sides.forEach((side, place) => restore(side, shown[place]));
+  finish();
+}
+
+/** The whole answer again, after a replay that may have been stopped. */
+function restore(side, answer) {
+  if (side.answer.tokens.length === answer.tokens.length) {
+    side.answer = side.pane.answer = answer;
+    return;
+  }
+  side.answer = answer;
+  side.pane.begin(answer);
+  side.pane.add(answer.arrivals.flatMap(({ pieces }) => pieces));
+  side.pane.end();
+}
+
+/* --- showing ----------------------------------------------------------------------------------------------------- */
+
+/** Draw with the next frame. */
+function soon() {
+  if (drawing) return;
+  drawing = true;
+  requestAnimationFrame(() => {
+    drawing = false;
+    draw();
+  });
+}
+
+function draw() {
+  const begun = sides.filter(({ answer }) => answer !== null);
+  for (const { pane } of begun) pane.count();
+  const room = Math.max(most, ...begun.map(({ answer }) => answer.tokens.length));
+  const series = (of) => begun.map(({ name, plain, answer }) => ({ name, plain: plain && sides.length > 1, points: of(answer) }));
+  const blocks = begun.find((side) => side === sides.at(-1))?.answer.steps.filter((step) => step.number > 0);
+  stepChart.show(series(tokensPerStep).map((one, place) => (place === sides.length - 1 ? { ...one, steps: blocks } : one)), room);
+  timeChart.show(series(timePerToken), room);
+}
+
+function tell(...said) {
+  $("verdict").replaceChildren(...said);
+}
+
+/** Describe a token, and frame the one at its place in the other answer. */
+function inspect(pane, index) {
+  for (const side of sides) if (side.pane !== pane) side.pane.mark(index);
+  if (index !== null) $("inspector").replaceChildren(...description(pane.answer, index));
+}
+
+/** Say what went wrong, in words that help; null: nothing. */
+function complain(error) {
+  for (const marked of form.querySelectorAll("[aria-invalid]")) marked.removeAttribute("aria-invalid");
+  $("error").hidden = error === null;
+  if (error === null) return;
+  $("error").textContent = wordsFor(error);
+  if (error instanceof ServerError && error.status === 401) {
+    $("key-box").open = true;
+    $("key").focus();
+    return;
+  }
+  const field = error.field === "messages" ? "prompt" : error.field === "max_completion_tokens" ? "max_tokens" : error.field;
+  const input = field ? document.getElementById(field) : null;
+  if (input !== null && form.contains(input)) {
+    input.setAttribute("aria-invalid", "true");
+    input.focus();
+  }
+}
+
+function wordsFor(error) {
+  if (error instanceof ServerError || error instanceof FieldError) return error.message;
+  const count = sides.findLast(({ answer }) => answer !== null)?.answer.tokens.length ?? 0;
+  if (error instanceof BrokenStream || (error instanceof TypeError && count)) {
+    return `The stream broke after ${count} token${count === 1 ? "" : "s"}: the connection to the server was lost. What is shown is not the whole answer.`;
+  }
+  if (error instanceof TypeError) return "The server cannot be reached. Is it still running? This page is of its last visit.";
+  return `${error.name}: ${error.message}`;
+}
+
+/* --- the server, the key, the theme ------------------------------------------------------------------------------ */
+
+async function showServer() {
+  facts.abort();
+  facts = new AbortController();
+  try {
+    await watch($("key").value, showFacts, facts.signal);
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    $("facts").textContent = error.status === 401 ? "This server asks for an API key." : wordsFor(error);
+    if (error.status === 401) $("key-box").open = true;
+  }
+}
+
+function showFacts({ info, models }) {
+  $("facts").replaceChildren(...factsLine(info));
+  const decree = info.synthetic_acceptance;
+  $("decree").hidden = !decree;
+  if (decree) $("decree").textContent = `Synthetic acceptance: drafts come true by decree (${decree.join(", ")}). Speeds say nothing about the checkpoint.`;
+  offer($("model"), models.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]));
+  offer($("speculation"), draftOptions(info));
+  const chat = form.querySelector("[value=chat]");
+  chat.disabled = !info.chat_template;
+  chat.parentElement.title = info.chat_template ? "" : "This model has no chat template: start the server with --chat-template.";
+  showSettings();
+}
+
+/** A browser may forbid storage: then nothing is remembered. */
+function remembered(storage, name, value) {
+  try {
+    if (value === undefined) return window[storage].getItem(name);
+    if (value) window[storage].setItem(name, value);
+    else window[storage].removeItem(name);
+  } catch {
+    // forbidden
+  }
+  return null;
+}
+
+const THEMES = ["system", "light", "dark"];
+
+function showTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  $("theme").textContent = `Theme: ${theme}`;
+}
+
+/* --- wiring ------------------------------------------------------------------------------------------------------ */
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+form.addEventListener("input", showSettings);
+for (const radio of form.elements.mode) radio.addEventListener("change", showMode);
+$("stop").addEventListener("click", () => controller?.abort());
+$("replay").addEventListener("click", replayBoth);
+$("key").addEventListener("change", () => {
+  remembered("sessionStorage", "spaceserve.key", $("key").value);
+  showServer();
+});
+$("theme").addEventListener("click", () => {
+  const theme = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % THEMES.length];
+  remembered("localStorage", "spaceserve.theme", theme === "system" ? "" : theme);
+  showTheme(theme);
+});
+$("copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText($("curl").textContent);
+    $("copy").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren($("curl")); // without https a page may not write to the clipboard
+    $("copy").textContent = "Selected: press Ctrl+C";
+  }
+  setTimeout(() => ($("copy").textContent = "Copy"), 2500);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    form.requestSubmit();
+  } else if (event.key === "Escape" && controller !== null) {
+    controller.abort();
+  }
+});
+
+$("prompt").value = EXAMPLES.completion[0][1];
+$("key").value = remembered("sessionStorage", "spaceserve.key") ?? "";
+showTheme(remembered("localStorage", "spaceserve.theme") ?? "system");
+showMode();
+showSettings();
+draw();
+showServer();

@@ -1,0 +1,96 @@
+/** What is sent to the server, and what it says when it refuses. */
+
+const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
+
+/** {path, body} of the settings as they stand in the form; empty ones are left out. Throws FieldError. */
+export function requestOf(settings) {
+  const chat = settings.mode === "chat";
+  const body = {};
+  if (settings.model) body.model = settings.model;
+  if (chat) {
+    const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
+    body.messages = [...system, { role: "user", content: settings.prompt }];
+  } else {
+    body.prompt = settings.prompt;
+  }
+  for (const name of NUMBERS) {
+    const value = numberOf(name, settings[name] ?? "");
+    if (value !== null) body[name] = value;
+  }
+  if (settings.logprobs) Object.assign(body, chat ? { logprobs: true, top_logprobs: 3 } : { logprobs: 3 });
+  body.speculation = /^\d+$/.test(settings.speculation) ? Number(settings.speculation) : settings.speculation;
+  body.stream = true;
+  body.stream_options = { include_usage: true, include_steps: true };
+  body.return_token_ids = true;
+  return { path: chat ? "v1/chat/completions" : "v1/completions", body };
+}
+
+export class FieldError extends Error {
+  /** A setting that cannot be sent; `field` names it. */
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+function numberOf(name, text) {
+  if (text.trim() === "") return null;
+  const value = Number(text);
+  if (!Number.isFinite(value)) throw new FieldError(name, `\`${name}\` is ${JSON.stringify(text)}; it must be a number.`);
+  if (name === "seed" && !Number.isSafeInteger(value))
+    throw new FieldError(name, "`seed` must be a whole number below 2^53 here; a program may send up to 2^64 - 1.");
+  return value;
+}
+
+/** A seed for those who gave none: both sides of a comparison, and the curl line, need the same one. */
+export const freshSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
+
+/** The request as a line for a shell; the key stays out of it. */
+export function curlOf(base, { path, body }, withKey) {
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const key = withKey ? ` \\\n  -H "Authorization: Bearer $SPACESERVE_API_KEY"` : "";
+  const url = new URL(path, base).href;
+  return `curl -N ${quoted(url)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d ${quoted(JSON.stringify(body))}`;
+}
+
+export class ServerError extends Error {
+  /** A refusal, in the server's own words. */
+  constructor(status, message, field) {
+    super(message);
+    this.status = status;
+    this.field = field;
+  }
+
+  /** From the body of an answer, in OpenAI's shape or TGI's, or none of them. */
+  static of(status, text) {
+    let told = null;
+    try {
+      told = JSON.parse(text);
+    } catch {
+      // a proxy's page, or nothing
+    }
+    const error = told?.error;
+    if (typeof error?.message === "string") return new ServerError(status, error.message, error.param ?? null);
+    if (typeof error === "string") return new ServerError(status, error, null);
+    return new ServerError(status, `The server answered ${status}, without saying why.`, null);
+  }
+}
+
+export const headersOf = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+/** A response that is not an error. Throws ServerError, or what fetch throws. */
+export async function ask(path, { key, ...options } = {}) {
+  const response = await fetch(path, { ...options, headers: { ...options.headers, ...headersOf(key) } });
+  if (!response.ok) throw ServerError.of(response.status, await response.text());
+  return response;
+}
+
+/** Post a request; the response whose body is the stream. */
+export const post = ({ path, body }, key, signal) =>
+  ask(path, {
+    key,
+    signal,
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
