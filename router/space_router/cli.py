@@ -1,4 +1,4 @@
-"""`spaceserve`: the one command, with a subcommand for each room that is installed."""
+"""`spaceserve`: the one command, with a subcommand for each program that is installed."""
 
 import argparse
 import importlib.util
@@ -33,7 +33,7 @@ example:
 
 @dataclass(frozen=True)
 class Program:
-    """A subcommand that is another room's `python -m`."""
+    """A subcommand that is another `python -m`."""
 
     module: str
     help: str
@@ -58,6 +58,7 @@ PROGRAMS: Mapping[str, Program] = {
     "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
     "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
     "bench": Program("space_eval.bench", "measure throughput and latency"),
+    "chat": Program("space_router.terminal_chat", "talk to a running server in this terminal"),
     "convert": Program("space_model.convert", "turn a checkpoint into one this server takes"),
 }
 
