@@ -8,19 +8,20 @@ import grpc.aio
 from space_proto import generate_pb2, generate_pb2_grpc
 
 from space_router.api.body import validate
-from space_router.api.chat import prompt_text
+from space_router.api.chat import conversation_text
 from space_router.api.chat_fields import ChatBody
 from space_router.api.connection import beside
 from space_router.api.door import Door
 from space_router.api.operating import VERSION
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
-from space_router.errors import InvalidRequest, TimedOut
+from space_router.errors import InvalidRequest
 from space_router.grpc_face.access import authorization
 from space_router.grpc_face.event import Events
-from space_router.grpc_face.request import conversation, plan, refuse_unknown
+from space_router.grpc_face.request import read, refuse_unknown
 from space_router.grpc_face.shown import shown
 from space_router.grpc_face.status import Context, answering
+from space_router.grpc_face.values import conversation
 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
 
@@ -36,17 +37,14 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         """Admitted before anything is sent; left, by its end or its client's, it holds nothing any more."""
         service = self._service
         async with answering(context, service.metrics):
-            time_left = context.time_remaining()
-            if time_left == 0:
-                raise TimedOut("The call's deadline had passed before it was read. Give it more time.")
-            made = await beside(request.ByteSize(), plan, self._door(context), request, time_left)
-            events = Events(made, request, service.name_of(made), service.text.tokenizer)
-            async with service.run(made) as running:
+            asked = await read(service, self._door(context), request, context.time_remaining())
+            events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
+            async with service.run(asked.plan) as running:
                 try:
-                    await context.send_initial_metadata((("x-request-id", made.request_id),))
+                    await context.send_initial_metadata((("x-request-id", asked.plan.request_id),))
                     async with aclosing(shown(running)) as deltas:
                         async for one in deltas:
-                            for event in events.of(one, running.choices):
+                            for event in events.of(one, running):
                                 await context.write(event)  # returns when the client's window has room for it
                 except (asyncio.CancelledError, grpc.aio.InternalError):  # the second: what was written cannot be sent
                     if context.time_remaining() == 0:
@@ -108,4 +106,4 @@ def _ids(door: Door, request: generate_pb2.TokenizeRequest) -> list[int]:
     if not request.messages:
         return encode(request.text, add_special_tokens=given)
     body = validate(ChatBody, {"messages": conversation(request.messages)}, {})
-    return encode(prompt_text(door, body.messages), add_special_tokens=given)
+    return encode(conversation_text(door, body), add_special_tokens=given)

@@ -17,6 +17,7 @@ from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
+from space_router.engine.request import ValidRequest
 from space_router.grpc_face.server import GrpcServer
 from space_router.metrics import Metrics
 from space_router.testing import FixedReply, HashLanguage, Script, ScriptedWorker
@@ -137,3 +138,34 @@ def start() -> Start:
 def router(start: Start) -> AbstractAsyncContextManager[Router]:
     """In the test: a running Router, in front of a worker that speaks a made-up language."""
     return start()
+
+
+class Seen(list[ValidRequest]):
+    """Every request that has reached an engine."""
+
+    def take(self, field: str = "") -> list[ValidRequest]:
+        """Those since the last time, without what is drawn anew for each unless `field` is about that."""
+        taken = [
+            replace(
+                request,
+                request_id=request.request_id if field == "request_id" else "",
+                sampling=request.sampling if field == "seed" else replace(request.sampling, seed=0),
+            )
+            for request in self
+        ]
+        self.clear()
+        return taken
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What both faces ask of an engine."""
+    requests = Seen()
+    submit = Engine.submit
+
+    def noted(self: Engine, request: ValidRequest, **others: Any) -> Any:
+        requests.append(request)
+        return submit(self, request, **others)
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    return requests

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from space_proto import generate_pb2
-from space_router.engine.engine import Engine
 from space_router.engine.request import ValidRequest
 from space_router.grpc_face.event import PROMPT_IDS_PER_EVENT
 from space_router.testing import always
@@ -49,44 +47,22 @@ FIELDS: dict[str, Any] = {
     "add_special_tokens": False,
     "skip_special_tokens": False,
     "truncate_prompt_tokens": 2,
+    "structured_outputs": {"choice": {"texts": ["yes", "no"]}},
 }
 BESIDE = {"prompt", "prompt_token_ids", "prompts", "messages", "suffix", "return_prompt_token_ids",
-          "continuous_usage_stats"}  # fmt: skip
+          "continuous_usage_stats", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt",
+          "continue_final_message", "chat_template_kwargs", "reasoning_effort"}  # fmt: skip
 """Fields that the other tests are about."""
 
 SAME = {"", "model", "echo", "include_stop_str_in_output", "add_special_tokens", "skip_special_tokens"}
 """Fields that change how the answer is written, or nothing here; every other changes what the engine is asked."""
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[ValidRequest]:
-    """Every request that reaches an engine."""
-    requests: list[ValidRequest] = []
-    submit = Engine.submit
-
-    def noted(self: Engine, request: ValidRequest, **others: Any) -> Any:
-        requests.append(request)
-        return submit(self, request, **others)
-
-    monkeypatch.setattr(Engine, "submit", noted)
-    return requests
-
-
-def comparable(requests: list[ValidRequest], field: str) -> list[ValidRequest]:
-    """Without what is drawn anew for each."""
-    return [
-        replace(
-            request,
-            request_id=request.request_id if field == "request_id" else "",
-            sampling=request.sampling if field == "seed" else replace(request.sampling, seed=0),
-        )
-        for request in requests
-    ]
-
-
 def as_json(field: str, value: Any) -> Any:
     if field == "logit_bias":
         return {str(key): entry for key, entry in value.items()}
+    if field == "structured_outputs":
+        return {"choice": value["choice"]["texts"]}
     return {"type": "content", "content": value} if field == "prediction" else value
 
 
@@ -94,32 +70,32 @@ def test_every_field_of_the_contract_is_tried_here() -> None:
     assert FIELDS.keys() | BESIDE == set(generate_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 
 
-async def test_each_field_asks_the_engine_for_what_its_http_twin_asks(router: Any, seen: list[ValidRequest]) -> None:
+async def test_each_field_asks_the_engine_for_what_its_http_twin_asks(router: Any, seen: Any) -> None:
     plain: list[ValidRequest] = []
     for field, value in {"": None, **FIELDS}.items():
         given = {field: value} if field else {}
         await router.events(prompt=PROMPT, **given)
-        called, seen[:] = comparable(seen, field), []
+        called = seen.take(field)
         body = {key: as_json(key, entry) for key, entry in given.items()}
         answer = await router.http.post("/v1/completions", json={"prompt": PROMPT, **body})
         assert answer.status_code == 200, answer.text
-        posted, seen[:] = comparable(seen, field), []
+        posted = seen.take(field)
         assert called == posted, field
         plain = plain or called
         assert (called == plain) == (field in SAME), field
 
 
-async def test_a_conversation_asks_for_what_its_http_twin_asks(router: Any, seen: list[ValidRequest]) -> None:
+async def test_a_conversation_asks_for_what_its_http_twin_asks(router: Any, seen: Any) -> None:
     fields = {"max_tokens": 7, "n": 2, "logprobs": 3, "temperature": 0.5, "stop": ["x"], "seed": 5}
     await router.events(messages=[generate_pb2.ChatMessage(**one) for one in CHAT], **fields)
-    called, seen[:] = comparable(seen, "seed"), []
+    called = seen.take("seed")
     body = {**fields, "logprobs": True, "top_logprobs": 3, "messages": CHAT}
     await router.http.post("/v1/chat/completions", json=body)
-    assert called == comparable(seen, "seed")
+    assert called == seen.take("seed")
     assert len(called) == 2
 
 
-async def test_ids_and_several_prompts_are_taken_as_http_takes_them(router: Any, seen: list[ValidRequest]) -> None:
+async def test_ids_and_several_prompts_are_taken_as_http_takes_them(router: Any, seen: Any) -> None:
     ids = [70, 71, 72]
     twins: list[tuple[dict[str, Any], Any]] = [
         ({"prompt_token_ids": ids}, ids),
@@ -128,10 +104,9 @@ async def test_ids_and_several_prompts_are_taken_as_http_takes_them(router: Any,
     ]
     for fields, prompt in twins:
         events = await router.events(n=2, max_tokens=3, return_prompt_token_ids=True, **fields)
-        called, seen[:] = comparable(seen, ""), []
+        called = seen.take()
         await router.http.post("/v1/completions", json={"prompt": prompt, "n": 2, "max_tokens": 3})
-        posted, seen[:] = comparable(seen, ""), []
-        assert called == posted
+        assert called == seen.take()
         told = {event.index: tuple(event.prompt_token_ids) for event in events if event.prompt_token_ids}
         assert told == dict(enumerate(request.prompt_ids for request in called))
 
@@ -222,7 +197,10 @@ async def test_there_is_one_event_for_each_step_and_choice(start: Start) -> None
     for index in (0, 1):
         mine = [event for event in events if event.index == index]
         assert [len(event.token_ids) for event in mine] == [1, 4, 4, 4]
+        assert [list(event.token_steps) for event in mine] == [[0], [1] * 4, [2] * 4, [3] * 4]
+        assert [list(event.token_drafts) for event in mine] == [[False], *[[True] * 3 + [False]] * 3]
     assert (events[-1].spaceserve.steps, events[-1].spaceserve.tokens_per_step) == (6, 4.0)
+    assert events[-1].spaceserve.system_fingerprint.startswith("fp_")
     assert {event.request_id for event in events} == {events[0].request_id}
     assert {event.model for event in events} == {"tiny"}
 
@@ -302,7 +280,7 @@ async def test_an_adapter_is_asked_for_by_its_name_and_named_in_the_events(start
 
 
 async def test_text_and_conversations_become_the_ids_of_their_prompts_and_ids_become_text(
-    router: Any, seen: list[ValidRequest]
+    router: Any, seen: Any
 ) -> None:
     messages = [generate_pb2.ChatMessage(**one) for one in CHAT]
     for given in ({"text": PROMPT}, {"messages": messages}):

@@ -50,6 +50,11 @@ INVALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the field at fa
 ]
 INVALID += [
     ("best_of", {"prompt": "x", "n": 3, "best_of": 2}, {"prompt": "x", "n": 3, "best_of": 2}),
+    ("suffix", {"prompt": "x", "suffix": "y"}, {"prompt": "x", "suffix": "y"}),
+    ("structured_outputs", {"prompt": "x", "structured_outputs": {"regex": "a("}},
+     {"prompt": "x", "structured_outputs": {"regex": "a("}}),
+    ("structured_outputs", {"prompt": "x", "structured_outputs": {"json": "{"}},
+     {"prompt": "x", "structured_outputs": {"json": "{"}}),
     ("prompt", {"prompt": "x" * 600}, {"prompt": "x" * 600}),
     ("prompt", {"prompt": "<|mask_1|>"}, {"prompt": "<|mask_1|>"}),
     ("prompt", {"prompt_token_ids": [99999]}, {"prompt": [99999]}),
@@ -57,7 +62,11 @@ INVALID += [
     ("messages", {"messages": [{"role": "user"}]}, {"messages": [{"role": "user"}]}),
     ("echo", {"messages": [MESSAGE], "echo": True}, {"messages": [MESSAGE], "echo": True}),
     ("best_of", {"messages": [MESSAGE], "best_of": 2}, {"messages": [MESSAGE], "best_of": 2}),
-]
+    ("tools", {"messages": [MESSAGE], "tools": [{"name": "a b"}]},
+     {"messages": [MESSAGE], "tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tool_choice", {"messages": [MESSAGE], "tool_choice": {"mode": "TOOL_MODE_REQUIRED"}},
+     {"messages": [MESSAGE], "tool_choice": "required"}),
+]  # fmt: skip
 
 
 def trailing(error: grpc.aio.AioRpcError) -> dict[str, Any]:
@@ -243,7 +252,7 @@ async def test_the_unforeseen_is_internal_with_an_id_and_nothing_else(
     def broken(*arguments: Any) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(grpc_service, "plan", broken)
+    monkeypatch.setattr(grpc_service, "read", broken)
     error = await router.refusal(prompt="x")
     assert error.code() == grpc.StatusCode.INTERNAL
     error_id = error.details().split()[2].rstrip(".")
