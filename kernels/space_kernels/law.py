@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 MIN_TEMPERATURE = 1e-6
@@ -17,6 +17,7 @@ class Law:
 
     bias: tuple[tuple[int, float], ...] = ()  # (id, added to its raw logit), ids distinct
     allowed_ids: tuple[int, ...] = ()  # if not empty: every other id is impossible
+    grammar: str = ""  # name of the grammar that says at each row which ids are possible (Row.possible); "": none
     min_tokens: int = 0  # end_ids are impossible before so many generated ids
     end_ids: tuple[int, ...] = ()  # EOS and stop ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of a run is impossible behind the run's other ids
@@ -47,9 +48,15 @@ class Law:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
+    def ending(self) -> Law:
+        """What is left of it where a text is complete and nothing can follow: nothing may forbid its end."""
+        return replace(self, allowed_ids=(), min_tokens=0, bad_words=())
+
+    @cached_property
     def edits(self) -> bool:
         """Some stage before the temperature is on."""
-        return bool(self.bias or self.allowed_ids or self.min_tokens or self.bad_words or self.penalises)
+        listed = self.bias or self.allowed_ids or self.min_tokens or self.bad_words
+        return bool(listed or self.grammar or self.penalises)
 
     @cached_property
     def truncates(self) -> bool:

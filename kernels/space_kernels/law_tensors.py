@@ -70,9 +70,10 @@ class LawRoom:
     word_length: int = 8  # ids of a bad word
 
     def holds(self, law: Law) -> bool:
-        """Whether this law's lists fit."""
+        """Whether this law's lists fit. A grammar has no list: it says something else at every place."""
         return (
-            len(law.bias) <= self.num_biases
+            not law.grammar
+            and len(law.bias) <= self.num_biases
             and len(law.end_ids) <= self.num_ends
             and len(law.bad_words) <= self.num_words
             and max(map(len, law.bad_words), default=0) <= self.word_length

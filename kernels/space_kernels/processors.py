@@ -1,6 +1,7 @@
 """The law of choice on rows of logits: every stage of SPACE §3, in its order, with the state each row's prefix implies.
 
-    raw logits -> bias, allowed and banned ids, min_tokens, bad words -> repetition, presence, frequency penalties
+    raw logits -> bias, allowed and banned ids, grammar, min_tokens, bad words
+               -> repetition, presence, frequency penalties
                -> ÷ temperature -> top-k -> top-p -> min-p -> typical-p
 
 A chain row's prefix is hypothetical: the known ids, then the drafts before it. Every stage treats each row by itself,
@@ -13,6 +14,7 @@ import math
 from collections.abc import Sequence
 from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from space_kernels.row import TokenCounts as TokenCounts
 _NEVER = -math.inf
 _FIRST_CANDIDATES = 256
 """Candidates sorted at first for a nucleus; rows that need more are sorted deeper. The result does not depend on it."""
+
+_CEILINGS = torch.where((torch.arange(256)[:, None] >> torch.arange(8) & 1).bool(), math.inf, -math.inf)
+"""[256, 8]: infinity for each bit of a byte that is set, the lowest first."""
 
 
 def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
@@ -40,7 +45,7 @@ def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
 
 
 def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
-    """Bias, allowed and banned ids, min_tokens, bad words, penalties; in place."""
+    """Bias, allowed and banned ids, grammar, min_tokens, bad words, penalties; in place."""
     edited = RowRuns.of(rows).rows(_edits)
     if edited:
         _add_bias(logits, edited)
@@ -48,6 +53,7 @@ def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
     if len(banned_ids):
         logits.index_fill_(1, banned_ids, _NEVER)
     if edited:
+        _keep_possible(logits, edited)
         _ban(logits, edited)
         _penalise(logits, edited)
 
@@ -72,6 +78,29 @@ def _keep_allowed(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
         kept = logits[at]
         logits[bounded] = _NEVER
         logits[at] = kept
+
+
+def _keep_possible(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+    found = [(number, row.possible) for number, row in edited if row.possible is not None]
+    if found:
+        words = torch.from_numpy(np.stack([bits for _, bits in found])).to(logits.device)  # [P, ceil(V / 32)]
+        numbers = [number for number, _ in found]
+        first, behind = numbers[0], numbers[-1] + 1
+        rows = logits[first:behind] if behind - first == len(numbers) else logits[numbers]
+        torch.minimum(rows, _ceilings(words, logits.shape[1]), out=rows)
+        if behind - first > len(numbers):
+            logits[numbers] = rows
+
+
+def _ceilings(words: Tensor, num_ids: int) -> Tensor:
+    """Infinity for the ids in a set, -infinity for the others. words [P, ceil(V / 32)] int32 -> [P, V] float32
+
+    The smaller of these and the logits: branchless, and the logits of ids in the set keep their bits.
+    """
+    P, W = words.shape
+    in_bytes = words.view(torch.uint8)  # [P, 4·W], little-endian: byte b holds ids 8·b, 8·b + 1, …
+    of_bits = _CEILINGS.to(words.device).index_select(0, in_bytes.flatten().int())  # [4·P·W, 8]
+    return of_bits.view(P, 32 * W)[:, :num_ids]
 
 
 def _ban(logits: Tensor, edited: list[tuple[int, Row]]) -> None:

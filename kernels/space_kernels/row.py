@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from space_kernels.law import Law
+
+IdBits = npt.NDArray[np.int32]
+"""A set of ids, [ceil(V / 32)]: bit v % 32 of word v // 32 is set for the ids v in it."""
 
 
 class TokenCounts:
@@ -39,6 +44,7 @@ class Row:
     tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
     counts: TokenCounts | None = field(default=None)  # of `ids`; where None, they are counted again
     num_unknown: int = 0  # ids not known yet between the prefix and the choice (for a mask's draft)
+    possible: IdBits | None = None  # what the law's grammar allows behind the prefix; None: everything
 
     @property
     def position(self) -> int:

@@ -19,7 +19,7 @@ _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
 """How an admitted request ended: label `outcome` of `requests_total`."""
 
-SOURCES = ("masks", "lookup", "prediction")
+SOURCES = ("masks", "lookup", "prediction", "grammar")
 """Who proposed a draft: label `source` of `drafted_tokens_by_source_total` and its accepted twin."""
 
 REASONS = ("invalid", "too_long", "unauthorized", "body_too_large", "queue_full", "not_ready", "draining")

@@ -36,6 +36,7 @@ from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
+from space_server.grammars import Grammars
 from space_server.host_memory import keep_freed_memory
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
@@ -170,6 +171,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
         controller=FixedLayout.full(fixed) if fixed else None,
         device_steps=steps != "host",
         eager=steps == "eager",
+        grammars=_grammars(config, facts),
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
@@ -190,6 +192,15 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
         time.perf_counter() - started,
     )
     return worker
+
+
+def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
+    """Those of the checkpoint's tokenizer."""
+    folder = Checkpoint.open(config.model).folder
+    grammars = Grammars.of(folder, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
+    if grammars.why_none is not None:
+        _log.warning("requests with a grammar are refused: %s", grammars.why_none)
+    return grammars
 
 
 def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCost | None:

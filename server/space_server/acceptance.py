@@ -40,6 +40,7 @@ class AcceptanceShape:
 
     def __init__(self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL)) -> None:
         """`prior`: p_1, p_2, … as the checkpoint's card has them."""
+        self.prior = prior
         filled = [prior[min(j, len(prior) - 1)] for j in range(num_drafts)]
         self._accepted = [PRIOR_WEIGHT * min(max(p, _LEAST), _MOST) for p in filled]
         self._verified = [PRIOR_WEIGHT] * num_drafts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Run
+from hashlib import blake2b
 
 from space_kernels.law import Law
 from space_kernels.noise import request_key
@@ -46,10 +47,13 @@ def admit(
         raise AdmissionError(f"{message.num_cached} cached ids do not fit in {len(message.pages)} pages.")
     if message.HasField("num_prompt_logprobs") and message.num_cached:
         raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
+    eos_ids = frozenset(message.limits.eos_ids)
+    if message.sampling.HasField("grammar") and not eos_ids:
+        eos_ids = frozenset(facts.eos_ids)  # possible where nothing else is: a complete text has to end
     limits = Limits(
         max_tokens=message.limits.max_tokens,
         window=facts.window,
-        eos_ids=frozenset(message.limits.eos_ids),
+        eos_ids=eos_ids,
         stop_ids=frozenset(message.limits.stop_ids),
     )
     if limits.num_left(len(ids), message.num_prompt) < 1:
@@ -78,7 +82,13 @@ def admit(
         adapter=adapter,
         num_masks=num_masks if sources.masks else 0,
         drafter=drafter,
+        waits=message.sampling.HasField("grammar"),
     )
+
+
+def _name(grammar: pb.Grammar) -> str:
+    """The same for the same grammar alone."""
+    return blake2b(grammar.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 def _masks(name: str, facts: ModelFacts) -> tuple[int | None, int]:
@@ -151,6 +161,7 @@ def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> Law:
         key=request_key(sampling.seed, sampling.choice),
         bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_ids=tuple(sorted(set(sampling.allowed_ids))),
+        grammar=_name(sampling.grammar) if sampling.HasField("grammar") else "",
         min_tokens=sampling.min_tokens,
         end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
         bad_words=tuple(tuple(run.ids) for run in sampling.bad_words),

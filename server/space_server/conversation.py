@@ -45,6 +45,7 @@ class Conversation:
 
     def start(self) -> None:
         """Begin to step."""
+        self._worker.waiting.woken = self._wake
         self._thread.start()
 
     async def stop(self) -> None:
@@ -67,6 +68,11 @@ class Conversation:
         """These take effect before the next step."""
         with self._news:
             self._inbox.extend(commands)
+            self._news.notify()
+
+    def _wake(self) -> None:
+        """The worker has something to do again."""
+        with self._news:
             self._news.notify()
 
     def refuse(self, reason: str) -> None:

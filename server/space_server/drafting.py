@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from space_kernels.draft_head import NUM_CANDIDATES, LawColumns, propose
+from space_kernels.law import Law
 from space_kernels.processors import edit
-from space_kernels.row import Row, RowRun, RowRuns
+from space_kernels.row import IdBits, Row, RowRun, RowRuns
 from space_kernels.sampling import choose_rows
 from space_model.draft_head_weights import DraftHeadWeights
 from torch import Tensor
@@ -34,17 +35,42 @@ class MaskRun:
         sequence = self.sequence
         return RowRun(sequence.law, len(sequence.ids) + len(self.emitted), len(self.rows), self.row)
 
+    def best(self, id_: int) -> int | None:
+        """The first draft, where its mask chose `id_`: another one where the grammar leaves no choice, none where the
+        text cannot go on so.
+        """
+        grammar = self.sequence.grammar
+        if grammar is None:
+            return id_
+        possible = grammar.possible(self.emitted)
+        if possible.ids is None:
+            return None
+        forced = grammar.only_way(possible)
+        if forced is not None:
+            return forced
+        return id_ if id_ in possible else None
+
     def row(self, number: int) -> Row:
         """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
         sequence = self.sequence
+        law, possible = (sequence.law, None) if number else bounded(sequence, self.emitted)
         return Row(
-            sequence.law,
+            law,
             sequence.ids,
             sequence.num_prompt,
             tail=self.emitted,
             counts=sequence.counts,
             num_unknown=number,
+            possible=possible,
         )
+
+
+def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
+    """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
+    if sequence.grammar is None:
+        return sequence.law, None
+    possible = sequence.grammar.possible(tail)
+    return sequence.law.ending if possible.only_end else sequence.law, possible.ids
 
 
 def draft(
@@ -58,21 +84,47 @@ def draft(
     if not runs:
         return []
     flat = torch.tensor(list(itertools.chain.from_iterable(run.rows for run in runs)), device=hidden.device)
-    by_adapter: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[int | None, bool], list[int]] = {}
     for number, run in enumerate(runs):
-        by_adapter.setdefault(run.sequence.adapter, []).append(number)
+        kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
     with computing:
         masks = hidden[flat]  # [M, hidden]
         logits = model.logits(masks)  # [M, V]
-    if len(by_adapter) == 1:
+    if len(kinds) == 1 and runs[0].sequence.grammar is None:
         return _drafts(model, masks, logits, runs, banned_ids, computing)
     bounds = [0, *itertools.accumulate(len(run.rows) for run in runs)]
     drafts: list[list[int]] = [[] for _ in runs]
-    for numbers in by_adapter.values():
+    for (_, in_grammar), numbers in kinds.items():
         at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=hidden.device)
-        some = _drafts(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing)
+        choose = _drafts_in_grammars if in_grammar else _drafts
+        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing)
         for n, chosen in zip(numbers, some, strict=True):
             drafts[n] = chosen
+    return drafts
+
+
+def _drafts_in_grammars(
+    model: StepModel, masks: Tensor, logits: Tensor, runs: Run[MaskRun], banned_ids: Tensor, computing: Stopwatch
+) -> list[list[int]]:
+    """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
+    starts = list(itertools.accumulate((len(run.rows) for run in runs), initial=0))
+    drafts: list[list[int]] = [[] for _ in runs]
+    going = list(range(len(runs)))
+    for depth in range(max(len(run.rows) for run in runs)):
+        going = [n for n in going if depth < len(runs[n].rows)]
+        if not going:
+            break
+        ones = [
+            MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].rows[depth : depth + 1]) for n in going
+        ]
+        at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
+        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing)
+        for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
+            found = one.best(id_)
+            if found is None:
+                going.remove(n)
+            else:
+                drafts[n].append(found)
     return drafts
 
 

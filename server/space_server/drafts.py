@@ -23,6 +23,7 @@ class Source(Enum):
     MASKS = "masks"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
+    GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ Lookup: between greedy decoding and temperature 0.8 of the embedded model on Hum
 behind a right one is right more often than the first. Predictions: assumed, from the same law."""
 
 NUM_DEPTHS = 8
+
+FORCED = 0.95
+"""Chance of a draft that a grammar forces: the text is sure to go on so, and its cut into ids nearly."""
 
 JUDGED_EVERY = 8
 """Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""

@@ -12,6 +12,7 @@ from space_kernels.row_pattern import Ints
 
 from space_server.acceptance import Acceptance
 from space_server.drafts import BY_MASKS, Drafter, Origin, Source
+from space_server.grammar_state import GrammarState
 from space_server.limits import Limits
 
 
@@ -41,6 +42,8 @@ class Sequence:
     acceptance: Acceptance | None = None  # of drafts that came from its masks; None: nobody asks
     origin: Origin = BY_MASKS  # who proposed the drafts
     drafter: Drafter | None = None  # proposes from what is known of the text; None: only its masks draft
+    grammar: GrammarState | None = None  # where the output stands in the grammar that bounds it; None: in none
+    waits: bool = False  # for its grammar to be compiled
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so
     _page_numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64), repr=False)
@@ -96,3 +99,5 @@ class Sequence:
         self.origin, self.draft_chances = origin, origin.chances
         if self.counts is not None:
             self.counts.extend(tokens)
+        if self.grammar is not None:
+            self.grammar.advance(tokens)

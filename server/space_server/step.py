@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Run
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from space_kernels.attention_plan import AttentionPlan
@@ -22,8 +22,8 @@ from space_model.paged_kv import PagedKV
 from torch import Tensor
 
 from space_server.draft_source import DraftSource
-from space_server.drafting import MaskRun, draft
-from space_server.drafts import BY_MASKS, Origin, Proposal, mask_chances
+from space_server.drafting import MaskRun, bounded, draft
+from space_server.drafts import BY_MASKS, FORCED, Origin, Proposal, Source, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.sequence import Sequence
@@ -205,7 +205,7 @@ class Stepper:
         return found
 
     def _draft(self, batch: ForwardBatch, hidden: Tensor, advances: Run[Advance]) -> None:
-        """Propose for every sequence that goes on: by the draft source, or by its masks."""
+        """Propose for every sequence that goes on: by the draft source, or by its masks and what its grammar forces."""
         by_masks: list[tuple[Advance, Proposal | None]] = []
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
@@ -224,43 +224,81 @@ class Stepper:
                 known = [*sequence.ids, *advance.tokens]
                 proposed = self._draft_source.propose(sequence.seq_id, known, wanted)
                 if proposed is not None:
-                    advance.drafts, advance.draft_depth = self._valid(list(proposed[:wanted])), 0
+                    advance.drafts, advance.draft_depth = self._valid(advance, list(proposed[:wanted])), 0
                     continue
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
-            proposal = drafter.propose(wanted) if drafter is not None else None
+            proposal = self._proposal(advance, wanted)
             if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
-                advance.drafts, advance.draft_depth = self._valid(proposal.ids), 0
+                advance.drafts, advance.draft_depth = proposal.ids, 0
                 advance.origin = proposal.origin(len(advance.drafts))
             elif group is not None:
                 rows = batch.mask_rows[number][group.group][depth - 1 : depth - 1 + count]
                 advance.draft_depth = depth
                 by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, rows))
+            else:
+                self._go_on_as_forced(advance)
         for (advance, proposal), drafts in zip(
             by_masks, draft(self.model, hidden, runs, self._banned, self._drafting), strict=True
         ):
-            advance.drafts = self._valid(drafts)
+            advance.drafts = self._valid(advance, drafts)
             if self._synthetic is not None:
-                advance.drafts = self._synthetic.drafts(
+                decreed = self._synthetic.drafts(
                     advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
                 )
+                advance.drafts = self._valid(advance, decreed)
             elif proposal is not None and proposal.goes_on_behind(advance.drafts):
                 masks = mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(advance.drafts))
-                advance.drafts = self._valid(proposal.ids)
+                advance.drafts = proposal.ids
                 advance.origin = proposal.origin(len(advance.drafts), masks)
+            else:
+                self._go_on_as_forced(advance)
 
-    def _valid(self, drafts: list[int]) -> list[int]:
+    def _proposal(self, advance: Advance, wanted: int) -> Proposal | None:
+        """What its past or the client's prediction propose, as far as that can be chosen."""
+        drafter = advance.plan.sequence.drafter
+        proposal = drafter.propose(wanted) if drafter is not None else None
+        if proposal is None:
+            return None
+        ids = self._valid(advance, proposal.ids)
+        return replace(proposal, ids=ids) if ids else None
+
+    def _go_on_as_forced(self, advance: Advance) -> None:
+        """Draft what the grammar forces behind the drafts that there are."""
+        sequence = advance.plan.sequence
+        if sequence.grammar is None or self._synthetic is not None:
+            return
+        num_masks, tail = len(advance.drafts), [*advance.tokens, *advance.drafts]
+        most = min(sequence.max_drafts - num_masks, sequence.num_left - len(tail) - 1)
+        forced = sequence.grammar.forced(tail, most)
+        if forced:
+            masks = mask_chances(sequence.acceptance, advance.draft_depth, num_masks)
+            advance.origin = Origin(Source.GRAMMAR, num_masks, chances=(*masks, *[FORCED] * len(forced)))
+            advance.drafts = [*advance.drafts, *forced]
+            advance.draft_depth = advance.draft_depth if num_masks else 0
+
+    def _valid(self, advance: Advance, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""
+        grammar = advance.plan.sequence.grammar
         for count, id_ in enumerate(drafts):
             if not 0 <= id_ < self.model.facts.vocab_size or id_ in self._not_drafted:
-                return drafts[:count]
-        return drafts
+                drafts = drafts[:count]
+                break
+        return drafts if grammar is None else drafts[: grammar.num_possible(advance.tokens, drafts)]
 
 
 def no_choice(sequence: Sequence) -> str:
     """Why a sequence ends whose root has no id to go on with."""
     position = len(sequence.ids)
+    if sequence.grammar is not None:
+        possible = sequence.grammar.possible().ids
+        if possible is not None and not possible.any():
+            return f"The grammar leaves no id at position {position}: {sequence.grammar.trouble}."
+        return (
+            f"No id can be chosen at position {position}: the logits are not finite, or bad_words, allowed ids and "
+            "min_tokens forbid what the grammar allows."
+        )
     return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 
@@ -283,6 +321,7 @@ def _choices(plan: Plan) -> RowRun:
 
     def row(number: int) -> Row:
         tail = sequence.drafts[:number]
-        return Row(sequence.law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts)
+        law, possible = bounded(sequence, tail)
+        return Row(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
 
     return RowRun(sequence.law, len(sequence.ids), plan.layout.num_drafts + 1, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,8 +218,14 @@ class SmallRouter:
         return report
 
     def run(self, *, after_step: Callable[[], None] | None = None) -> None:
-        """Step until nothing runs; pages one by one for what pauses; everything that ends is released."""
-        while (report := self.step()) is not None:
+        """Step until nothing runs; pages one by one for what pauses; everything that ends is released.
+
+        Who waits for a grammar is waited for.
+        """
+        while (report := self.step()) is not None or any(sequence.waits for sequence in self.worker.batch):
+            if report is None:
+                time.sleep(0.001)
+                continue
             if after_step is not None:
                 after_step()
             for sequence in report.sequences:

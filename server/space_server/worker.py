@@ -16,6 +16,7 @@ from space_server.device_stepper import DeviceStepper, StepRead
 from space_server.device_steps import DeviceSteps
 from space_server.draft_source import DraftSource
 from space_server.drafts import DraftSources
+from space_server.grammars import Grammars
 from space_server.measured_controller import MeasuredController
 from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.plan import Plan, plan_step
@@ -28,6 +29,7 @@ from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.step_stats import count_read, count_step
 from space_server.synthetic import SyntheticAcceptance
+from space_server.waiting import Waiting
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 3
@@ -73,6 +75,7 @@ class Worker:
         kv: PagedKV | None = None,
         device_steps: bool = False,
         eager: bool = False,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: as many as the checkpoint has masks.
@@ -81,6 +84,7 @@ class Worker:
         they may make while others decode. `cost`: what steps cost here, as measured; it goes on learning.
         `kv`: pages to use; None: this worker allocates them. `device_steps`: sequences whose prompt is read keep their
         state on the device, and the next step of theirs is launched before the last is read; `eager`: without graphs.
+        `grammars`: compiles those that sequences are bounded by; None: no sequence is.
         """
         facts = model.facts
         self.facts = facts
@@ -106,6 +110,10 @@ class Worker:
                 *((number, adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)),
             )
         }  # by adapter
+        self._shapes_in_grammars = {
+            number: AcceptanceShape(shape.prior, shape.num_drafts) for number, shape in self._shapes.items()
+        }  # of sequences whose drafts a grammar bounds, or forces: they come true more often
+        self.waiting = Waiting(grammars)
         self._clock = clock
         self._default_prefill_rows = max_prefill_rows
         self._device: DeviceSteps | None = None
@@ -119,6 +127,7 @@ class Worker:
         if self._device is not None:
             self._device.reset()
         self._leaving: list[int] = []  # released, but a step under way has them
+        self.waiting.clear()
         self.batch = RunningBatch()
         self._started = False
         self._max_prefill_rows = self._default_prefill_rows
@@ -147,6 +156,7 @@ class Worker:
             max_sequences=self.max_sequences,
             attention=facts.attention,
             eos_ids=facts.eos_ids,
+            takes_grammars=self.waiting.why_none is None,
             synthetic_acceptance=self.synthetic.chances if self.synthetic is not None else (),
             adapters=[
                 pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
@@ -204,9 +214,17 @@ class Worker:
                 )
             except AdmissionError as error:
                 self.batch.fail(message.seq_id, str(error))
-            else:
-                sequence.acceptance = Acceptance(self._shapes[sequence.adapter])
-                self.batch.add(sequence)
+                return
+            refused = self.waiting.why_refused(sequence) if sequence.waits else None
+            if refused is not None:
+                self.batch.fail(sequence.seq_id, refused)
+                return
+            shapes = self._shapes_in_grammars if sequence.waits else self._shapes
+            sequence.acceptance = Acceptance(shapes[sequence.adapter])
+            self.batch.add(sequence)
+            if sequence.waits:
+                ignores_eos = not message.limits.eos_ids
+                self.waiting.add(sequence, message.sampling.grammar, ignores_eos=ignores_eos)
 
     def _extend(self, extend: pb.Extend) -> None:
         sequence = self.batch.get(extend.seq_id)
@@ -239,7 +257,8 @@ class Worker:
     def has_work(self) -> bool:
         """`step` would do or say something."""
         under_way = self._device is not None and self._device.is_under_way
-        return under_way or self.batch.has_news or any(not sequence.paused for sequence in self.batch)
+        runs = any(not (sequence.paused or sequence.waits) for sequence in self.batch)
+        return under_way or runs or self.batch.has_news or self.waiting.is_over_for_some
 
     @property
     def drained(self) -> bool:
@@ -254,10 +273,11 @@ class Worker:
         started = self._clock()
         report, device = pb.StepReport(), self._device
         waited = 0.0 if device is None else device.stepper.waited
+        self.waiting.take(self.batch)
         reads = self._launch(report)
         on_lines = [] if device is None else device.sequences
         plan = plan_step(
-            self.batch if device is None else [one for one in self.batch if one.seq_id not in device],
+            [one for one in self.batch if not (one.waits or (device is not None and one.seq_id in device))],
             self._controller,
             block_size=self.block_size,
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),

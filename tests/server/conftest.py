@@ -7,6 +7,7 @@ import pytest
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
+from space_server.grammars import Grammars
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,25 @@ def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
     path = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_checkpoint(path, shared_mask=True, draft_head=False, dtype="bfloat16")
     return load_model(path, dtype="bfloat16", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def byte_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer writes every byte."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "bytes", vocab_size=320, words=True)
+
+
+@pytest.fixture(scope="session")
+def byte_model(byte_path: Path) -> SpaceModel:
+    """Five masks and a draft head, float32."""
+    return load_model(byte_path, dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def grammars(byte_path: Path, byte_model: SpaceModel) -> Grammars:
+    """For that model."""
+    facts = byte_model.facts
+    return Grammars.of(byte_path, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from space_proto import worker_pb2
@@ -29,6 +30,7 @@ class ModelFacts:
     device: str
     attention: str
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
+    takes_grammars: bool = False  # the worker knows which bytes its ids stand for
     synthetic_acceptance: tuple[float, ...] = ()  # not empty: drafts come true by decree, to measure with
 
     @property
@@ -40,6 +42,11 @@ class ModelFacts:
     def text_depends_on(self) -> tuple[str, ...]:
         """What two workers must have in common for one to go on where the other has stopped."""
         return (self.model_hash, self.dtype, self.device.partition(":")[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for all of that."""
+        return "fp_" + hashlib.sha256("\n".join(self.text_depends_on).encode()).hexdigest()[:12]
 
     def difference(self, before: ModelFacts) -> str | None:
         """Why this worker cannot take over the requests of one that was there before it; None: it can."""
@@ -72,5 +79,6 @@ class ModelFacts:
             device=hello.device,
             attention=hello.attention,
             adapters=tuple(adapter.name for adapter in hello.adapters),
+            takes_grammars=hello.takes_grammars,
             synthetic_acceptance=tuple(hello.synthetic_acceptance),
         )

@@ -60,6 +60,7 @@ class Script:
     max_sequences: int = 64
     mask_ids: tuple[int, ...] = (3,)
     adapters: tuple[str, ...] = ()  # gated adapters; they change nothing
+    takes_grammars: bool = True  # and follows none of them
     eos_ids: tuple[int, ...] = (2,)
     model_name: str = "scripted"
     model_hash: str = "scripted"

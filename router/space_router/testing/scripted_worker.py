@@ -92,6 +92,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             max_sequences=script.max_sequences,
             attention="none",
             eos_ids=script.eos_ids,
+            takes_grammars=script.takes_grammars,
             adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
         )
 

@@ -1,0 +1,228 @@
+"""What a grammar means: the one text that the router checks and the worker compiles, and the bounds of both.
+
+Every kind becomes one grammar in Lark's syntax, as llguidance reads it. A grammar speaks of the bytes of an output and
+of nothing else: which ids may come next depends on the text so far, never on how it was cut into ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+
+MOST_CHARACTERS = 256 * 1024
+"""Of a source."""
+
+MOST_DEPTH = 64
+"""Of lists and objects in a JSON schema, and of brackets in anything else: the library's parsers recurse."""
+
+MOST_MEMORY = 2 * 1024**3
+"""Bytes that checking one may take."""
+
+LIMITS = LLParserLimits(
+    max_items_in_row=4_096,  # about 1,000 optional properties of one object
+    initial_lexer_fuel=1_000_000,  # about 20 ms of compiling
+    step_lexer_fuel=200_000,  # about 15 ms at one place of an output, the first time it looks like that
+    step_max_items=50_000,  # about 3 ms at one place of an output
+    max_lexer_states=50_000,  # about 100 MB of one sequence
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""Beyond these the grammar is refused, or the one sequence that got there fails."""
+
+WHITESPACE = r" |\n[ \t]{0,40}"
+"""Between the parts of a JSON text: nothing, a space, or a line break and indentation. Bounded, so that a model cannot
+go on with it for ever."""
+
+_MOST_IDS = 1 << 20
+
+_OPTIONS = '%llguidance {"no_forcing": true}'  # or forced text would have to be cut into ids as the tokenizer does
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be used; the message says why in one line."""
+
+
+def lark(kind: str, source: str) -> str:
+    """The grammar in Lark's syntax. Raises GrammarError.
+
+    `kind`: json_schema, json_object, regex, choice or lark; what `source` then is, `worker.proto` says.
+    """
+    if len(source) > MOST_CHARACTERS:
+        raise GrammarError(f"It has {len(source)} characters; at most {MOST_CHARACTERS} are taken.")
+    write = _KINDS.get(kind)
+    if write is None:
+        raise GrammarError(f"There is no kind of grammar named {kind[:40]!r}; there are {', '.join(_KINDS)}.")
+    return f"{write(source)}\n{_OPTIONS}\n"
+
+
+def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher:
+    """A matcher at the beginning of an output. Raises GrammarError where there is none, or no text of the grammar can
+    begin.
+    """
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark(kind, source)), log_level=0, limits=LIMITS)
+    for _ in range(2):  # what is too much for the bounds mostly shows at the first two places
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() and is_stuck(matcher):
+            raise GrammarError("No text can be made by it.")
+        if matcher.is_error():
+            raise GrammarError(reason(matcher.get_error(), places=kind == "lark"))
+        first = next(8 * place + (byte & -byte).bit_length() - 1 for place, byte in enumerate(mask) if byte)
+        if first == tokenizer.eos_token or not matcher.consume_token(first):
+            break
+    if matcher.is_error():
+        raise GrammarError(reason(matcher.get_error()))
+    matcher.reset()
+    return matcher
+
+
+def is_stuck(matcher: LLMatcher) -> bool:
+    """It has failed because no token goes on, and not because of a bound."""
+    return matcher.get_error().startswith("NoExtension")
+
+
+def reason(error: str, *, places: bool = False) -> str:
+    """The library's complaint in one line; with `places`, where in the grammar it is."""
+    lines = [line.strip() for line in error.strip().splitlines()] or ["no reason is known"]
+    if lines[0].startswith("panic"):
+        return "the library cannot read it"
+    last = [line for line in lines[1:] if line.startswith("error: ")]
+    line = " ".join([lines[0], *last[-1:]]).removeprefix("at ")
+    return re.sub(r"^(\d+)\((\d+)\): ", r"line \1, column \2: " if places else "", line)[:300]
+
+
+def _json_schema(source: str) -> str:
+    try:
+        schema = json.loads(source, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"It is no JSON: {str(error)[:100]}.") from None
+    if not isinstance(schema, dict):
+        raise GrammarError(f"A JSON schema is an object; this is {type(schema).__name__}.")
+    if "x-guidance" in schema:
+        raise GrammarError("`x-guidance` is not taken in a schema.")
+    _check_depth(schema)
+    return f"start: %json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _json_object(source: str) -> str:
+    return _json_schema('{"type": "object"}')
+
+
+def _regex(source: str) -> str:
+    _check_brackets(source)
+    return f"start: /{regex_to_lark(source, 'dws')}/" if source else 'start: ""'
+
+
+def _choice(source: str) -> str:
+    try:
+        texts = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"It is no JSON: {str(error)[:100]}.") from None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise GrammarError("Choices are a list of at least one string.")
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+
+
+def _lark(source: str) -> str:
+    _check_brackets(source)
+    return source
+
+
+_KINDS: dict[str, Callable[[str], str]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "lark": _lark,
+}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise GrammarError(f"It is nested more than {MOST_DEPTH} deep.")
+
+
+def _check_brackets(source: str) -> None:
+    depth = 0
+    for character in source:
+        if character in "([{":
+            depth += 1
+            if depth > MOST_DEPTH:
+                raise GrammarError(f"Its brackets are nested more than {MOST_DEPTH} deep.")
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+
+
+def main() -> None:
+    """Check grammars for a router, one a line, as JSON: [kind, source] comes, null or the reason against it goes.
+
+    A process of its own, because a grammar can take long, take much memory, or overflow a stack.
+    """
+    _bound_memory()
+    for line in sys.stdin.buffer:
+        kind, source = json.loads(line)
+        try:
+            compile_grammar(_bytes_and(_special_ids(source) if kind == "lark" else frozenset()), kind, source)
+            verdict = None
+        except GrammarError as error:
+            verdict = str(error)
+        sys.stdout.buffer.write(json.dumps(verdict).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _special_ids(source: str) -> frozenset[int]:
+    """Those that the grammar names by their numbers."""
+    return frozenset(min(int(number), _MOST_IDS) for number in re.findall(r"<\[(\d{1,9})\]>", source))
+
+
+@lru_cache(maxsize=8)
+def _bytes_and(special: frozenset[int]) -> LLTokenizer:
+    """A tokenizer of single bytes, which has these special ids, too."""
+    return LLTokenizer(TokenizerWrapper(_Bytes(special)))
+
+
+class _Bytes:
+    """The bytes have the ids behind all special ones."""
+
+    bos_token_id = None
+
+    def __init__(self, special: frozenset[int]) -> None:
+        first = max(special, default=-1) + 1
+        self.tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
+        self.tokens += [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        self.eos_token_id = first + 256
+        self.special_token_ids = [*special, first + 256]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raise NotImplementedError("Text is never cut into ids here.")
+
+
+def _bound_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, hard))
+
+
+if __name__ == "__main__":
+    main()

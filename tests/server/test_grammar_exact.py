@@ -1,0 +1,170 @@
+"""Outputs in a grammar are the same with speculation and without, whoever drafts, beside whom, and after a restart."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.grammar_testing import outputs
+from space_server.grammars import Grammars
+from space_server.testing import ScriptedDrafts, SmallRouter
+from space_server.worker import Worker
+
+EOS, MAX_TOKENS = 0, 96
+PROMPTS = [[70, 71, 72, 73], [40] * 17 + [90], [100, 101]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "member": {"enum": ["yes", "no"]},
+    },
+    "required": ["name", "age", "member"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": pb.Grammar(kind=pb.GRAMMAR_KIND_JSON_SCHEMA, source=json.dumps(SCHEMA)),
+    "regex": pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=r"([a-e]{3}-){6,30}(end|stop)\.?"),
+    "rules": pb.Grammar(
+        kind=pb.GRAMMAR_KIND_LARK, source='start: term (("+"|"-") term){9,}\nterm: /[0-9]{1,3}/ | "(" start ")"'
+    ),
+}
+SAMPLINGS = {
+    "greedy": {},
+    "seeded": {"seed": 11, "temperature": 1.0},
+    "edited": {
+        "seed": 5,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "bad_words": [pb.IdRun(ids=[85])],
+        "logit_bias": {74: 2.0, EOS: -3.0},
+        "min_tokens": 8,
+    },
+}
+
+
+class Plain(dict[tuple[str, str], list[list[int]]]):
+    """Every text without speculation, by grammar and law; made when first asked for."""
+
+    def __init__(self, byte_model: SpaceModel, grammars: Grammars) -> None:
+        self._given = byte_model, grammars
+
+    def __missing__(self, cell: tuple[str, str]) -> list[list[int]]:
+        name, law = cell
+        self[cell] = [run.tokens for run in outputs(PROMPTS, *self._given, GRAMMARS[name], SAMPLINGS[law])]
+        return self[cell]
+
+
+@pytest.fixture(scope="module")
+def plain(byte_model: SpaceModel, grammars: Grammars) -> Plain:
+    return Plain(byte_model, grammars)
+
+
+WRONG: dict[str, Callable[[int], bool]] = {
+    "oracle": lambda position: False,
+    "half right": lambda position: position % 8 in (0, 1, 4),
+}
+
+
+def drafts_like(kind: str, texts: list[list[int]]) -> ScriptedDrafts | None:
+    if kind == "masks":
+        return None
+    whole = {number: prompt + tokens for number, (prompt, tokens) in enumerate(zip(PROMPTS, texts, strict=True), 1)}
+    return ScriptedDrafts(whole, wrong=WRONG[kind], other=lambda id_: 9 + (id_ - 8) % 310)
+
+
+WAYS = [(1, "masks"), (3, "half right"), (3, "masks"), (5, "oracle"), (5, "masks")]
+AT_EVERY_CHANGE = {
+    ("schema", "greedy", 1, "masks"),
+    ("schema", "edited", 3, "half right"),
+    ("schema", "seeded", 5, "masks"),
+    ("regex", "seeded", 3, "masks"),
+    ("regex", "edited", 5, "oracle"),
+    ("rules", "greedy", 5, "masks"),
+    ("rules", "edited", 3, "masks"),
+}
+CELLS = [
+    pytest.param(*cell, marks=() if cell in AT_EVERY_CHANGE else pytest.mark.slow)
+    for name in GRAMMARS
+    for law in SAMPLINGS
+    for k, kind in WAYS
+    if (cell := (name, law, k, kind))
+]
+
+
+@pytest.mark.parametrize(("name", "law", "k", "kind"), CELLS)
+def test_any_k_and_any_drafts_give_the_plain_text(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, name: str, law: str, k: int, kind: str
+) -> None:
+    source = drafts_like(kind, plain[name, law])
+    runs = outputs(PROMPTS, byte_model, grammars, GRAMMARS[name], SAMPLINGS[law], k=k, draft_source=source)
+    assert [run.tokens for run in runs] == plain[name, law]
+    assert all(run.error == "" for run in runs)
+    accepted = [a for run in runs for a in run.accepted]
+    drafted = [report.num_drafted for run in runs for report in run.reports if report.num_drafted]
+    assert sum(accepted) > 0
+    assert kind == "oracle" or sum(drafted) > sum(accepted)
+
+
+def test_drafts_that_the_grammar_forbids_are_not_laid_out(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain
+) -> None:
+    wrong = ScriptedDrafts({n: [9] * 200 for n in (1, 2, 3)})  # the id of no text of it
+    runs = outputs(PROMPTS, byte_model, grammars, GRAMMARS["rules"], {}, k=5, draft_source=wrong)
+    assert [run.tokens for run in runs] == plain["rules", "greedy"]
+    assert [report.num_drafted for run in runs for report in run.reports if report.num_drafted] == []
+
+
+@pytest.mark.parametrize("law", ["greedy", "seeded"])
+@pytest.mark.parametrize("at", [1, 7, 40])
+def test_who_is_admitted_again_goes_on_in_the_same_text(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, law: str, at: int
+) -> None:
+    tokens = plain["schema", law][0]
+    router = SmallRouter(Worker(byte_model, num_blocks=64, block_size=4, grammars=grammars))
+    again = router.admit(
+        PROMPTS[0] + tokens[:at],
+        num_prompt=len(PROMPTS[0]),
+        max_tokens=MAX_TOKENS,
+        sampling=pb.Sampling(grammar=GRAMMARS["schema"], **SAMPLINGS[law]),  # type: ignore[arg-type]
+        eos_ids=[EOS],
+    )
+    router.run()
+    assert router.ran[again].tokens == tokens
+    assert router.ran[again].error == ""
+
+
+def test_a_sequence_that_pauses_at_every_page_gives_the_plain_text(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain
+) -> None:
+    runs = outputs(PROMPTS, byte_model, grammars, GRAMMARS["schema"], SAMPLINGS["seeded"], k=3, num_pages=1)
+    assert [run.tokens for run in runs] == plain["schema", "seeded"]
+    assert all(any(report.paused for report in run.reports) for run in runs)
+
+
+@pytest.mark.parametrize("steps", ["host", "device"])
+def test_beside_others_without_a_grammar_each_text_is_its_own(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, steps: str
+) -> None:
+    def others(router: SmallRouter) -> list[int]:
+        return [
+            router.admit(prompt, max_tokens=24, sampling=pb.Sampling(seed=2, temperature=0.8)) for prompt in PROMPTS
+        ]
+
+    alone = SmallRouter(Worker(byte_model, num_blocks=128, block_size=4))
+    free = others(alone)
+    alone.run()
+    settings: dict[str, Any] = {"device_steps": True, "eager": True} if steps == "device" else {}
+    router = SmallRouter(Worker(byte_model, num_blocks=256, block_size=4, grammars=grammars, **settings))
+    bound = [
+        router.admit(prompt, max_tokens=MAX_TOKENS, sampling=pb.Sampling(grammar=GRAMMARS["schema"]), eos_ids=[EOS])
+        for prompt in PROMPTS
+    ]
+    beside = others(router)
+    router.run()
+    assert [router.ran[n].tokens for n in bound] == plain["schema", "greedy"]
+    assert [router.ran[n].tokens for n in beside] == [alone.ran[n].tokens for n in free]

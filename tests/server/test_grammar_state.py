@@ -1,0 +1,189 @@
+"""What may come next depends on the text so far, however it was reached: by ids, by drafts, or back from drafts."""
+
+import json
+import random
+
+import pytest
+from space_proto.grammar import GrammarError, compile_grammar
+from space_server.grammar_state import GrammarState
+from space_server.vocabulary import Vocabulary, ids_of
+
+MASK, EOS, STOP = 0, 1, 2
+TEXTS = [b"", b"", b"", *(bytes([byte]) for byte in range(256)), b'{"', b'":', b"na", b"name", b'"name"', b"  ", b"yes"]
+VOCABULARY = Vocabulary(TEXTS, {EOS: b"<eos>", STOP: b"<stop>"})
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def state(kind: str, source: object, *, output: bytes = b"", **settings: object) -> GrammarState:
+    text = source if isinstance(source, str) else json.dumps(source)
+    compiled = compile_grammar(VOCABULARY.tokenizer, kind, text)
+    settings = {"eos_ids": [EOS]} | settings
+    return GrammarState(VOCABULARY, compiled.deep_copy, output=ids(output), **settings)  # type: ignore[arg-type]
+
+
+def ids(text: bytes) -> list[int]:
+    return [3 + byte for byte in text]
+
+
+def next_ids(known: GrammarState, tail: list[int] | None = None) -> list[int]:
+    possible = known.possible(tail or []).ids
+    assert possible is not None
+    return ids_of(possible)
+
+
+def next_texts(known: GrammarState, tail: bytes = b"") -> set[bytes]:
+    return {TEXTS[id_] for id_ in next_ids(known, ids(tail))}
+
+
+def test_ids_follow_the_bytes_and_not_their_cut() -> None:
+    by_bytes = state("json_schema", PERSON, output=b'{"name":')
+    by_words = state("json_schema", PERSON)
+    by_words.advance([TEXTS.index(b'{"'), TEXTS.index(b"na")])
+    by_words.advance([3 + ord("m"), 3 + ord("e"), TEXTS.index(b'":')])
+    assert next_ids(by_words) == next_ids(by_bytes)
+    assert next_texts(by_words) == {b" ", b"\n", b'"', b'":', b'"name"'}  # a colon can begin a name, too
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_looking_ahead_and_back_gives_what_going_there_gives(seed: int) -> None:
+    chance = random.Random(seed)
+    walking, output = state("json_schema", PERSON), list[int]()
+    for _ in range(40):
+        tails = []
+        for _ in range(3):  # drafts that are looked at and given up
+            tail: list[int] = []
+            for _ in range(chance.randint(0, 4)):
+                allowed = [id_ for id_ in next_ids(walking, tail) if id_ != EOS]
+                if not allowed:
+                    break
+                tail.append(chance.choice(allowed))
+            tails.append(tail)
+        fresh = state("json_schema", PERSON)
+        fresh.advance(output)
+        for tail in tails:
+            other = state("json_schema", PERSON)
+            other.advance([*output, *tail])
+            assert next_ids(walking, tail) == next_ids(fresh, tail) == next_ids(other)
+        tokens = tails[0] or [chance.choice(next_ids(walking))]
+        walking.advance(tokens)
+        output += tokens
+        if EOS in tokens:
+            break
+
+
+def test_drafts_are_cut_at_the_first_that_cannot_be_and_behind_an_end() -> None:
+    known = state("choice", ["yes", "yesterday"])
+    assert known.num_possible([], ids(b"yexs")) == 2
+    assert known.num_possible([], [TEXTS.index(b"yes"), EOS, EOS]) == 2
+    assert known.num_possible(ids(b"ye"), ids(b"sz")) == 1
+    assert known.possible(ids(b"yx")).ids is None  # nobody gets there
+    assert next_texts(known) == {b"y", b"yes"}
+
+
+def test_forced_text_is_one_run_of_ids_up_to_the_first_choice_or_the_end() -> None:
+    known = state("regex", '"name": (yes|no)')
+    assert known.forced([], 9) == [TEXTS.index(b'"name"'), *ids(b": ")]
+    assert known.forced([], 2) == [TEXTS.index(b'"name"'), *ids(b":")]
+    assert known.forced(ids(b'"name": '), 9) == []
+    assert known.forced(ids(b'"name": n'), 9) == [*ids(b"o"), EOS]
+    assert known.forced(ids(b'"name": no'), 9) == [EOS]
+
+
+def test_an_end_is_possible_where_the_text_may_end_and_alone_where_it_must() -> None:
+    known = state("regex", "ab?")
+    assert next_ids(known, ids(b"a")) == [EOS, *ids(b"b")]
+    assert not known.possible(ids(b"a")).only_end
+    assert next_ids(known, ids(b"ab")) == [EOS]
+    assert known.possible(ids(b"ab")).only_end
+    assert next_ids(known) == ids(b"a")
+
+
+def test_who_ignores_eos_ends_only_where_the_text_must() -> None:
+    known = state("regex", "ab?", ignores_eos=True)
+    assert next_ids(known, ids(b"a")) == ids(b"b")
+    assert next_ids(known, ids(b"ab")) == [EOS]
+
+
+def test_stop_ids_of_text_are_text_and_others_end_as_eos_does() -> None:
+    known = state("regex", "a[xy]{1,2}", stop_ids=[STOP, 3 + ord("x")])
+    assert next_ids(known, ids(b"a")) == ids(b"xy")
+    assert next_ids(known, ids(b"ay")) == [EOS, STOP, *ids(b"xy")]
+    assert next_ids(known, ids(b"ayx")) == [EOS, STOP]
+    unending = state("regex", "a[xy]{1,2}", stop_ids=[STOP], ignores_eos=True)
+    assert next_ids(unending, ids(b"ay")) == [STOP, *ids(b"xy")]
+    assert next_ids(unending, ids(b"ayx")) == [EOS, STOP]
+
+
+def test_special_ids_come_only_where_a_grammar_names_them() -> None:
+    anything = state("regex", r"[\s\S]*")
+    assert {MASK, STOP}.isdisjoint(next_ids(anything))
+    named = state("lark", f'start: "a" <[{STOP}]> "b"')
+    assert next_ids(named, ids(b"a")) == [STOP]
+    assert next_ids(named, [*ids(b"a"), STOP]) == ids(b"b")
+    assert next_ids(state("lark", f'start: "a" (<[{MASK}]> | "b")'), ids(b"a")) == ids(b"b")
+
+
+def test_an_output_of_before_is_read_again_and_a_foreign_one_refused() -> None:
+    again = state("json_schema", PERSON, output=b'{"name":"Al"')
+    assert next_texts(again) == {b"}", b",", b" ", b"\n"}
+    with pytest.raises(ValueError, match="12 ids generated before"):
+        state("json_schema", PERSON, output=b'{"nome":"Al"')
+
+
+def test_a_place_without_a_way_on_harms_nobody_who_does_not_go_there() -> None:
+    narrow = Vocabulary([b"", b"a", b"b"])
+    compiled = compile_grammar(narrow.tokenizer, "regex", "a(b|c)|bc")
+    known = GrammarState(narrow, compiled.deep_copy, eos_ids=[0])
+    assert next_ids(known) == [1, 2]
+    assert next_ids(known, [2]) == []  # only c goes on, which no id writes
+    assert known.trouble == "no id goes on with it"
+    assert next_ids(known, [1]) == [2]
+    known.advance([1])
+    assert next_ids(known, [2]) == [0]
+
+
+def test_whitespace_is_free_and_bounded() -> None:
+    known = state("json_schema", PERSON)
+    assert next_texts(known, b'{"name"') == {b" ", b"\n", b":"}
+    assert next_texts(known, b'{"name" ') == {b":"}
+    indented = b"{\n" + b" " * 40
+    assert next_texts(known, indented[:-1]) >= {b" ", b"\t", b'"'}
+    assert next_texts(known, indented) == {b'"', b'"name"'}
+    assert next_texts(known) == {b"{", b'{"'}
+    assert next_ids(known, ids(b'{"name":"a"}')) == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("regex", "[^\\s\\S]", "No text can be made by it"),
+        ("regex", "(" * 70 + ")" * 70, "nested more than 64 deep"),
+        ("choice", "[]", "at least one string"),
+        ("choice", '"a"', "at least one string"),
+        ("lark", 'start: "a" b', 'line 1, column 8: unknown name: "b"'),
+        ("lark", "what", "line 1, column 5"),
+        ("json_schema", "{", "no JSON"),
+        ("json_schema", "[1]", "is an object"),
+        ("json_schema", '{"type":"strin"}', "Invalid type: strin"),
+        ("json_schema", '{"not":{"type":"string"}}', 'Unimplemented keys: ["not"]'),
+        ("json_schema", '{"$ref":"http://a.b/c"}', "http://a.b/c"),
+        ("json_schema", '{"items":' * 65 + "{}" + "}" * 65, "nested more than 64 deep"),
+        ("json_schema", '{"x-guidance":{}}', "x-guidance"),
+        ("json_schema", '{"minimum": NaN}', "no JSON"),
+        ("json_schema", " " * 300_000, "at most 262144"),
+        ("ebnf", "", "no kind of grammar named 'ebnf'"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_in_one_line(kind: str, source: str, reason: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compile_grammar(VOCABULARY.tokenizer, kind, source)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) <= 320

@@ -1,0 +1,228 @@
+"""A grammar's text ends where it must, compiling it holds up nobody else, and what it forces is drafted."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources
+from space_server.grammar_testing import outputs
+from space_server.grammars import Grammars
+from space_server.testing import Ran, ScriptedModel, SmallRouter
+from space_server.vocabulary import Vocabulary
+from space_server.worker import Worker
+
+EOS = 0
+PROMPTS = [[70, 71, 72, 73], [40] * 17 + [90], [100, 101]]
+REGEX = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=r"([a-e]{3}-){6,30}(end|stop)\.?")
+
+
+@pytest.fixture(scope="module")
+def texts(byte_path: Path) -> list[bytes]:
+    return list(Vocabulary.read(byte_path, 320).texts)
+
+
+def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) -> Ran:
+    """One run of the first prompt."""
+    value = pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}")
+    grammar = pb.Grammar(kind=value, source=source if isinstance(source, str) else json.dumps(source))
+    return outputs(PROMPTS[:1], model, grammars, grammar, given.pop("sampling", {}), **given)[0]
+
+
+# -------------------------------------------------------------------------------------------- ends and contradictions
+
+
+def text(ran: Ran, texts: list[bytes]) -> str:
+    return b"".join(texts[id_] for id_ in ran.tokens).decode()
+
+
+@pytest.mark.parametrize("k", [0, 5])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"min_tokens": 50}, {"logit_bias": {EOS: -100.0}}, {"bad_words": [pb.IdRun(ids=[EOS])]}, {"min_tokens": 3}],
+)
+def test_a_complete_text_ends_whatever_speaks_against_its_end(
+    byte_model: SpaceModel, grammars: Grammars, texts: list[bytes], sampling: dict[str, Any], k: int
+) -> None:
+    ran = one(byte_model, grammars, "choice", ["yes", "no"], sampling=sampling, k=k)
+    assert text(ran, texts) in ("yes", "no")
+    assert (ran.finish, ran.tokens[-1], ran.error) == (pb.FINISH_EOS, EOS, "")
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_min_tokens_goes_on_where_the_text_can(
+    byte_model: SpaceModel, grammars: Grammars, texts: list[bytes], k: int
+) -> None:
+    ran = one(byte_model, grammars, "regex", "[ab]*", sampling={"min_tokens": 20, "logit_bias": {EOS: 100.0}}, k=k)
+    assert (len(ran.tokens), ran.tokens[-1], ran.finish) == (21, EOS, pb.FINISH_EOS)
+    assert len(text(ran, texts)) == 20
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_who_ignores_eos_goes_on_as_long_as_the_grammar_does(
+    byte_model: SpaceModel, grammars: Grammars, texts: list[bytes], k: int
+) -> None:
+    ran = one(byte_model, grammars, "regex", "[ab]{2,30}", sampling={"logit_bias": {EOS: 100.0}}, eos_ids=(), k=k)
+    assert (len(text(ran, texts)), ran.tokens[-1], ran.finish) == (30, EOS, pb.FINISH_EOS)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_where_nothing_is_possible_the_sequence_ends_with_the_reason(
+    byte_model: SpaceModel, grammars: Grammars, texts: list[bytes], k: int
+) -> None:
+    a, b = texts.index(b"a"), texts.index(b"b")
+    ran = one(byte_model, grammars, "regex", "aaaab", sampling={"bad_words": [pb.IdRun(ids=[b])]}, k=k)
+    assert (ran.tokens, ran.finish) == ([a] * 4, pb.FINISH_ERROR)
+    assert "bad_words, allowed ids and min_tokens forbid what the grammar allows" in ran.error
+    ran = one(byte_model, grammars, "regex", "aaaab", sampling={"allowed_ids": [a]}, k=k)
+    assert (ran.tokens, ran.finish) == ([a] * 4, pb.FINISH_ERROR)
+
+
+def test_a_text_that_no_id_writes_ends_with_the_reason(tiny: SpaceModel, tiny_path: Path) -> None:
+    few_letters = Grammars.of(tiny_path, tiny.facts.vocab_size, set(tiny.facts.mask_ids))
+    ran = one(tiny, few_letters, "regex", "abé", k=3)
+    assert (len(ran.tokens), ran.finish) == (2, pb.FINISH_ERROR)
+    assert ran.error == "The grammar leaves no id at position 6: no id goes on with it."
+
+
+def test_stop_ids_of_text_are_text_and_special_ones_end_where_the_grammar_may(
+    byte_model: SpaceModel, grammars: Grammars, texts: list[bytes]
+) -> None:
+    worker = Worker(byte_model, num_blocks=64, grammars=grammars)
+    router = SmallRouter(worker)
+    special = 3  # <|im_end|>
+    law = pb.Sampling(grammar=pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source="[ab]{3,9}"), logit_bias={special: 100.0})
+    ended = router.admit(PROMPTS[0], sampling=law, stop_ids=[special])
+    router.run()
+    assert router.ran[ended].finish == pb.FINISH_STOP_ID
+    assert len(router.ran[ended].tokens) == 4
+
+
+# -------------------------------------------------------------------------------------------- compiling
+
+
+def test_while_one_grammar_is_compiled_others_are_stepped(byte_path: Path) -> None:
+    scripted = ScriptedModel(vocab_size=320)
+    going = threading.Event()
+
+    def slow() -> Vocabulary:
+        assert going.wait(30)
+        return Vocabulary.read(byte_path, 320)
+
+    router = SmallRouter(Worker(scripted, num_blocks=64, grammars=Grammars(slow)))
+    woken = threading.Event()
+    router.worker.waiting.woken = woken.set
+    waits = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=9)
+    free = router.admit(PROMPTS[1], max_tokens=9)
+    while router.ran[free].finish == pb.FINISH_NONE:
+        assert router.worker.has_work
+        router.step()
+    assert router.ran[waits].reports == []
+    assert not router.worker.has_work  # nobody spins
+    going.set()
+    assert woken.wait(30)
+    assert router.worker.has_work
+    router.run()
+    assert router.ran[waits].finish == pb.FINISH_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("json_schema", '{"type": "nothing"}', "Invalid type: nothing"),
+        ("regex", "a(", "unclosed group"),
+        ("lark", "start: " + "(" * 100, "64 deep"),
+    ],
+)
+def test_a_grammar_that_is_none_fails_its_sequence_alone(
+    byte_model: SpaceModel, grammars: Grammars, kind: str, source: str, reason: str
+) -> None:
+    worker = Worker(byte_model, num_blocks=64, grammars=grammars)
+    router = SmallRouter(worker)
+    value = pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}")
+    bad = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=pb.Grammar(kind=value, source=source)), eos_ids=[EOS])
+    good = router.admit(PROMPTS[1], max_tokens=5)
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert reason in router.ran[bad].error
+    assert (router.ran[good].finish, router.ran[good].error) == (pb.FINISH_LENGTH, "")
+
+
+def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path: Path) -> None:
+    going = threading.Event()
+
+    def slow() -> Vocabulary:
+        going.wait(30)
+        return Vocabulary.read(byte_path, 320)
+
+    router = SmallRouter(
+        Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow, most_seconds=0.2))
+    )
+    late = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
+    router.run()
+    going.set()
+    assert router.ran[late].error == "The grammar was not compiled within 0.2 s. Make it smaller."
+
+
+def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:
+    going = threading.Event()
+
+    def slow() -> Vocabulary:
+        going.wait(30)
+        return Vocabulary.read(byte_path, 320)
+
+    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow)))
+    gone = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
+    router.release(gone)
+    router.run()
+    going.set()
+    router.run()
+    assert len(router.free) == 64
+    assert router.ran[gone].reports == []
+
+
+def test_a_grammar_is_kept(byte_model: SpaceModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[str] = []
+
+    def compile_and_note(tokenizer: Any, kind: str, source: str) -> Any:
+        sources.append(source)
+        return compile_grammar(tokenizer, kind, source)
+
+    from space_server import grammars as module
+
+    compile_grammar = module.compile_grammar
+    monkeypatch.setattr(module, "compile_grammar", compile_and_note)
+    for _ in range(2):
+        outputs(PROMPTS, byte_model, grammars, pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source="[xyz]{4}"), {})
+    assert 1 <= sources.count("[xyz]{4}") <= 2  # two of the three sequences are compiled for at the same time
+
+
+def test_a_worker_without_a_vocabulary_says_so_and_refuses(byte_model: SpaceModel, tmp_path: Path) -> None:
+    for grammars, why in (
+        (None, "it was started without them"),
+        (Grammars.of(tmp_path, 320, ()), "the checkpoint has no tokenizer.json"),
+    ):
+        worker = Worker(byte_model, num_blocks=64, grammars=grammars)
+        assert not worker.hello("life").takes_grammars
+        router = SmallRouter(worker)
+        refused = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
+        router.run()
+        assert router.ran[refused].error == f"This worker takes no grammars: {why}."
+
+
+# -------------------------------------------------------------------------------------------- drafts for nothing
+
+
+def test_what_the_grammar_forces_is_drafted_without_masks(byte_path: Path, texts: list[bytes]) -> None:
+    scripted = ScriptedModel(vocab_size=320, num_masks=0)
+    settings: dict[str, Any] = {"sources": DraftSources(masks=False), "controller": FixedLayout.full(8)}
+    known = Grammars.of(byte_path, 320, ())
+    ran = one(scripted, known, "regex", "the only way to say it", k=8, **settings)
+    assert text(ran, texts) == "the only way to say it"
+    assert {report.draft_source for report in ran.reports if report.num_drafted} == {pb.DRAFT_SOURCE_GRAMMAR}
+    assert sum(ran.accepted) == sum(report.num_drafted for report in ran.reports)
+    assert len(ran.reports) <= 2 + len(ran.tokens) // 9
