@@ -4,12 +4,15 @@ import time
 from dataclasses import dataclass, field
 
 from space_router.api.door import Door
+from space_router.api.grammar_fields import checked
 from space_router.api.plan import Plan
 from space_router.api.running import Running
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
+from space_router.engine.request import Grammar
 from space_router.errors import Unavailable
 from space_router.metrics import Metrics
+from space_router.text.grammar import GrammarCheck
 from space_router.text.model_text import ModelText
 
 
@@ -21,6 +24,7 @@ class Service:
     text: ModelText
     engine: Engine
     metrics: Metrics
+    grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     started: bool = False  # the engine has been ready once
     draining: bool = False  # SIGTERM has come
@@ -38,6 +42,10 @@ class Service:
         if facts is None:
             raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
         return Door(self.config, self.text, facts, key)
+
+    async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
+        """The grammar, which can be used. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
+        return await checked(self.grammars, self.door().facts, grammar, param)
 
     def name_of(self, plan: Plan) -> str:
         """The model name of a plan's answer: its adapter's, or the model's own."""

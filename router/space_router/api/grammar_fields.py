@@ -1,0 +1,205 @@
+"""What an output must be: `response_format` and `structured_outputs` of the OpenAI routes, `grammar` of TGI's."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import orjson
+from llguidance.gbnf_to_lark import any_to_lark
+from pydantic import Field, model_validator
+from space_proto.grammar import MOST_CHARACTERS
+
+from space_router.api.body import Body, shown
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.request import Grammar
+from space_router.errors import InvalidRequest
+from space_router.text.grammar import GrammarCheck
+
+OLD_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Fields that other servers had, and what they are called in `structured_outputs`."""
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/')
+_SPECIAL = re.compile(r"<[^<>\s]*>?")
+
+Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+
+
+class JsonSchemaFormat(Body):
+    """A named JSON schema; its keywords are enforced, `strict` or not."""
+
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: Annotated[str, Field(max_length=65536)] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What OpenAI's clients ask for."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Raises InvalidRequest."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                f"`response_format.json_schema` goes with `type` json_schema, and only with it; got type {self.type}.",
+                param="response_format",
+            )
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return Grammar("json_object", "") if schema is None else of_schema(schema, "response_format")
+
+
+class StructuredOutputs(Body):
+    """One of these, as vLLM names them."""
+
+    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json", description="a JSON schema")] = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=10_000)] | None = None
+    grammar: Annotated[Text | None, Field(description="in the syntax of Lark, or GBNF")] = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+    def wanted(self) -> Grammar | None:
+        """Raises InvalidRequest."""
+        given = {
+            name: value
+            for name in ("json_", "json_object", "regex", "choice", "grammar")
+            if (value := getattr(self, name)) is not None and value is not False
+        }
+        if len(given) > 1:
+            names = " and ".join(f"`{name.rstrip('_')}`" for name in given)
+            raise InvalidRequest(
+                f"`structured_outputs` takes one of json, json_object, regex, choice and grammar; got {names}.",
+                param="structured_outputs",
+            )
+        for name, value in given.items():
+            match name:
+                case "json_":
+                    return of_schema(value, "structured_outputs")
+                case "json_object":
+                    return Grammar("json_object", "")
+                case "regex":
+                    return Grammar("regex", value)
+                case "choice":
+                    return Grammar("choice", orjson.dumps(value).decode())
+                case _:
+                    return of_rules(value, "structured_outputs")
+        return None
+
+
+class GrammarFields(Body):
+    """The fields that the OpenAI routes have in common."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_old_names(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for old in OLD_NAMES.keys() & value.keys():
+                raise InvalidRequest(
+                    f'`{old}` is not supported; send `structured_outputs`: {{"{OLD_NAMES[old]}": ...}}.',
+                    param=old,
+                    code="unsupported_parameter",
+                )
+        return value
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that names a grammar."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def wanted_grammar(self) -> Grammar | None:
+        """What the output must be, not checked yet. Raises InvalidRequest."""
+        asked = None if self.response_format is None else self.response_format.grammar()
+        other = None if self.structured_outputs is None else self.structured_outputs.wanted()
+        if asked is not None and other is not None:
+            raise InvalidRequest(
+                f"`response_format` ({self.response_format and self.response_format.type}) and `structured_outputs` "
+                "both say what the output must be; give one.",
+                param="structured_outputs",
+            )
+        return other if asked is None else asked
+
+
+def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
+    """Text of a JSON schema. Raises InvalidRequest for JSON text that is none."""
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"`{param}` holds a schema that is no JSON: {error.msg[:100]}.", param=param) from None
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"`{param}` must hold a schema that is an object; got {shown(schema)}.", param=param)
+    return Grammar("json_schema", orjson.dumps(schema).decode())
+
+
+def of_rules(text: str, param: str) -> Grammar:
+    """A context-free grammar, in Lark's syntax or in GBNF (`root ::= ...`). Raises InvalidRequest."""
+    if "::=" not in text:
+        if found := _SPECIAL.search(_LITERAL.sub("", text)):
+            raise InvalidRequest(
+                f"`{param}` asks for the special token {shown(found[0])}; a grammar is of text. Leave it out.",
+                param=param,
+            )
+        return Grammar("lark", text)
+    try:
+        return Grammar("lark", any_to_lark(text))
+    except Exception as error:  # the converter's own errors, and whatever else it trips over
+        raise InvalidRequest(f"`{param}` holds a grammar that is no GBNF: {str(error)[:300]}", param=param) from None
+
+
+class TgiGrammar(Body):
+    """TGI's `grammar`."""
+
+    type: Literal["json", "regex", "json_schema"]
+    value: Any
+
+
+def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
+    """What TGI's clients ask for, not checked yet. Raises InvalidRequest."""
+    value = grammar.value
+    if grammar.type == "regex":
+        if not isinstance(value, str):
+            raise InvalidRequest(f"`{param}.value` must be a regular expression; got {shown(value)}.", param=param)
+        return Grammar("regex", value)
+    if grammar.type == "json_schema" and isinstance(value, dict) and "schema" in value:
+        value = value["schema"]
+    if not isinstance(value, dict | str):
+        raise InvalidRequest(f"`{param}.value` must be a JSON schema; got {shown(value)}.", param=param)
+    return of_schema(value, param)
+
+
+async def checked(check: GrammarCheck, facts: ModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
+    """The grammar, once it is known that it can be used; bounded in time, and no stream has begun.
+
+    Raises InvalidRequest with the reason, Overloaded.
+    """
+    if grammar is None:
+        return None
+    if not facts.takes_grammars:
+        raise InvalidRequest(
+            f"`{param}` needs a checkpoint whose tokenizer.json says which bytes its tokens stand for, and this "
+            "model's does not. Leave it out.",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if len(grammar.source) > MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"`{param}` has {len(grammar.source)} characters; at most {MOST_CHARACTERS} are taken.", param=param
+        )
+    reason = await check.why_not(grammar)
+    if reason is not None:
+        raise InvalidRequest(f"`{param}` cannot be used: {reason[:300]}", param=param, code="invalid_grammar")
+    return grammar
