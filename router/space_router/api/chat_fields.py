@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from space_router.api.body import Body
 from space_router.api.fields import COMPLETION_NEUTRAL, Count20, GenerationFields, TextPart
@@ -33,6 +33,11 @@ class RefusalPart(Body):
     refusal: str
 
 
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+TEXT_OR_PARTS = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
+"""Of a union of the two: what is wrong about one is told, and not that it is none of both."""
+
+
 class CalledFunction(Body):
     """The function of an earlier call, and what it was called with: JSON as text."""
 
@@ -53,9 +58,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
-    ) | None = None  # fmt: skip
+    content: Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], TEXT_OR_PARTS] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: ToolCallId | None = None

@@ -6,8 +6,8 @@ space next to a call is content only where it stands between two pieces of it.
 """
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
@@ -23,11 +23,19 @@ class CallPiece:
     arguments: str
 
 
-class Said(NamedTuple):
-    """What became certain."""
+@dataclass(frozen=True)
+class Said:
+    """What became certain: content and pieces of calls, in their order."""
 
-    content: str
-    calls: tuple[CallPiece, ...]
+    parts: tuple[str | CallPiece, ...]
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[CallPiece, ...]:
+        return tuple(part for part in self.parts if isinstance(part, CallPiece))
 
 
 class Cursor:
@@ -93,12 +101,11 @@ class Telling:
     """Collects what is certain until it is asked for."""
 
     def __init__(self) -> None:
-        self._content: list[str] = []
         self._space = ""  # white space behind the latest content: it goes if nothing but calls follow
         self._space_behind = ""  # white space behind the latest call
         self._spoken = False  # there was content
         self._behind_call = False
-        self._calls: list[CallPiece] = []
+        self._parts: list[str | CallPiece] = []
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -112,30 +119,30 @@ class Telling:
             self._behind_call, text = False, words
         words = text.rstrip()
         if words:
-            self._content.append(self._space + words)
+            self._parts.append(self._space + words)
             self._space, self._spoken = "", True
         self._space += text[len(words) :]
 
     def call(self, name: str) -> None:
         """A call has begun."""
         self._behind_call, self._space_behind = True, ""
-        self._calls.append(CallPiece(self.num_calls, name, ""))
+        self._parts.append(CallPiece(self.num_calls, name, ""))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the latest call's arguments."""
-        index = self.num_calls - 1
-        if self._calls and self._calls[-1].index == index:
-            text = self._calls[-1].arguments + text
-            self._calls[-1] = CallPiece(index, self._calls[-1].name, text)
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, CallPiece):
+            self._parts[-1] = replace(last, arguments=last.arguments + text)
         elif text:
-            self._calls.append(CallPiece(index, None, text))
+            self._parts.append(CallPiece(self.num_calls - 1, None, text))
 
     def taken(self, *, ended: bool) -> Said:
         """What came since the last time."""
-        rest = self._space if ended and not self._behind_call else ""
-        said = Said("".join(self._content) + rest, tuple(self._calls))
-        self._content, self._calls = [], []
+        if ended and not self._behind_call and self._space:
+            self._parts.append(self._space)
+        said = Said(tuple(self._parts))
+        self._parts = []
         return said
 
 

@@ -131,8 +131,8 @@ def conformity(document: dict[str, Any]) -> Callable[[httpx.Response], Awaitable
         if kind == "text/event-stream":
             errors = operation["responses"]["500"]["content"]["application/json"]["schema"]
             event = _validator(document, {"anyOf": [media["x-event"], errors]})
-            for line in filter(None, body.split("\n\n")):
-                data = line.removeprefix("data:").removeprefix(" ")
+            for lines in filter(None, body.split("\n\n")):
+                data = lines.split("\n")[-1].removeprefix("data:").removeprefix(" ")  # behind the event's name, if any
                 if data != "[DONE]":
                     event.validate(json.loads(data))
 

@@ -19,6 +19,19 @@ class Read(NamedTuple):
     calls: list[tuple[str, str]]
 
 
+def in_order(name: str, pieces: list[str]) -> list[str | int]:
+    """Pieces of content as they stand among the calls, which are their indices."""
+    reader = ToolCallReader(FORMATS[name].form, TOOLS)
+    said = [part for piece in pieces for part in reader.push(piece).parts] + [*reader.push("", ended=True).parts]
+    found: list[str | int] = []
+    for part in said:
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        elif isinstance(part, str) or part.index not in found:
+            found.append(part if isinstance(part, str) else part.index)
+    return found
+
+
 def read(name: str, pieces: list[str]) -> Read:
     """A text by its pieces. A call begins with its name, and no piece of it comes before that or goes to another."""
     reader = ToolCallReader(FORMATS[name].form, TOOLS)
@@ -109,6 +122,7 @@ def test_the_pieces_that_a_text_comes_in_change_nothing(name: str, text: str, wa
     assert read(name, list(text)) == wanted
     for place in range(len(text) + 1):
         assert read(name, [text[:place], text[place:]]) == wanted
+        assert in_order(name, [text[:place], text[place:]]) == in_order(name, [text])
     draw = random.Random(text)
     for _ in range(30):
         assert read(name, cut(text, draw)) == wanted
@@ -143,6 +157,7 @@ def test_of_random_scraps_the_same_is_read_in_any_pieces_and_no_word_is_lost(nam
         num_called += bool(wanted.calls)
         assert read(name, cut(text, draw)) == wanted, text
         assert read(name, list(text)) == wanted, text
+        assert in_order(name, cut(text, draw)) == in_order(name, [text]), text
         if not wanted.calls:
             assert wanted.content == text
         assert text.count("word") == wanted.content.count("word") + sum(call.count("word") for _, call in wanted.calls)
