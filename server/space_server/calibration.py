@@ -106,9 +106,12 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     k = facts.most_masks
     plain = DraftLayout.plain()
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
+    more = DraftLayout.full(3, 3) if k > 3 else some
     prompts = [Case(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
     cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), prompts[1]]
-    for num_sequences in (32, 64, 2, 16, 4, 128, 256):
+    # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
+    cases += [Case(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)]
+    for num_sequences in (32, 64, 16, 128, 256):
         cases += [Case(num_sequences, plain), Case(num_sequences, some if num_sequences <= 16 else few)]
     for num_sequences in (1, 8, 32):
         cases += [Case(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
