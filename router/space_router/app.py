@@ -1,30 +1,45 @@
 """The web application: all routes around one service."""
 
 import logging
+from collections.abc import Iterable
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api import chat, completions, generate, models, operating, tokens
+from space_router.api import chat, completions, generate, invocations, models, operating, responses, tokens
 from space_router.api.access import Access
 from space_router.api.answers import error_answer
+from space_router.api.document import DocumentedApp
 from space_router.api.service import Service
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
+from space_router.page import files as page
 
 log = logging.getLogger(__name__)
 
 
-def create_app(service: Service) -> FastAPI:
+def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
+    """Methods of all routes at this path, as `Allow` lists them."""
+    here = (r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in here for method in route.methods or ()}))
+
+
+def create_app(service: Service) -> DocumentedApp:
     """The ASGI application of a service whose engine somebody else starts and stops."""
-    app = FastAPI(
+    app = DocumentedApp(
         title="spaceserve",
         version=operating.VERSION,
         description="Language models with SPACE decoding, for OpenAI and TGI clients.",
         redirect_slashes=False,
     )
-    for part in (completions, chat, models, generate, tokens, operating):
-        app.include_router(part.routes(service))
+    app.keyed = bool(service.config.api_keys)
+    routers = [part.routes(service) for part in (completions, chat, responses, models, generate, tokens, operating)]
+    routers += [invocations.routes(service, routers), page.routes()]
+    for router in routers:
+        app.include_router(router)
+    every_route = [*app.routes, *(route for router in routers for route in router.routes)]
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: Exception) -> Response:
@@ -41,10 +56,18 @@ def create_app(service: Service) -> FastAPI:
         path, method = request.url.path[:200], request.method
         if isinstance(error, HTTPException) and error.status_code == 405:
             refusal: ApiError = MethodNotAllowed(f"{path} does not take {method}.", code="method_not_allowed")
-            refusal.headers = dict(error.headers or {})
+            refusal.headers = {"allow": _allowed(every_route, request)}
         else:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")
         return error_answer(refusal, request.url.path)
 
     app.add_middleware(Access, keys=service.config.api_keys, metrics=service.metrics)
+    if service.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
     return app

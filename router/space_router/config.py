@@ -49,6 +49,14 @@ class ServeConfig(ModelSettings):
         parse.text,
         "PATH",
     )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        _HTTP,
+        "web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default "
+        "only the page that this server serves itself may",
+        parse.words,
+        "ORIGIN[,ORIGIN...]|*",
+    )
     max_body: int = setting(
         4 * 1024**2,
         _HTTP,

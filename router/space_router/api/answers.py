@@ -12,7 +12,7 @@ from space_router.errors import ApiError, Internal
 
 log = logging.getLogger(__name__)
 
-TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize"})
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize", "/chat_tokenize", "/invocations"})
 """Paths whose errors have TGI's shape."""
 
 

@@ -1,27 +1,30 @@
 """TGI's face: `POST /generate`, `POST /generate_stream`, and `POST /`, which is one of the two."""
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from space_router.api.access import key_of
 from space_router.api.answers import answer, tgi_error, unforeseen
-from space_router.api.body import Body, read_object, validate
+from space_router.api.body import read_object, validate
 from space_router.api.connection import EventStream, beside, while_connected
 from space_router.api.door import Door, Parameters
+from space_router.api.generate_fields import GENERATE_NEUTRAL, CompatBody, GenerateBody, GenerateParameters
+from space_router.api.grammar_fields import tgi_grammar
 from space_router.api.logprobs import finite
 from space_router.api.plan import Plan
+from space_router.api.ranking import most_probable
 from space_router.api.running import Progress, Running, Written
-from space_router.api.schema import json_body
+from space_router.api.schema import TGI_STATUSES, answers, json_body, referred
 from space_router.api.service import Service
-from space_router.engine.request import TokenLogprobs
+from space_router.api.tgi_answers import Generated, GeneratedEvent, TgiError
+from space_router.api.timing import begun, ended
+from space_router.engine.request import Grammar, TokenLogprobs
 from space_router.errors import ApiError, InvalidRequest
 from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
@@ -29,52 +32,7 @@ from space_router.text.tokenizer import Tokenizer
 DEFAULT_MAX_NEW_TOKENS = 100
 """As TGI's."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "watermark": (False,),
-    "grammar": (),
-}
 _FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
-
-
-class GenerateParameters(Body):
-    """`parameters`, as TGI names them; `speculation` is ours."""
-
-    best_of: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    do_sample: bool | None = None
-    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    return_full_text: bool | None = None
-    stop: Any = Field(default=None, description="a list of strings")
-    truncate: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    details: bool | None = None
-    decoder_input_details: bool | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
-    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
-    adapter_id: Annotated[str, Field(max_length=512)] | None = None
-
-    @property
-    def detailed(self) -> bool:
-        """`decoder_input_details` are details, too: as in TGI, to ask for them is to ask for all."""
-        return bool(self.details or self.decoder_input_details)
-
-
-class GenerateBody(Body):
-    """`POST /generate` and `POST /generate_stream`."""
-
-    inputs: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, Any] | None = None
-
-
-class CompatBody(GenerateBody):
-    """`POST /`."""
-
-    stream: bool | None = None
 
 
 BodyT = TypeVar("BodyT", bound=GenerateBody)
@@ -88,12 +46,13 @@ class Generation:
     options: GenerateParameters
     tokenizer: Tokenizer
     sampled: bool  # False: greedy, and the seed is not shown
-    received: float  # monotonic seconds
-    validated: float
+    full_text: bool  # the answer begins with the prompt
 
     @classmethod
-    def read(cls, door: Door, body: GenerateBody, received: float, *, stream: bool) -> "Generation":
-        options = validate(GenerateParameters, body.parameters or {}, _NEUTRAL)
+    def read(
+        cls, door: Door, body: GenerateBody, options: GenerateParameters, grammar: Grammar | None, *, stream: bool
+    ) -> "Generation":
+        """`options`: the body's parameters; `grammar`: theirs, known to be usable."""
         chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
         sampled = bool(options.do_sample) or any(value is not None for value in chosen)
         best_of = options.best_of or 1
@@ -119,29 +78,32 @@ class Generation:
             seed=options.seed,
             num_logprobs=(options.top_n_tokens or 0) if detailed else None,
             num_prompt_logprobs=0 if options.decoder_input_details else None,
+            grammar=grammar,
             speculation=options.speculation,
             adapter=door.adapter(options.adapter_id, "adapter_id"),
         )
         plan = door.plan([prompt], wanted, prefix="gen")
-        return cls(plan, options, door.text.tokenizer, sampled, received, time.monotonic())
+        # TGI's `/` answers with the prompt in front unless told otherwise, `/generate` without.
+        full_text = isinstance(body, CompatBody) if options.return_full_text is None else options.return_full_text
+        return cls(plan, options, door.text.tokenizer, sampled, full_text)
 
     @property
     def seed(self) -> int | None:
         return self.plan.seed if self.sampled else None
 
-    def full_text(self, text: str) -> str:
-        return self.plan.prompts[0].text + text if self.options.return_full_text else text
+    def _shown(self, text: str) -> str:
+        return self.plan.prompts[0].text + text if self.full_text else text
 
     async def whole(self, running: Running) -> dict[str, Any]:
         written = await running.whole()
-        ranked = sorted(written, key=lambda one: _mean(one.tokens), reverse=True) if len(written) > 1 else written
+        ranked = most_probable(written)
         best = ranked[0]
-        body: dict[str, Any] = {"generated_text": self.full_text(best.text)}
+        body: dict[str, Any] = {"generated_text": self._shown(best.text)}
         if self.options.detailed:
             body["details"] = self._details(best, written[0])
             if len(ranked) > 1:
                 body["details"]["best_of_sequences"] = [
-                    {"generated_text": self.full_text(one.text), **self._details(one, written[0])} for one in ranked[1:]
+                    {"generated_text": self._shown(one.text), **self._details(one, written[0])} for one in ranked[1:]
                 ]
         return body
 
@@ -210,9 +172,11 @@ class Generation:
     def _event(
         self, index: int, progress: Progress, token: dict[str, Any], top: list[dict[str, Any]], text: str | None
     ) -> bytes:
-        event = {"index": index, "token": token, "top_tokens": top, "generated_text": None, "details": None}
+        event: dict[str, Any] = {"index": index, "token": token, "generated_text": None, "details": None}
+        if top:
+            event["top_tokens"] = top
         if text is not None:
-            event["generated_text"] = self.full_text(text)
+            event["generated_text"] = self._shown(text)
             event["details"] = {**self._end(progress), "input_length": len(self.plan.prompts[0].ids)}
         return b"data:" + orjson.dumps(event) + b"\n\n"
 
@@ -237,26 +201,6 @@ class Generation:
             for id_, value in (token.logprobs.top if token.logprobs is not None else ())
         ]
 
-    def headers(self, running: Running) -> dict[str, str]:
-        """TGI's timing headers, in milliseconds, and its counts."""
-        statistics = running.choices[0].stream.statistics
-        num_tokens = running.choices[0].statistics.num_tokens
-        now = time.monotonic()
-        queued = statistics.queue_seconds or 0.0
-        inference = now - self.validated - queued
-        seconds = {
-            "x-total-time": now - self.received,
-            "x-validation-time": self.validated - self.received,
-            "x-queue-time": queued,
-            "x-inference-time": inference,
-            "x-time-per-token": inference / max(1, num_tokens),
-        }
-        return {name: str(round(1000 * value)) for name, value in seconds.items()} | {
-            "x-prompt-tokens": str(len(self.plan.prompts[0].ids)),
-            "x-generated-tokens": str(num_tokens),
-            "x-request-id": self.plan.request_id,
-        }
-
 
 def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], offset: int) -> list[str]:
     """The text of each token, so that they join to `text`, which begins at character `offset` of the stream.
@@ -272,53 +216,54 @@ def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], off
     return texts
 
 
-def _mean(tokens: list[TextToken]) -> float:
-    values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
-    return sum(values) / len(values) if values else float("-inf")
-
-
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TGI"])
 
     async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, Generation]:
-        since = time.monotonic()
         received = await read_object(request, service.config.max_body)
         body = validate(model, received.values, {})
-        streamed = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        return body, await beside(
-            received.size, Generation.read, service.door(key_of(request)), body, since, stream=streamed
-        )
+        options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
+        wanted = None if options.grammar is None else tgi_grammar(options.grammar)
+        grammar = await service.checked(wanted, "grammar")
+        door = service.door(key_of(request))
+        stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
+        return body, await beside(received.size, Generation.read, door, body, options, grammar, stream=stream)
 
     async def whole(request: Request, generation: Generation) -> tuple[dict[str, Any], dict[str, str]]:
         async with service.run(generation.plan) as running:
             made = await while_connected(request.receive, generation.whole(running))
-            return made, generation.headers(running)
+            return made, ended(request, running)
 
-    async def stream(generation: Generation) -> Response:
+    async def stream(request: Request, generation: Generation) -> Response:
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(service.run(generation.plan))
-            headers = {"x-request-id": generation.plan.request_id}
+            headers = begun(request, running)
             return EventStream(generation.events(running), stack.pop_all(), headers, generation.plan.request_id)
 
-    @router.post("/generate", openapi_extra=json_body(GenerateBody))
+    whole_answers = answers(Generated, errors=TgiError, statuses=TGI_STATUSES)
+    stream_answers = answers(event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+    listed = {"type": "array", "items": referred(Generated)}
+    compat_answers = answers(listed, event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+
+    @router.post("/generate", openapi_extra=json_body(GenerateBody), responses=whole_answers)
     async def generate(request: Request) -> Response:
         """Continue a text."""
         _, generation = await read(request, GenerateBody, stream=False)
         made, headers = await whole(request, generation)
         return answer(made, headers=headers)
 
-    @router.post("/generate_stream", openapi_extra=json_body(GenerateBody))
+    @router.post("/generate_stream", openapi_extra=json_body(GenerateBody), responses=stream_answers)
     async def generate_stream(request: Request) -> Response:
         """Continue a text, one event per token."""
         _, generation = await read(request, GenerateBody, stream=True)
-        return await stream(generation)
+        return await stream(request, generation)
 
-    @router.post("/", openapi_extra=json_body(CompatBody))
+    @router.post("/", openapi_extra=json_body(CompatBody), responses=compat_answers)
     async def compat(request: Request) -> Response:
-        """`/generate_stream` with `stream: true`, else `/generate` with its answer in a list."""
+        """`/generate_stream` with `stream: true`, else `/generate` in a list; by default the prompt is in the text."""
         body, generation = await read(request, CompatBody, stream=False)
         if body.stream:
-            return await stream(generation)
+            return await stream(request, generation)
         made, headers = await whole(request, generation)
         return answer([made], headers=headers)
 

@@ -40,13 +40,21 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What OpenAI's clients ask for."""
+    """What OpenAI's clients ask for; with `value`, what TGI's do."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
+    value: Annotated[Any, Field(description="as in TGI's `grammar`: a JSON schema or a regular expression")] = None
 
     def grammar(self) -> Grammar | None:
         """Raises InvalidRequest."""
+        if self.value is not None or self.type in ("json", "regex"):
+            if self.type == "text" or self.json_schema is not None:
+                raise InvalidRequest(
+                    f"`response_format.value` goes with no `json_schema` and not with type {self.type}; give one.",
+                    param="response_format",
+                )
+            return tgi_grammar(TgiGrammar(type=self.type, value=self.value), "response_format")
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
                 f"`response_format.json_schema` goes with `type` json_schema, and only with it; got type {self.type}.",
@@ -161,9 +169,9 @@ def of_rules(text: str, param: str) -> Grammar:
 
 
 class TgiGrammar(Body):
-    """TGI's `grammar`."""
+    """TGI's `grammar`; json_object is another name of json."""
 
-    type: Literal["json", "regex", "json_schema"]
+    type: Literal["json", "json_object", "regex", "json_schema"]
     value: Any
 
 

@@ -27,13 +27,13 @@ from space_router.text.text_stream import FinishReason, TextDelta, TextStatistic
 from space_router.text.tokenizer import Tokenizer
 
 
-def translate(error: engine_errors.EngineError) -> ApiError:
-    """An engine's error as the API's."""
+def translate(error: engine_errors.EngineError, param: str = "prompt") -> ApiError:
+    """An engine's error as the API's; `param`: the field that a prompt came in."""
     match error:
         case engine_errors.PromptTooLong():
-            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.window)
+            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.window, param=param)
         case engine_errors.CacheTooSmall():
-            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots)
+            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():
             return Overloaded(str(error), retry_after=error.retry_after)
         case engine_errors.Draining():
@@ -90,8 +90,18 @@ class Running:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
-        self._since = time.monotonic()
+        self.since = time.monotonic()  # the request is checked
         self._outcome = "cancelled"  # of the choices that have not finished, until something else is known
+
+    @property
+    def device(self) -> str:
+        """Where it is computed, as torch names it."""
+        return "" if self._engine.facts is None else self._engine.facts.device
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: while it is the same, a seed gives the same text."""
+        return "" if self._engine.facts is None else self._engine.facts.fingerprint
 
     async def __aenter__(self) -> "Running":
         leader: Stream | None = None
@@ -101,7 +111,7 @@ class Running:
                 try:
                     stream = self._engine.submit(choice.request, leader=follows)
                 except engine_errors.EngineError as error:
-                    raise translate(error) from error
+                    raise translate(error, choice.prompt.param) from error
                 scope = await undo.enter_async_context(AsyncExitStack())
                 await scope.enter_async_context(stream)
                 leader = stream if follows is None else leader
@@ -116,7 +126,7 @@ class Running:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        seconds = time.monotonic() - self._since
+        seconds = time.monotonic() - self.since
         for progress in self.choices:
             outcome = self._outcome if progress.finish is None else progress.finish.value
             self._metrics.requests_total.labels(outcome=outcome).inc()

@@ -191,10 +191,10 @@ class Engine:
         self._settle()
         return stream
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request by its name with RequestCancelled; False where there is none."""
-        found = sorted(self._by_name.get(request_id, ()), key=lambda live: live.age)
-        for live in found:
+    def cancel(self, request_id: str, key: str | None = None) -> bool:
+        """End requests of this name (and key, None: of any) with RequestCancelled; False where there is none."""
+        found = [live for live in self._by_name.get(request_id, ()) if key in (None, live.request.key)]
+        for live in sorted(found, key=lambda live: live.age):
             self._end(live, RequestCancelled(f"Request {request_id} was cancelled."))
         return bool(found)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from space_router.config import ServeConfig
 from space_router.metrics import Metrics
 from space_router.testing import never
 
@@ -35,11 +36,33 @@ async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
         assert (await router.client.get("/info")).json()["adapters"] == ["code", "prose"]
 
 
+TGI_INFO = {
+    "model_id",
+    "model_sha",
+    "model_dtype",
+    "model_device_type",
+    "model_pipeline_tag",
+    "max_concurrent_requests",
+    "max_best_of",
+    "max_stop_sequences",
+    "max_input_tokens",
+    "max_total_tokens",
+    "max_batch_total_tokens",
+    "max_client_batch_size",
+    "validation_workers",
+    "router",
+    "version",
+    "sha",
+    "docker_label",
+}
+
+
 async def test_info_says_what_runs(router: Any) -> None:
     info = (await router.client.get("/info")).json()
     assert (info["model_id"], info["max_total_tokens"], info["ready"]) == ("tiny", 512, True)
+    assert info.keys() >= TGI_INFO
+    assert (info["max_input_tokens"], info["validation_workers"], info["router"]) == (511, 1, "spaceserve")
     assert info["speculation"] == {"default": "auto", "max_draft_length": 3, "num_masks": 3, "draft_head": False}
-    assert (await router.client.get("/")).json()["info"] == "/info"
     assert (await router.client.get("/version")).json()["version"] == info["version"]
     assert (await router.client.get("/load")).json()["num_running"] == 0
     assert (await router.client.get("/openapi.json")).status_code == 200
@@ -115,6 +138,7 @@ class Client:
         self.gone = asyncio.Event()
         self.answered = asyncio.Event()
         self.status: int | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
         self.chunks: list[bytes] = []
         self._body: bytes | None = orjson.dumps(body)
 
@@ -127,6 +151,7 @@ class Client:
 
     async def send(self, message: Any) -> None:
         self.status = message.get("status", self.status)
+        self.headers = message.get("headers", self.headers)
         if message.get("body"):
             self.chunks.append(message["body"])
             self.answered.set()
@@ -177,6 +202,34 @@ async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Star
         assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
         assert (await asking).status_code == 499
         assert (await router.client.delete("/v1/requests/mine")).status_code == 404
+
+
+async def test_a_request_is_cancelled_by_its_own_key_only(start: Start) -> None:
+    mine, yours = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    async with start("yes", step_seconds=0.005, config=ServeConfig(api_keys=("one", "two"))) as router:
+        body = {"prompt": "x", "max_tokens": 200, "n": 2, "request_id": "same"}
+        asking = [
+            asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
+            for headers in (mine, yours)
+        ]
+        await until(lambda: router.service.engine.load().num_running == 4)
+        assert (await router.client.delete("/v1/requests/other", headers=mine)).status_code == 404
+        assert (await router.client.delete("/v1/requests/same", headers=mine)).json()["cancelled"]
+        assert (await router.client.delete("/v1/requests/same", headers=mine)).status_code == 404
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [499, 200]
+        assert (await router.client.delete("/v1/requests/same")).status_code == 401
+
+
+async def test_a_stream_that_is_cancelled_by_its_id_ends_with_an_error_event(start: Start) -> None:
+    async with start("yes", step_seconds=0.005) as router:
+        client = Client("/generate_stream", {"inputs": "x", "parameters": {"max_new_tokens": 400}})
+        asking = asyncio.create_task(router.app(client.scope, client.receive, client.send))
+        await client.answered.wait()
+        name = dict(client.headers)[b"x-request-id"].decode()
+        assert (await router.client.delete(f"/v1/requests/{name}")).json()["cancelled"]
+        await asking
+        last = orjson.loads(client.chunks[-1].removeprefix(b"data:"))
+        assert (client.status, last["error_type"]) == (200, "incomplete_generation")
 
 
 async def test_cancelling_one_request_leaves_those_with_similar_names(start: Start) -> None:

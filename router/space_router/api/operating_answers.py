@@ -1,0 +1,89 @@
+"""What operators' routes answer, for the document and for tests; the answers themselves are written by hand."""
+
+from typing import Literal
+
+from space_router.api.openai_answers import Answer, Count
+
+
+class Ready(Answer):
+    """New work is taken."""
+
+    status: Literal["ready"]
+
+
+class Alive(Answer):
+    """The process answers."""
+
+    status: Literal["alive"]
+
+
+class Started(Answer):
+    """The model has been ready once."""
+
+    status: Literal["started"]
+
+
+class Version(Answer):
+    """Of the package."""
+
+    version: str
+
+
+class Load(Answer):
+    """How busy the engine is now."""
+
+    num_queued: Count
+    num_running: Count
+    blocks_free: Count
+    blocks_held: Count
+    blocks_cached: Count
+    num_workers_up: Count
+    draining: bool
+
+
+class Cancelled(Answer):
+    """A request that was ended by its id."""
+
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
+
+
+class SpeculationInfo(Answer):
+    """Who drafts, and how much."""
+
+    default: str
+    max_draft_length: Count | None
+    num_masks: Count | None
+    draft_head: bool | None
+
+
+class Info(Answer):
+    """Model, limits and speculation, with TGI's names where TGI has them; what only a worker knows may be null."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str | None
+    model_device_type: str | None
+    model_pipeline_tag: Literal["text-generation"]
+    max_concurrent_requests: Count
+    max_best_of: Count
+    max_stop_sequences: Count
+    max_input_tokens: Count | None
+    max_total_tokens: Count | None
+    max_batch_total_tokens: Count | None
+    validation_workers: Count
+    max_client_batch_size: Count
+    router: Literal["spaceserve"]
+    version: str
+    sha: None
+    docker_label: None
+    vocab_size: Count | None
+    attention: str | None
+    block_size: Count | None
+    num_blocks: Count | None
+    speculation: SpeculationInfo
+    synthetic_acceptance: list[float] | None
+    adapters: list[str]
+    chat_template: bool
+    ready: bool
