@@ -60,7 +60,8 @@ def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
         )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens == 0:
-        raise InvalidRequest("`max_completion_tokens` must be at least 1; got 0.", param="max_completion_tokens")
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise InvalidRequest(f"`{name}` must be at least 1; got 0.", param=name)
     tools = tools_of(door, body) if tools is None else tools
     prompt = door.prompt(
         prompt_text(door, body.messages, PromptOptions.of(body, tools.shown)),
@@ -150,7 +151,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
-        responses=answers(ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent),
+        responses=answers(ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent, done=True),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""

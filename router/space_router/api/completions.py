@@ -122,7 +122,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/completions",
         openapi_extra=json_body(CompletionBody, COMPLETION_NEUTRAL),
-        responses=answers(Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent),
+        responses=answers(Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent, done=True),
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""

@@ -22,7 +22,7 @@ def routes(service: Service, routers: list[APIRouter]) -> APIRouter:
     """`routers`: the face's others, among them those of ROUTE_OF."""
     router = APIRouter(tags=["TGI"])
     found = (route for one in routers for route in one.routes if isinstance(route, APIRoute))
-    posts = {route.path: route for route in found if "POST" in route.methods}
+    posts = {route.path: route for route in found if "POST" in (route.methods or ())}
     route_of = {field: posts[path] for field, path in ROUTE_OF.items()}
 
     @router.post("/invocations", **_described(list(route_of.values())))

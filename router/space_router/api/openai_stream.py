@@ -18,6 +18,7 @@ from space_router.api.logprobs import prompt_logprobs
 from space_router.api.obfuscation import obfuscated
 from space_router.api.plan import Plan
 from space_router.api.prompt_steps import with_prompts
+from space_router.api.ranking import most_probable
 from space_router.api.running import Progress, Running, Written
 from space_router.api.service import Service
 from space_router.api.timing import begun, ended
@@ -63,7 +64,7 @@ class OpenAIAnswer:
         choices: list[dict[str, Any]] = []
         for start in range(0, len(written), self.plan.per_prompt):
             group = written[start : start + self.plan.per_prompt]
-            ranked = sorted(group, key=_mean_logprob, reverse=True) if len(group) > self.plan.num_shown else group
+            ranked = most_probable(group) if len(group) > self.plan.num_shown else group
             for one in ranked[: self.plan.num_shown]:
                 body = self.shape.whole(one, group[0])
                 self._add_extensions(body, one, group[0].prompt_logprobs, first=True)
@@ -160,11 +161,6 @@ class OpenAIAnswer:
             finish, stop_reason = FinishReason.LENGTH, None  # one token was
         name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
         return {"finish_reason": name, "stop_reason": stop_reason}
-
-
-def _mean_logprob(written: Written) -> float:
-    values = [token.logprobs.logprob for token in written.tokens if token.logprobs is not None]
-    return sum(values) / len(values) if values else float("-inf")
 
 
 async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:

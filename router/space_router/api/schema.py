@@ -41,15 +41,30 @@ def referred(model: type[BaseModel]) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{model.__name__}", "$defs": {**definitions, model.__name__: schema}}
 
 
+def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
+    """Fields that are known and not supported, at the values that change nothing."""
+    return {
+        name: {"enum": [*values, None], "description": "not supported: leave it out"}
+        for name, values in neutral.items()
+    }
+
+
 def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
     """A JSON body: the model's fields, the `neutral` ones at the values that change nothing, and the client's notes."""
     schema = referred(model)
     properties = schema["$defs"][model.__name__].setdefault("properties", {})
-    for name, values in (neutral or {}).items():
-        properties.setdefault(name, {"enum": [*values, None], "description": "not supported: leave it out"})
-    for name in sorted(BOOKKEEPING):
-        properties.setdefault(name, {"description": "the client's own note: changes nothing"})
+    notes = {name: {"description": "the client's own note: changes nothing"} for name in sorted(BOOKKEEPING)}
+    properties |= {**neutral_fields(neutral or {}), **notes, **properties}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _event(model: type[BaseModel], errors: type[BaseModel], *, done: bool) -> dict[str, Any]:
+    """One event of a stream, as OpenAPI describes such: what its lines say; `data` is JSON as text."""
+    said = {"anyOf": [referred(model), referred(errors)]}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
+    if done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data, "event": {"type": "string"}}}
 
 
 def answers(
@@ -58,14 +73,17 @@ def answers(
     errors: type[BaseModel],
     statuses: Iterable[int] = (),
     event: type[BaseModel] | None = None,
+    done: bool = False,
     media: str = "application/json",
 ) -> Responses:
-    """Everything a route can answer. `model`: of status 200; `event`: of a streamed answer's events."""
+    """Everything a route can answer. `model`: of status 200; `event`: of a streamed answer's events; `done`: the last
+    of them is OpenAI's [DONE].
+    """
     content: dict[str, Any] = {}
     if model is not None:
         content[media] = {"schema": dict(model) if isinstance(model, Mapping) else referred(model)}
     if event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": referred(event)}
+        content["text/event-stream"] = {"schema": _event(event, errors, done=done)}
     described: Responses = {200: {"description": "The answer.", "content": content}}
     error = {"application/json": {"schema": referred(errors)}}
     for status in sorted({401, 500, *statuses}):

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from space_router.api.schema import answers
+from space_router.api.tgi_answers import TgiError
+
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -72,14 +75,27 @@ PAGE_FILES = _read()
 
 
 def routes() -> APIRouter:
-    """One route per file; they are no part of the API, and not in its document."""
-    router = APIRouter(include_in_schema=False)
+    """One route per file; but for `/`, which is a TGI route, too, they are not in the API's document."""
+    router = APIRouter()
+    described = answers({"type": "string"}, errors=TgiError, media="text/html")
+    described[304] = {"description": "The client has it: `If-None-Match` names it."}
 
     def add(file: PageFile) -> None:
         async def get(request: Request) -> Response:
             return file.answer(request.headers.get("if-none-match"))
 
-        router.add_api_route(file.path, get, methods=["GET", "HEAD"], response_class=Response)
+        shown = file.path == "/"
+        router.add_api_route(
+            file.path,
+            get,
+            methods=["GET"],
+            name="the page",
+            description="A page to try the model in.",
+            response_class=Response,
+            responses=described,
+            include_in_schema=shown,
+        )
+        router.add_api_route(file.path, get, methods=["HEAD"], include_in_schema=False)
 
     for file in PAGE_FILES.values():
         add(file)
