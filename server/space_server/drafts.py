@@ -74,6 +74,10 @@ FORCED = 0.95
 JUDGED_EVERY = 8
 """Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""
 
+ASLEEP_ABOVE, AWAKE_BELOW = 1.0, 0.8
+"""Prices: no draft is accepted more often than always, so above the first the past is not even read; below the second
+it is read again, from its beginning."""
+
 
 @lru_cache(maxsize=4096)
 def _chances(log_odds: tuple[float, ...], level: int) -> tuple[float, ...]:
@@ -96,10 +100,21 @@ class DraftSources:
     def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
         """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
         self.lookup, self.masks = lookup, masks
-        self.price = 0.0  # accepted drafts that a chain row must bring in a step, as things stand: the worker's to set
+        self._price = 0.0
+        self.asleep = False  # no draft can pay: nothing need be known of what might be drafted
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
         }
+
+    @property
+    def price(self) -> float:
+        """Accepted drafts that a chain row must bring in a step, as things stand: the worker's to set."""
+        return self._price
+
+    @price.setter
+    def price(self, price: float) -> None:
+        self._price = price
+        self.asleep = price > (AWAKE_BELOW if self.asleep else ASLEEP_ABOVE)
 
     def drafter(self, num_prompt: int, prediction: Run[int]) -> Drafter | None:
         """Of a new sequence; None where only its masks can draft."""
@@ -180,8 +195,11 @@ class Drafter:
     def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
         """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with each.
 
-        Read once from the start: at first, and where a step is taken again.
+        Read once from the start: at first, where a step is taken again, and after a sleep.
         """
+        if self._sources.asleep and not self._predicted:
+            self._lookup, self._num_known, self._proposals = None, None, []
+            return ()
         if self._num_known != len(ids):
             self._lookup = Lookup(ids) if self._sources.lookup else None
             self._prediction = Prediction(self._predicted) if self._predicted else None

@@ -95,6 +95,29 @@ def test_what_cannot_pay_its_row_is_not_proposed_but_judged_now_and_then() -> No
     assert proposals(64) == 64 // JUDGED_EVERY
 
 
+def test_a_text_is_not_read_where_no_draft_can_pay_and_read_again_where_one_can() -> None:
+    sources = DraftSources(lookup=True)
+    always, sometimes = (DraftSources(lookup=True).drafter(0, ()), sources.drafter(0, ()))
+    assert always is not None
+    assert sometimes is not None
+    known: list[int] = []
+    proposed: list[tuple[bool, bool]] = []
+    for length in range(6 * PERIOD):
+        sources.price = {2: 1.1, 3: 0.9}.get(length // PERIOD, 0.1)
+        token = repeating(length)
+        for drafter in (always, sometimes):
+            drafter.extend(known, [token])
+        known.append(token)
+        one, other = always.propose(8), sometimes.propose(8)
+        if one is not None and other is not None:
+            assert one.ids == other.ids
+        proposed.append((one is not None, other is not None))
+    asleep = slice(2 * PERIOD, 4 * PERIOD)
+    assert all(one for one, _ in proposed[2 * PERIOD :])
+    assert not any(other for _, other in proposed[asleep])
+    assert all(other for _, other in proposed[4 * PERIOD :])
+
+
 def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:
     # Masks that never failed are worth more than a short match: they draft, and it goes on behind them.
     model = ScriptedModel(num_masks=5, text=lambda position: 10 + position if position < 300 else repeating(position),
