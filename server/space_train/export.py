@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from space_train.network import Network
-from space_train.tokenizer import END_OF_TEXT_ID, PAD_ID
+from space_train.tokenizer import CHAT_TEMPLATE, END_OF_TEXT_ID, PAD_ID
 
 
 def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -100,4 +100,5 @@ def export(network: Network, tokenizer_folder: Path, folder: Path, *, dtype: tor
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer_folder / name, folder / name)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(llama_config(network, dtype), indent=1) + "\n")

@@ -19,17 +19,7 @@ END_OF_TEXT_ID, PAD_ID, FIRST_MASK_ID = 0, 3, 4
 # line ends; other white space. An indentation is never joined to the line end before it, because prompts end there.
 PIECES = r"[ \t]{2,}(?=\S)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\n+|\s+"
 
-# Code as it is; plain words as a comment above the code that is asked for.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'assistant' or 'def ' in message['content'] or 'import ' in message['content'] -%}"
-    "{{- message['content'] -}}"
-    "{%- else -%}"
-    "{{- '# ' + message['content'] | replace('\\n', '\\n# ') -}}"
-    "{%- endif -%}"
-    "{{- '\\n' -}}"
-    "{%- endfor -%}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -54,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
-    """`tokenizer.json` and the `tokenizer_config.json` that transformers' AutoTokenizer reads."""
+    """`tokenizer.json`, and beside it what transformers' AutoTokenizer reads: a config and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -65,6 +55,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
         "model_max_length": window,
         "clean_up_tokenization_spaces": False,
         "additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in (END_OF_TEXT, PAD)],
-        "chat_template": CHAT_TEMPLATE,
     }
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

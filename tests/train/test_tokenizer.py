@@ -1,9 +1,11 @@
 """The tokenizer loads in transformers and has the ids and pieces that serving needs."""
 
+import importlib.resources
+import json
 from pathlib import Path
 
 import pytest
-from space_train.tokenizer import FIRST_MASK_ID, SPECIAL_TOKENS, train_tokenizer, write_tokenizer
+from space_train.tokenizer import CHAT_TEMPLATE, FIRST_MASK_ID, SPECIAL_TOKENS, train_tokenizer, write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 CODE = "def add(a, b):\n        return a + b\n\n\nclass Sum:\n    def of(self, values):\n        return sum(values)\n"
@@ -42,3 +44,25 @@ def test_a_chat_becomes_code_to_continue(tokenizer: PreTrainedTokenizerBase) -> 
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "# Be brief.\n# Add two\n# numbers.\nx = 1\ndef f():\n"
+
+
+def test_a_chat_with_tools_says_in_comments_what_can_be_called(tokenizer: PreTrainedTokenizerBase) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": "1", "content": "2\n3"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    assert text.startswith("# These functions")
+    assert '# {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}\n' in text
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    assert text.endswith("# Go on.\n" + written + "# f returned 2\n# 3\n")
+
+
+def test_the_embedded_model_has_this_template() -> None:
+    installed = importlib.resources.files("space_demo") / "chat_template.jinja"
+    assert installed.read_text(encoding="utf-8") == CHAT_TEMPLATE
+    config = json.loads((importlib.resources.files("space_demo") / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert "chat_template" not in config  # one of two would win

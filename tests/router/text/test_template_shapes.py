@@ -1,5 +1,6 @@
 """The shapes that chat templates have: each is rendered as transformers renders it, and asked what it wants."""
 
+import importlib.resources
 from typing import Any
 
 import pytest
@@ -201,9 +202,11 @@ DEEPSEEK = """\
 {%- if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}
 """
 
+EMBEDDED = (importlib.resources.files("space_demo") / "chat_template.jinja").read_text(encoding="utf-8")
+
 SHAPES = {
     "llama-3": LLAMA_3, "mistral": MISTRAL, "qwen": QWEN, "gemma": GEMMA, "parts only": PARTS_ONLY,
-    "deepseek": DEEPSEEK, **{f"built-in {name}": source for name, source in BUILT_IN.items()},
+    "deepseek": DEEPSEEK, "embedded": EMBEDDED, **{f"built-in {name}": source for name, source in BUILT_IN.items()},
 }  # fmt: skip
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -295,6 +298,7 @@ HABITS = {  # takes tools, text, parts; wants arguments as text
     "parts only": (False, False, True, False),
     "deepseek": (False, True, False, True),
     "built-in chatml": (True, True, False, False),
+    "embedded": (True, True, False, False),
     "built-in vicuna": (False, True, False, False),
 }
 
