@@ -67,6 +67,7 @@ class Settings:
     prompt_tokens: int
     seed: int
     calibration_seconds: float
+    by_cost: bool = False
 
 
 NORMAL = Settings((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 5), PRUNED, 9, 64, 24, 0.0, 64, 0, SECONDS)
@@ -139,6 +140,7 @@ def measure(
         most_sequences=most,
         synthetic=synthetic,
         calibration_seconds=settings.calibration_seconds,
+        by_cost=settings.by_cost,
     )
     rows = []
     num_turns = len(settings.batches) * (settings.num_rounds + 1) * len(chosen)
@@ -172,6 +174,9 @@ def _facts(model: SpaceModel, subject: Subject, settings: Settings) -> dict[str,
         f"{facts.num_threads} threads, {facts.most_masks} masks, {'a' if facts.has_draft_head else 'no'} draft head",
         "load": f"prompts of {settings.prompt_tokens} tokens, {settings.max_tokens} more each, "
         f"temperature {settings.temperature:g}, {settings.num_rounds} rounds of up to {settings.most_steps} steps",
+        "time": "of each step what was measured at the start for its size; all of it is called host"
+        if settings.by_cost
+        else "by the clock",
     }
 
 
@@ -222,7 +227,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
     values = {name: given(name) for name in names}
     pruned = base.pruned if options.ks is None else tuple((k, kept) for k, kept in PRUNED if k in options.ks)
-    return Settings(pruned=pruned, **values)  # type: ignore[arg-type]
+    return Settings(pruned=pruned, by_cost=options.by_cost, **values)  # type: ignore[arg-type]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -254,6 +259,12 @@ def _parser() -> argparse.ArgumentParser:
         "--calibration-seconds",
         type=float,
         help="of measuring what steps cost, for auto, as a server does at its start [as there]",
+    )
+    parser.add_argument(
+        "--by-cost",
+        action="store_true",
+        help="a step takes what that measuring found for its size, not what the clock says: which layout is best, and "
+        "whether auto finds it, on a machine whose speed changes meanwhile",
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")

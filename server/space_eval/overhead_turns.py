@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from space_proto import worker_pb2 as pb
 from space_server.calibration import calibrate
+from space_server.plan import Plan, shape_of
+from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance
@@ -84,6 +86,30 @@ class Turn:
         return self.num_tokens / (self.num_steps * self.num_sequences)
 
 
+class CostClock:
+    """Stands still but in steps: each takes what was measured at the start for as many rows and sequences."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CostedStepper(Stepper):
+    """Takes real steps; the clock goes on by their `cost`."""
+
+    def __init__(self, stepper: Stepper, cost: StepCost, clock: CostClock) -> None:
+        self.__dict__.update(stepper.__dict__)
+        self._cost, self._cost_clock = cost, clock
+
+    def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
+        shape = shape_of(plans)
+        advances = super().run(plans, times)
+        self._cost_clock.now += self._cost.seconds(shape)
+        return advances
+
+
 class Bench:
     """One model behind a worker for each arm, all on the same pages: they take turns, and between two all are free.
 
@@ -100,15 +126,22 @@ class Bench:
         most_sequences: int,
         synthetic: SyntheticAcceptance | None = None,
         calibration_seconds: float = 3.0,
+        by_cost: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`by_cost`: a step takes what calibration found for its size, whatever the clock says."""
+        costed = CostClock() if by_cost else None
+        measuring, clock = clock, costed or clock
         self.model = TimedModel(model, clock)
         self.load, self._clock = load, clock
         self._texts: dict[int, list[int]] = {}
         longest = max(map(len, load.prompts)) + load.max_tokens + TAIL + MOST_MASKS
         num_blocks = most_sequences * -(-longest // BLOCK_SIZE)
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
-        points = calibrate(model, kv, max_sequences=most_sequences, seconds=calibration_seconds)
+        points = calibrate(model, kv, max_sequences=most_sequences, seconds=calibration_seconds, clock=measuring)
+        if costed is not None and not points:
+            raise OverheadError("Nothing could be calibrated: --calibration-seconds or the pages do not suffice.")
+        self._probes = costed is None
 
         def router(arm: Arm) -> SmallRouter:
             worker = Worker(
@@ -122,6 +155,8 @@ class Bench:
                 synthetic=synthetic,
                 clock=clock,
             )
+            if costed is not None:
+                worker.stepper = CostedStepper(worker.stepper, StepCost.from_points(points), costed)
             start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=1 << 20, max_draft_length=99)
             worker.apply(pb.Command(start=start))
             return SmallRouter(worker)
@@ -157,7 +192,7 @@ class Bench:
             turn.num_tokens += sum(len(sequence.tokens) for sequence in report.sequences)
             turn.verdicts += [(sequence.num_drafted, sequence.num_accepted) for sequence in report.sequences]
             turn.chosen.append(sum(s.num_drafted for s in report.sequences) / num_sequences)
-            if turn.num_steps % PROBE_EVERY == 1 and report.stats.mask_rows:
+            if self._probes and turn.num_steps % PROBE_EVERY == 1 and report.stats.mask_rows:
                 turn.chain_shares.append(self.model.chain_share(masks_first=bool(turn.num_steps & PROBE_EVERY)))
         for number in numbers:
             router.release(number)

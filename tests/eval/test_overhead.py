@@ -43,7 +43,13 @@ class Ticks:
         return self.now
 
 
-def bench_of(model: ScriptedModel | SpaceModel, chances: tuple[float, ...] = ALWAYS, max_tokens: int = 12) -> Bench:
+def bench_of(
+    model: ScriptedModel | SpaceModel,
+    chances: tuple[float, ...] = ALWAYS,
+    max_tokens: int = 12,
+    *,
+    by_cost: bool = False,
+) -> Bench:
     synthetic = SyntheticAcceptance(chances, vocab_size=model.facts.vocab_size, mask_ids=model.facts.mask_ids)
     return Bench(
         model,
@@ -52,6 +58,7 @@ def bench_of(model: ScriptedModel | SpaceModel, chances: tuple[float, ...] = ALW
         most_sequences=3,
         synthetic=synthetic,
         calibration_seconds=0.2,
+        by_cost=by_cost,
     )
 
 
@@ -73,6 +80,15 @@ def test_every_arm_takes_turns_on_the_same_pages_with_the_same_text(small: Space
         turn = bench.turn(arm, 2, most_steps=4)  # raises where a text differs
         assert turn.num_steps == 4
         assert turn.num_tokens >= 8
+
+
+def test_by_cost_equal_steps_take_equal_time_whatever_the_clock_says(small: SpaceModel) -> None:
+    bench = bench_of(small, by_cost=True)
+    bench.learn_texts(3)
+    turns = [bench.turn(full(3), 3, most_steps=99) for _ in range(3)]
+    assert len({round(turn.parts.total, 12) for turn in turns}) == 1
+    assert turns[0].parts.total > bench.turn(full(1), 3, most_steps=3).parts.total > 0
+    assert turns[0].parts.network == 0.0
 
 
 def test_a_text_that_changes_is_no_measurement() -> None:
@@ -193,6 +209,8 @@ def test_the_command_measures_every_layout_beside_plain_decoding(
     rows = [line for line in lines if line.startswith("| 2 |")]
     assert [line.split(" | ")[1] for line in rows] == ["plain", "k=1", "auto"]
     assert "| 4.0 + 4.0 |" in rows[1]
+    assert overhead.main([*flags, "--by-cost"]) == 0
+    assert "what was measured at the start for its size" in capsys.readouterr().out
 
 
 def test_the_figure_is_a_picture_for_each_subject(tmp_path: Path) -> None:
