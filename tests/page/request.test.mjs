@@ -22,6 +22,13 @@ test("a chat has messages, with a system message where one is written", () => {
   assert.deepEqual([told.logprobs, told.top_logprobs], [true, 3]);
 });
 
+test("a chat goes on from what was said before, and a completion does not", () => {
+  const before = [{ role: "user", content: "One" }, { role: "assistant", content: "1" }];
+  const { body } = requestOf(settings({ mode: "chat", system: "S", prompt: "Two", before }));
+  assert.deepEqual(body.messages.map(({ content }) => content), ["S", "One", "1", "Two"]);
+  assert.equal(requestOf(settings({ before })).body.messages, undefined);
+});
+
 test("a bound on the drafts is a number, and zero is one", () => {
   assert.equal(requestOf(settings({ speculation: "3" })).body.speculation, 3);
   assert.equal(requestOf(settings({ speculation: "off" })).body.speculation, "off");

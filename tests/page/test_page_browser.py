@@ -69,18 +69,18 @@ def test_both_ways_give_the_same_text_in_the_colours_of_their_steps(
     browser: Any, server: ServerProcess, pictures: Path
 ) -> None:
     page = ready(browser.open(f"{server.url}/", height=960))
-    run(page, max_tokens="96", seed="1")
-    assert "The two texts are equal, all 96 tokens." in page.text("#verdict")
+    run(page, max_tokens="64", seed="1")
+    assert "The two texts are equal, all 64 tokens." in page.text("#verdict")
     assert "times the speed of plain decoding" in page.text("#verdict")
     plain, drafted = tokens(page, 0), tokens(page, 1)
     assert [one["text"] for one in plain] == [one["text"] for one in drafted]
-    assert len(plain) == 96
+    assert len(plain) == 64
     assert not any(one["draft"] for one in plain)
     assert any(one["draft"] for one in drafted)
     assert all(one["first"] for one in plain)  # every token is a step of its own
     for before, one in pairwise(drafted):
         assert (before["colour"] != one["colour"]) == one["first"]
-    asked = {"prompt": page.js("document.getElementById('prompt').value"), "max_tokens": 96, "seed": 1}
+    asked = {"prompt": page.js("document.getElementById('prompt').value"), "max_tokens": 64, "seed": 1}
     whole = httpx.post(f"{server.url}/v1/completions", json={**asked, "temperature": 0.6}, timeout=60).json()
     assert "".join(one["text"] for one in drafted) == whole["choices"][0]["text"]
     figures = page.js("[...document.querySelectorAll('.pane')].map((pane) => pane.querySelectorAll('dd')[1].innerText)")
@@ -93,7 +93,7 @@ def test_both_ways_give_the_same_text_in_the_colours_of_their_steps(
     page.click("#replay")
     page.wait(f"!{IDLE}")
     page.wait(IDLE)
-    assert "equal, all 96 tokens" in page.text("#verdict")
+    assert "equal, all 64 tokens" in page.text("#verdict")
     assert [one["text"] for one in tokens(page, 1)] == [one["text"] for one in plain]
     assert page.complaints == []
     assert {url[: len(server.url)] for url in page.asked} == {server.url}  # nothing from anywhere else
@@ -167,14 +167,30 @@ def test_a_chat_is_answered_and_log_probabilities_are_shown(browser: Any, server
     page.click("#beside")
     page.click("#logprobs")
     page.fill("#system", "You write Python.")
-    run(page, prompt="Write a class for a stack.", max_tokens="16", seed="3")
-    assert "16 tokens in" in page.text("#verdict") or "token" in page.text("#verdict")
+    run(page, prompt="Write a class for a stack.", max_tokens="12", seed="3")
+    assert "tokens in" in page.text("#verdict")
     page.point(".pane .token")
     assert "logprob -" in page.text("#inspector")
     assert " %" in page.text("#inspector")
     curl = page.text("#curl")
     assert "/v1/chat/completions" in curl
     assert '"seed":3' in curl
+    answer = "".join(one["text"] for one in tokens(page, 0))
+    page.click("#reply")
+    assert page.js("document.activeElement.id") == "prompt"
+    run(page, prompt="Shorter.", max_tokens="4")
+    body = json.loads(page.text("#curl").partition("-d '")[2][:-1].replace("'\\''", "'"))
+    said = [(message["role"], message["content"]) for message in body["messages"]]
+    assert said == [
+        ("system", "You write Python."),
+        ("user", "Write a class for a stack."),
+        ("assistant", answer),
+        ("user", "Shorter."),
+    ]
+    page.click("#thread button")
+    assert page.js("document.getElementById('thread').hidden")
+    assert "Shorter" in page.text("#curl")
+    assert "stack" not in page.text("#curl")
     assert page.complaints == []
 
 
@@ -197,7 +213,7 @@ def test_it_is_dark_where_the_system_is_and_where_it_is_told_to_be(
     paper = "getComputedStyle(document.body).backgroundColor"
     page = ready(browser.open(f"{server.url}/", height=960, dark=True))
     dark = page.js(paper)
-    run(page, max_tokens="96", seed="1")
+    run(page, max_tokens="64", seed="1")
     page.picture(pictures / "page-dark.png")
     readable = (".facts", ".token.draft", ".pane.plain .token", ".text .prompt", ".verdict .yes", "#run", "label")
     assert {name: contrast(page, name) for name in readable if contrast(page, name) < 4.5} == {}

@@ -47,7 +47,7 @@ def ask(
 class Tags(HTMLParser):
     """Every tag with its attributes, and those that were left open."""
 
-    VOID = frozenset({"meta", "link", "input", "br"})
+    VOID = frozenset({"meta", "link", "input", "br", "img"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -106,10 +106,11 @@ def test_the_page_needs_no_key_and_what_it_asks_for_does() -> None:
     assert ask("POST", "/", {"authorization": "Bearer k3y"}, keys=("k3y",)).status_code == 200
 
 
-def test_the_page_is_no_part_of_the_api_document() -> None:
+def test_the_api_document_has_the_page_beside_tgis_route_and_none_of_its_parts() -> None:
     paths = application().openapi()["paths"]
     assert set(paths) == {"/"}
-    assert set(paths["/"]) == {"post"}
+    assert set(paths["/"]) == {"get", "post"}
+    assert set(paths["/"]["get"]["responses"]["200"]["content"]) == {"text/html"}
 
 
 def test_only_the_pages_own_kinds_of_files_are_served() -> None:

@@ -4,10 +4,13 @@ import { compare } from "./answer.mjs";
 import { Chart } from "./chart.mjs";
 import { timePerToken, tokensPerStep } from "./curve.mjs";
 import { draftOptions, factsLine, offer, watch } from "./facts.mjs";
+import { remembered } from "./memory.mjs";
 import { Pane, description, element } from "./pane.mjs";
-import { FieldError, ServerError, curlOf, freshSeed, requestOf } from "./request.mjs";
+import { ServerError, curlOf, freshSeed, requestOf } from "./request.mjs";
 import { replay, stream } from "./run.mjs";
-import { BrokenStream } from "./sse.mjs";
+import { theme } from "./theme.mjs";
+import { Thread } from "./thread.mjs";
+import { fieldOf, wordsFor } from "./trouble.mjs";
 
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
@@ -28,9 +31,11 @@ const stepChart = new Chart("Tokens per step", "a block is a step, the line the 
 const timeChart = new Chart("Time per token", "milliseconds, mean of the last 12 arrivals", "ms", 4);
 $("charts").append(stepChart.root, timeChart.root);
 
+const thread = new Thread($("thread"), showCurl);
 const HINT = $("inspector").textContent;
 
 let sides = []; // {name, plain, pane, answer, record} of what is shown
+let question = null; // the message that is answered, in a chat
 let controller = null; // of what is running
 let facts = new AbortController(); // of the questions about the server
 let most = Number($("max_tokens").value); // tokens that the drawings have room for
@@ -40,7 +45,7 @@ let drawing = false;
 
 function settings() {
   const { beside, logprobs, ...rest } = Object.fromEntries(new FormData(form));
-  return { ...rest, beside: Boolean(beside), logprobs: Boolean(logprobs) };
+  return { ...rest, beside: Boolean(beside), logprobs: Boolean(logprobs), before: thread.messages };
 }
 
 /** Whether there is something to compare with: drafts are on. */
@@ -50,6 +55,7 @@ const compared = (given) => given.beside && given.speculation !== "off";
 function showMode() {
   const mode = form.elements.mode.value;
   $("system-field").hidden = mode !== "chat";
+  $("thread").hidden = mode !== "chat" || thread.messages.length === 0;
   $("prompt-label").textContent = mode === "chat" ? "Message" : "Prompt";
   const examples = EXAMPLES[mode].map(([name, text]) => {
     const button = element("button", { type: "button" }, name);
@@ -95,6 +101,7 @@ async function run() {
   const shown = given.mode === "completion" ? given.prompt : "";
   const chosen = { name: titleOf(given.speculation), plain: given.speculation === "off", request };
   const plain = { name: "Plain decoding", plain: true, request: { ...request, body: { ...request.body, speculation: "off" } } };
+  question = given.mode === "chat" ? given.prompt : null;
   arrange(compared(given) ? [plain, chosen] : [chosen], request.body.seed, shown);
   showCurl();
   await busy(async (signal) => {
@@ -117,7 +124,7 @@ function arrange(wanted, seed, prompt) {
     return { ...side, seed, pane, request: { ...side.request, body }, answer: null, record: [] };
   });
   $("panes").replaceChildren(...sides.map(({ pane }) => pane.root));
-  $("replay").hidden = true;
+  $("replay").hidden = $("reply").hidden = true;
   $("inspector").textContent = HINT;
   if ($("output").getBoundingClientRect().top > innerHeight * 0.7) $("output").scrollIntoView();
   for (const { pane } of sides.slice(1)) pane.say("waits for the other");
@@ -171,6 +178,7 @@ function finish() {
   most = Math.max(...sides.map(({ answer }) => answer?.tokens.length ?? 0)) || most;
   draw();
   const [one, other] = sides.map(({ answer }) => answer);
+  $("reply").hidden = question === null || !sides.at(-1).answer?.finish;
   if (!one?.tokens.length) return tell("No token came.");
   if (sides.length === 1) return tell(summary(one));
   if (!other?.tokens.length) return tell("There is nothing to compare: the second answer has no token.");
@@ -181,7 +189,7 @@ function finish() {
   const said = equal
     ? element("span", { class: "yes" }, `The two texts are equal${both ? `, all ${count} tokens` : ` as far as both go, ${count} tokens`}.`)
     : element("span", { class: "no" }, `The two texts differ from token ${count + 1} on.`);
-  tell(speed, said);
+  tell(speed, said, element("small", {}, ` Seed ${sides[0].seed}.`));
   $("replay").hidden = !both;
 }
 
@@ -191,6 +199,14 @@ function summary(answer) {
   const steps = answer.steps.filter((step) => step.number > 0).length;
   const per = rate === null ? "" : ` ${rate.toFixed(2)} tokens per step.`;
   return `${count} token${count === 1 ? "" : "s"} in ${steps} step${steps === 1 ? "" : "s"}.${per} Seed ${sides[0].seed}.`;
+}
+
+/** Go on from the answer: the next message comes behind it. */
+function reply() {
+  $("reply").hidden = true;
+  $("prompt").value = "";
+  $("prompt").focus();
+  thread.add(question, sides.at(-1).answer.text);
 }
 
 async function replayBoth() {
@@ -269,31 +285,21 @@ function complain(error) {
   for (const marked of form.querySelectorAll("[aria-invalid]")) marked.removeAttribute("aria-invalid");
   $("error").hidden = error === null;
   if (error === null) return;
-  $("error").textContent = wordsFor(error);
+  const count = sides.findLast(({ answer }) => answer !== null)?.answer.tokens.length ?? 0;
+  $("error").textContent = wordsFor(error, count);
   if (error instanceof ServerError && error.status === 401) {
     $("key-box").open = true;
     $("key").focus();
     return;
   }
-  const field = error.field === "messages" ? "prompt" : error.field === "max_completion_tokens" ? "max_tokens" : error.field;
-  const input = field ? document.getElementById(field) : null;
+  const input = document.getElementById(fieldOf(error));
   if (input !== null && form.contains(input)) {
     input.setAttribute("aria-invalid", "true");
     input.focus();
   }
 }
 
-function wordsFor(error) {
-  if (error instanceof ServerError || error instanceof FieldError) return error.message;
-  const count = sides.findLast(({ answer }) => answer !== null)?.answer.tokens.length ?? 0;
-  if (error instanceof BrokenStream || (error instanceof TypeError && count)) {
-    return `The stream broke after ${count} token${count === 1 ? "" : "s"}: the connection to the server was lost. What is shown is not the whole answer.`;
-  }
-  if (error instanceof TypeError) return "The server cannot be reached. Is it still running? This page is of its last visit.";
-  return `${error.name}: ${error.message}`;
-}
-
-/* --- the server, the key, the theme ------------------------------------------------------------------------------ */
+/* --- the server ------------------------------------------------------------------------------ */
 
 async function showServer() {
   facts.abort();
@@ -302,7 +308,7 @@ async function showServer() {
     await watch($("key").value, showFacts, facts.signal);
   } catch (error) {
     if (error.name === "AbortError") return;
-    $("facts").textContent = error.status === 401 ? "This server asks for an API key." : wordsFor(error);
+    $("facts").textContent = error.status === 401 ? "This server asks for an API key." : wordsFor(error, 0);
     if (error.status === 401) $("key-box").open = true;
   }
 }
@@ -320,26 +326,6 @@ function showFacts({ info, models }) {
   showSettings();
 }
 
-/** A browser may forbid storage: then nothing is remembered. */
-function remembered(storage, name, value) {
-  try {
-    if (value === undefined) return window[storage].getItem(name);
-    if (value) window[storage].setItem(name, value);
-    else window[storage].removeItem(name);
-  } catch {
-    // forbidden
-  }
-  return null;
-}
-
-const THEMES = ["system", "light", "dark"];
-
-function showTheme(theme) {
-  if (theme === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
-}
-
 /* --- wiring ------------------------------------------------------------------------------------------------------ */
 
 form.addEventListener("submit", (event) => {
@@ -350,14 +336,10 @@ form.addEventListener("input", showSettings);
 for (const radio of form.elements.mode) radio.addEventListener("change", showMode);
 $("stop").addEventListener("click", () => controller?.abort());
 $("replay").addEventListener("click", replayBoth);
+$("reply").addEventListener("click", reply);
 $("key").addEventListener("change", () => {
   remembered("sessionStorage", "spaceserve.key", $("key").value);
   showServer();
-});
-$("theme").addEventListener("click", () => {
-  const theme = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % THEMES.length];
-  remembered("localStorage", "spaceserve.theme", theme === "system" ? "" : theme);
-  showTheme(theme);
 });
 $("copy").addEventListener("click", async () => {
   try {
@@ -380,7 +362,7 @@ document.addEventListener("keydown", (event) => {
 
 $("prompt").value = EXAMPLES.completion[0][1];
 $("key").value = remembered("sessionStorage", "spaceserve.key") ?? "";
-showTheme(remembered("localStorage", "spaceserve.theme") ?? "system");
+theme($("theme"));
 showMode();
 showSettings();
 draw();

@@ -2,14 +2,15 @@
 
 const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
 
-/** {path, body} of the settings as they stand in the form; empty ones are left out. Throws FieldError. */
+/** {path, body} of the settings as they stand in the form; empty ones are left out. `before`: the messages that a chat
+ * goes on from. Throws FieldError. */
 export function requestOf(settings) {
   const chat = settings.mode === "chat";
   const body = {};
   if (settings.model) body.model = settings.model;
   if (chat) {
     const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
-    body.messages = [...system, { role: "user", content: settings.prompt }];
+    body.messages = [...system, ...(settings.before ?? []), { role: "user", content: settings.prompt }];
   } else {
     body.prompt = settings.prompt;
   }
