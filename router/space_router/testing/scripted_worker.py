@@ -181,7 +181,7 @@ class _Conversation:
                 try:
                     await asyncio.wait_for(self._news.wait(), script.heartbeat_seconds)
                 except TimeoutError:
-                    yield self._report()
+                    yield worker_pb2.WorkerMessage(report=self._batch.heartbeat())
 
     def _report(self) -> worker_pb2.WorkerMessage:
         return worker_pb2.WorkerMessage(report=self._batch.step())

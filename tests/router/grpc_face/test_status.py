@@ -135,6 +135,14 @@ async def test_a_field_of_a_later_protocol_is_refused_wherever_it_stands(router:
         assert caught.value.details().startswith(f"{place} has a field numbered 2047")
 
 
+async def test_a_request_beyond_max_body_is_refused_and_the_next_one_taken(start: Start) -> None:
+    async with start(config=ServeConfig(max_body=1000)) as router:
+        error = await router.refusal(prompt="x" * 2000)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "vs. 1000" in error.details()
+        assert await router.events(prompt="x")
+
+
 async def test_a_model_that_is_not_served_is_not_found(router: Any) -> None:
     error = await router.refusal(prompt="x", model="gpt-x")
     assert error.code() == grpc.StatusCode.NOT_FOUND

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2, generate_pb2_grpc
+from space_router import grpc_face
 from space_router.text.testing import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -70,6 +72,18 @@ def test_watchers_do_not_hold_up_the_end(start_server: StartServer) -> None:
         assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
         server.router.running.terminate()
         assert server.router.running.wait(4) == 0
+
+
+def test_the_example_in_the_packages_own_words_prints_an_answer(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (grpc_face.__doc__ or "").splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    with start_server("--grpc-port", "0", worker=SLOW) as server:
+        address = server.router.wait_for(r"gRPC on (\S+)")[1]
+        assert example.count('"127.0.0.1:50051"') == 1
+        exec(compile(example.replace("127.0.0.1:50051", address), "example", "exec"), {})
+    assert capsys.readouterr().out.startswith("hello world, é😀 and so on; hello")
 
 
 def test_without_the_flag_there_is_no_grpc(start_server: StartServer) -> None:

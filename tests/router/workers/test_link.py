@@ -121,3 +121,15 @@ def test_nothing_is_left_waiting_behind_a_link() -> None:
                 await asyncio.sleep(0)
 
     with_worker(body)
+
+
+def test_a_scripted_heart_beats_before_its_router_has_said_anything() -> None:
+    async def body(worker: ScriptedWorker) -> None:
+        async with Link(worker.address, timeout=5.0) as link:
+            assert [(await link.report()).report_no for _ in range(2)] == [1, 2]
+            link.send([START, admit(1)])
+            while not (report := await link.report()).sequences:
+                assert not report.stepped
+        worker.check()
+
+    with_worker(body, Script(heartbeat_seconds=0.02))
