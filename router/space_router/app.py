@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api import chat, completions, generate, invocations, models, operating, responses, tokens
+from space_router.api import chat, completions, docs, generate, invocations, models, operating, responses, tokens
 from space_router.api.access import Access
 from space_router.api.answers import error_answer
 from space_router.api.document import DocumentedApp
@@ -33,10 +33,12 @@ def create_app(service: Service) -> DocumentedApp:
         version=operating.VERSION,
         description="Language models with SPACE decoding, for OpenAI and TGI clients.",
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
     routers = [part.routes(service) for part in (completions, chat, responses, models, generate, tokens, operating)]
-    routers += [invocations.routes(service, routers), page.routes()]
+    routers += [invocations.routes(service, routers), docs.routes(app.openapi), page.routes()]
     for router in routers:
         app.include_router(router)
     every_route = [*app.routes, *(route for router in routers for route in router.routes)]
