@@ -66,18 +66,18 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher
     begin.
     """
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark(kind, source)), log_level=0, limits=LIMITS)
-    for _ in range(2):  # what is too much for the bounds mostly shows at the first two places
-        mask = matcher.compute_bitmask()
-        if matcher.is_error() and is_stuck(matcher):
-            raise GrammarError("No text can be made by it.")
-        if matcher.is_error():
-            raise GrammarError(reason(matcher.get_error(), places=kind == "lark"))
-        first = next(8 * place + (byte & -byte).bit_length() - 1 for place, byte in enumerate(mask) if byte)
-        if first == tokenizer.eos_token or not matcher.consume_token(first):
-            break
+    mask = matcher.compute_bitmask()
+    if matcher.is_error() and is_stuck(matcher):
+        raise GrammarError("No text can be made by it.")
     if matcher.is_error():
-        raise GrammarError(reason(matcher.get_error()))
-    matcher.reset()
+        raise GrammarError(reason(matcher.get_error(), places=kind == "lark"))
+    # What is too much for the bounds mostly shows at the first two places.
+    second = matcher.deep_copy()
+    first = next(8 * place + (byte & -byte).bit_length() - 1 for place, byte in enumerate(mask) if byte)
+    if first != tokenizer.eos_token and second.consume_token(first):
+        second.compute_bitmask()
+        if second.is_error() and not is_stuck(second):
+            raise GrammarError(reason(second.get_error()))
     return matcher
 
 

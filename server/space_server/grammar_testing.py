@@ -203,7 +203,7 @@ def _object(chance: Random, depth: int) -> dict[str, Any]:
     }
     if chance.random() < 0.2:
         schema["additionalProperties"] = {"type": "integer", "minimum": 0, "maximum": 9}
-        schema["maxProperties"] = len(names) + 1
+        schema |= {"required": names, "maxProperties": len(names) + 1}  # the library wants all of them required
     return schema
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Run
 from functools import partial
 from pathlib import Path
+from random import Random
 
 from llguidance import LLMatcher
 from space_proto import worker_pb2 as pb
 from space_proto.grammar import GrammarError, compile_grammar
 
 from space_server.grammar_state import GrammarState
-from space_server.vocabulary import NoVocabulary, Vocabulary, why_none
+from space_server.vocabulary import NoVocabulary, Vocabulary
 
 MOST_SECONDS = 20.0
 """Longest that a sequence waits for its grammar. The router has compiled it before, in half of this time."""
@@ -25,6 +26,9 @@ MOST_AT_ONCE = 2
 
 MOST_KEPT = 64
 """Compiled grammars that are kept, the last used ones."""
+
+WALK_LENGTH, WALK_SECONDS = 100, 0.5
+"""Places of a text that are looked at in advance, and the longest that this takes."""
 
 STACK_BYTES = 64 * 1024**2
 """Of a compiling thread: the library recurses as deep as rules refer to rules."""
@@ -72,8 +76,14 @@ class Grammars:
 
     @classmethod
     def of(cls, folder: Path, num_ids: int, never: Collection[int]) -> Grammars:
-        """For the checkpoint in a folder; ids in `never` never come out of a grammar as text."""
-        return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=why_none(folder))
+        """For the checkpoint in a folder, whose vocabulary is read now: that takes seconds for a large one, in which no
+        other thread could run. Ids in `never` never come out of a grammar.
+        """
+        try:
+            vocabulary = Vocabulary.read(folder, num_ids, never)
+        except NoVocabulary as error:
+            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=str(error))
+        return cls(lambda: vocabulary)
 
     def prepare(
         self,
@@ -129,6 +139,7 @@ class Grammars:
             if known is None:
                 kind = pb.GrammarKind.Name(grammar.kind).removeprefix("GRAMMAR_KIND_").lower()
                 known = compile_grammar(vocabulary.tokenizer, kind, grammar.source)
+                known = _walked(known, vocabulary)
             with self._lock:
                 known = self._compiled.setdefault(name, known)
                 self._compiled.move_to_end(name)
@@ -147,6 +158,24 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._read()
             return self._vocabulary
+
+
+def _walked(fresh: LLMatcher, vocabulary: Vocabulary) -> LLMatcher:
+    """The matcher, gone through a text of the grammar and back. What may follow is remembered by the kind of place, and
+    the first look at some kinds takes tens of milliseconds, which a step need not wait for.
+    """
+    matcher, chance, begun = fresh.deep_copy(), Random(0), time.monotonic()
+    for _ in range(WALK_LENGTH):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped() or time.monotonic() - begun > WALK_SECONDS:
+            break
+        allowed = [id_ for id_ in vocabulary.letters if mask[id_ >> 3] >> (id_ & 7) & 1]
+        if not allowed:
+            break
+        # Brackets and quotes come first, so that every other place is a new kind; letters make texts long.
+        if not matcher.consume_token(allowed[0] if chance.random() < 0.5 else chance.choice(allowed)):
+            break
+    return matcher if not matcher.is_error() and matcher.reset() else fresh
 
 
 _starting = threading.Lock()

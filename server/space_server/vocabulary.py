@@ -43,6 +43,9 @@ class Vocabulary:
         special = special or {}
         self.texts = texts
         self.possible = bits_of((id_ for id_, text in enumerate(texts) if text or id_ in special), len(texts))
+        by_text = {text: id_ for id_, text in enumerate(texts) if len(text) == 1}
+        marks = [by_text[mark] for mark in (b'"', b"}", b"]", b":", b",", b"{", b"[", b"1") if mark in by_text]
+        self.letters = [*marks, *sorted(set(by_text.values()).difference(marks))]  # ids of one byte, brackets first
         self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts, special)))
 
     @property
@@ -69,15 +72,6 @@ class Vocabulary:
             else:
                 texts[id_] = added[id_].content.encode() if id_ in added else _text(token, letters)
         return cls(texts, special)
-
-
-def why_none(folder: Path) -> str | None:
-    """Why the ids of this checkpoint have no bytes that are known; None: they have."""
-    try:
-        _decoder_kinds(folder)
-    except NoVocabulary as error:
-        return str(error)
-    return None
 
 
 def _decoder_kinds(folder: Path) -> set[str]:

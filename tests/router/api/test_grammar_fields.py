@@ -1,0 +1,198 @@
+"""`response_format`, `structured_outputs` and TGI's `grammar`: what they mean, and how a wrong one is refused."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+from space_proto import worker_pb2
+from space_router.api import completions
+from space_router.api.body import validate
+from space_router.api.fields import COMPLETION_NEUTRAL, CompletionBody
+from space_router.api.grammar_fields import TgiGrammar, tgi_grammar
+from space_router.engine import wire
+from space_router.engine.request import Grammar, Sampling
+from space_router.errors import InvalidRequest
+from space_router.text.grammar import GrammarCheck
+
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+
+USER = [{"role": "user", "content": "Say"}]
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}, "required": ["z"]}
+AS_TEXT = '{"type":"object","properties":{"z":{"type":"integer"},"a":{"type":"string"}},"required":["z"]}'
+GBNF = 'root ::= "yes" | "no" [a-z]+'
+
+MEANT = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "structured_outputs": None}, None),
+    ({"structured_outputs": {}}, None),
+    ({"structured_outputs": {"json_object": False, "disable_any_whitespace": False}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        Grammar("json_schema", AS_TEXT),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "description": "d"}}},
+        Grammar("json_object", ""),
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", AS_TEXT)),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA, indent=2)}}, Grammar("json_schema", AS_TEXT)),
+    ({"structured_outputs": {"regex": "[ab]+"}}, Grammar("regex", "[ab]+")),
+    ({"structured_outputs": {"choice": ["é", '"']}}, Grammar("choice", '["é","\\""]')),
+    ({"structured_outputs": {"grammar": 'start: "<a>" | /</'}}, Grammar("lark", 'start: "<a>" | /</')),
+    ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}, Grammar("regex", "a")),
+]
+
+
+@pytest.mark.parametrize(("fields", "grammar"), MEANT)
+def test_each_way_of_saying_it_is_one_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    body = validate(CompletionBody, {"prompt": "x", **fields}, COMPLETION_NEUTRAL)
+    assert body.wanted_grammar() == grammar
+
+
+def test_gbnf_is_taken_as_the_same_in_lark() -> None:
+    body = validate(CompletionBody, {"prompt": "x", "structured_outputs": {"grammar": GBNF}}, COMPLETION_NEUTRAL)
+    grammar = body.wanted_grammar()
+    assert grammar is not None
+    assert grammar.kind == "lark"
+    assert grammar.source.lstrip("% {}lguidance\n").startswith('start: "yes"')
+
+
+def test_a_grammar_goes_to_the_worker_with_the_law() -> None:
+    for kind, number in wire.GRAMMAR.items():
+        told = wire.sampling(Sampling(seed=1, grammar=Grammar(kind, "source")))  # type: ignore[arg-type]
+        assert (told.grammar.kind, told.grammar.source) == (number, "source")
+        assert worker_pb2.GrammarKind.Name(number) == f"GRAMMAR_KIND_{kind.upper()}"
+    assert not wire.sampling(Sampling(seed=1)).HasField("grammar")
+
+
+async def test_every_choice_of_a_plan_has_the_grammar(router: Any) -> None:
+    body = validate(CompletionBody, {"prompt": ["x", "y"], "n": 2}, COMPLETION_NEUTRAL)
+    plan = completions.plan(router.service.door(), body, Grammar("regex", "a"))
+    assert [choice.request.sampling.grammar for choice in plan.choices] == [Grammar("regex", "a")] * 4
+
+
+WRONG = [
+    ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"response_format": "json"}, "response_format", "got 'json'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "goes with `type` json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "n"}}}, "response_format", "got type text"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "tex"}}}},
+     "response_format", "Invalid type: tex"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
+     "response_format", 'Unimplemented keys: ["not"]'),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "http://a/b"}}}},
+     "response_format", "http://a/b"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs",
+     "give one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got `regex` and `choice`"),
+    ({"structured_outputs": {"regex": "a(b"}}, "structured_outputs", "unclosed group"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-ahead"),
+    ({"structured_outputs": {"regex": "(" * 200 + ")" * 200}}, "structured_outputs", "64 deep"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
+    ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs", "string"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs", "an object"),
+    ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs", 'unknown name: "a"'),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "no GBNF"),
+    ({"structured_outputs": {"grammar": 'start: "a" <[5]>'}}, "structured_outputs", "special token '<[5]>'"),
+    ({"structured_outputs": {"grammar": 'start: /"/ <|im_end|> /"/'}}, "structured_outputs", "special token"),
+    ({"structured_outputs": {"disable_any_whitespace": True, "regex": "a"}}, "structured_outputs", "False"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "not a field"),
+    ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "262144"),
+    ({"guided_json": {}}, "guided_json", '`structured_outputs`: {"json": ...}'),
+    ({"guided_regex": "a"}, "guided_regex", '`structured_outputs`: {"regex": ...}'),
+    ({"guided_choice": ["a"]}, "guided_choice", '`structured_outputs`: {"choice": ...}'),
+    ({"guided_grammar": "a"}, "guided_grammar", '`structured_outputs`: {"grammar": ...}'),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_followed_is_refused_before_a_stream_begins(router: Any) -> None:
+    for fields, param, words in WRONG:
+        for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": USER})):
+            answer = await router.post(path, stream=True, **prompt, **fields)
+            shown = (path, str(fields)[:200], answer.text)
+            assert answer.status_code == 400, shown
+            error = answer.json()["error"]
+            assert error["param"] == param, shown
+            assert words in error["message"], shown
+            assert len(answer.content) < 1000, shown
+
+
+async def test_a_right_one_is_answered(router: Any) -> None:
+    for fields, _ in MEANT:
+        answer = await router.post("/v1/completions", prompt="x", max_tokens=2, **fields)
+        assert answer.status_code == 200, (fields, answer.text)
+
+
+async def test_where_the_worker_takes_no_grammars_they_are_refused_by_name(start: Start) -> None:
+    async with start(takes_grammars=False) as router:
+        answer = await router.post("/v1/completions", prompt="x", response_format={"type": "json_object"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "response_format"
+        assert "tokenizer.json" in answer.json()["error"]["message"]
+        assert (await router.post("/v1/completions", prompt="x", response_format={"type": "text"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"type": "json", "value": SCHEMA}, Grammar("json_schema", AS_TEXT)),
+        ({"type": "json", "value": AS_TEXT}, Grammar("json_schema", AS_TEXT)),
+        ({"type": "json_schema", "value": {"name": "n", "schema": SCHEMA}}, Grammar("json_schema", AS_TEXT)),
+        ({"type": "json_schema", "value": SCHEMA}, Grammar("json_schema", AS_TEXT)),
+        ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
+    ],
+)
+def test_tgi_says_it_in_its_own_way(given: dict[str, Any], grammar: Grammar) -> None:
+    assert tgi_grammar(TgiGrammar.model_validate(given)) == grammar
+
+
+@pytest.mark.parametrize(
+    "given", [{"type": "json", "value": 5}, {"type": "regex", "value": {}}, {"type": "json", "value": "["}]
+)
+def test_what_tgi_cannot_mean_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"`grammar(\.value)?`"):
+        tgi_grammar(TgiGrammar.model_validate(given))
+
+
+# -------------------------------------------------------------------------------------------- the check
+
+DEEP = Grammar("lark", "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(9000)) + '\nr9000: "a"')
+"""Overflows the stack of whoever compiles it."""
+
+LONG = Grammar("json_schema", '{"type":"integer","multipleOf":99991}')
+"""Compiles for seconds."""
+
+
+async def test_a_grammar_that_kills_its_checker_is_refused_and_the_next_one_checked() -> None:
+    check = GrammarCheck()
+    assert "Make it smaller" in str(await check.why_not(DEEP))
+    assert await check.why_not(Grammar("regex", "[ab]")) is None
+    assert "Make it smaller" in str(await check.why_not(DEEP))  # known by now
+
+
+async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody() -> None:
+    check = GrammarCheck(most_seconds=1.0)
+    begun = time.monotonic()
+    long = asyncio.ensure_future(check.why_not(LONG))
+    await asyncio.sleep(0)
+    assert await check.why_not(Grammar("choice", '["a"]')) is None
+    assert not long.done()
+    assert "within 1 s" in str(await long)
+    assert time.monotonic() - begun < 20  # and not as long as it would take, several times over
+
+
+async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    good, bad = Grammar("regex", "a"), Grammar("regex", "a(")
+    verdicts = [await check.why_not(good), await check.why_not(bad)]
+    monkeypatch.setattr(check, "_ask", None)
+    assert [await check.why_not(good), await check.why_not(bad)] == verdicts
+    assert verdicts[0] is None
+    assert "unclosed group" in str(verdicts[1])
