@@ -70,7 +70,8 @@ def card(facts: CardFacts) -> str:
         {shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied
         embeddings), bf16, window {shape.window}; byte-level BPE of {shape.vocab_size} ids,
         {facts.characters_per_token:.2f} characters per token on held-out code; {facts.num_masks} mask tokens, one id
-        each. Code is completed as it is; a chat turn in words becomes a comment above the code to be written."""
+        each. Code is completed as it is; a chat turn in words becomes the docstring of a function whose body is the
+        answer."""
     )
     recipe = paragraph(
         f"""Commit `{facts.commit}`, seed {facts.seed}, {facts.threads} CPU threads. Next-token training by Muon and

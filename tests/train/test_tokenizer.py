@@ -43,7 +43,8 @@ def test_a_chat_becomes_code_to_continue(tokenizer: PreTrainedTokenizerBase) -> 
         {"role": "user", "content": "def f():"},
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "# Be brief.\n# Add two\n# numbers.\nx = 1\ndef f():\n"
+    asked = 'def add_two_numbers():\n    """Add two\n    numbers."""\n'
+    assert text == f"<|endoftext|># Be brief.\n{asked}x = 1<|endoftext|>def f():\n"
 
 
 def test_a_chat_with_tools_says_in_comments_what_can_be_called(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -55,10 +56,10 @@ def test_a_chat_with_tools_says_in_comments_what_can_be_called(tokenizer: PreTra
         {"role": "tool", "name": "f", "tool_call_id": "1", "content": "2\n3"},
     ]
     text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
-    assert text.startswith("# These functions")
+    assert text.startswith("<|endoftext|># These functions")
     assert '# {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}\n' in text
-    written = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
-    assert text.endswith("# Go on.\n" + written + "# f returned 2\n# 3\n")
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|endoftext|>'
+    assert text.endswith('def go_on():\n    """Go on."""\n' + written + "# f returned 2\n# 3\n")
 
 
 def test_the_embedded_model_has_this_template() -> None:
