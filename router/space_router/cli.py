@@ -22,6 +22,7 @@ examples:
                                                            a published SPACE checkpoint as it is
   spaceserve serve --adapter code=./code-adapter           drafts for requests with "model": "code"; the same text
   spaceserve serve --speculation off                       plain decoding: the same text, one token per step
+  spaceserve serve --grpc-port 50051                       gRPC beside HTTP: spaceserve.v1.Generate, health, reflection
 """
 
 _ROUTER_EXAMPLES = """\
@@ -107,7 +108,7 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP: router and workers on this machine",
-        description="Starts workers and serves OpenAI's and TGI's HTTP API.",
+        description="Starts workers and serves OpenAI's and TGI's HTTP API, and with --grpc-port the same over gRPC.",
         epilog=_SERVE_EXAMPLES,
         formatter_class=_Teaching,
         allow_abbrev=False,

@@ -30,7 +30,7 @@ class Metrics:
     """All series, registered and with every label value present at construction, on a registry of their own.
 
     An attribute is named as its series without `spaceserve_`. The engine observes everything except
-    `requests_total`, `rejected_total` and `request_seconds`, which belong to the HTTP face: only it knows that a
+    `requests_total`, `rejected_total` and `request_seconds`, which belong to the faces: only they know that a
     request left early because a stop string matched and not because its client went away.
     """
 

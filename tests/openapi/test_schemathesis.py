@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from space_eval.bench_server import ServerProcess
@@ -32,7 +33,8 @@ def schemathesis(url: str, flags: Sequence[str]) -> None:
     command += ["--exclude-checks", UNSAID]
     command += ["--max-examples", str(EXAMPLES), "--seed", str(SEED), "--generation-database", "none"]
     command += ["--continue-on-failure", "--request-timeout", "120", "--suppress-health-check", "all", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=3000)
+    with TemporaryDirectory() as folder:  # it leaves files where it runs
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=3000)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
 
 

@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
 
 from space_router.api.body import Body
 from space_router.api.grammar_fields import TgiGrammar
@@ -46,7 +45,7 @@ class GenerateParameters(Body):
 class _Described:
     """What the document says of a field that is checked by hand."""
 
-    def __get_pydantic_json_schema__(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(GenerateParameters.__pydantic_core_schema__)
         handler.resolve_ref_schema(schema)["properties"] |= neutral_fields(GENERATE_NEUTRAL)
         return schema
