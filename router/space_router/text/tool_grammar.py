@@ -37,13 +37,12 @@ def calls_or(
         # Lines that the reader would take for the beginning of a call are no text.
         begins = r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + _CALL_KEYS + r")\"(?s:.*)"
         start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{begins}/"
-    elif (special := special_id(trigger)) is not None:
-        start = f"start: PLAIN | PLAIN? <[{special}]> calls\nPLAIN: /(?s:.+)/"
     else:
         marker = _pattern(trigger)
-        start = (
-            f"start: PLAIN | head calls\nPLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/\nhead[lazy]: /(?s:.*){marker}/"
-        )
+        plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # nor its letters where it is a special token
+        special = special_id(trigger)
+        head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
+        start = f"start: PLAIN | head calls\n{plain}\n{head}"
     return "\n".join([start, *rules])
 
 
