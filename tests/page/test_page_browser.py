@@ -68,7 +68,7 @@ def contrast(page: Any, selector: str) -> float:
 def test_both_ways_give_the_same_text_in_the_colours_of_their_steps(
     browser: Any, server: ServerProcess, pictures: Path
 ) -> None:
-    page = ready(browser.open(f"{server.url}/", height=960))
+    page = ready(browser.open(f"{server.url}/", height=930))
     run(page, max_tokens="64", seed="1")
     assert "The two texts are equal, all 64 tokens." in page.text("#verdict")
     assert "times the speed of plain decoding" in page.text("#verdict")
@@ -88,7 +88,10 @@ def test_both_ways_give_the_same_text_in_the_colours_of_their_steps(
     assert float(figures[1]) > 1
     assert page.js("[...document.querySelectorAll('.curve')].every((curve) => curve.getAttribute('d').length > 20)")
     assert page.js("document.querySelector('.chart .block').getAttribute('d').length") > 20
-    page.point(".pane:last-child .token.draft")
+    shown = max(place for place, one in enumerate(drafted[:-16]) if one["draft"])  # one that is in sight at the end
+    page.point(f'.pane:last-child [data-token="{shown}"]')
+    assert f"token {shown + 1} of 64" in page.text("#inspector")
+    assert "a draft that came true" in page.text("#inspector")
     page.picture(pictures / "page.png")
     page.click("#replay")
     page.wait(f"!{IDLE}")
