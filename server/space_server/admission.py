@@ -66,7 +66,10 @@ def admit(
     law = _law(message.sampling, message.limits, facts.vocab_size)
     bound = min(max_drafts, message.max_draft_length)
     # Who never speculates has nobody read its text, except to say which ids of a prediction appeared.
-    drafter = sources.drafter(message.num_prompt, message.prediction) if bound or message.prediction else None
+    in_grammar = message.sampling.HasField("grammar")
+    drafter = None
+    if bound or message.prediction:
+        drafter = sources.drafter(message.num_prompt, message.prediction, in_grammar=in_grammar)
     return Sequence(
         seq_id=message.seq_id,
         ids=ids,
@@ -82,7 +85,7 @@ def admit(
         adapter=adapter,
         num_masks=num_masks if sources.masks else 0,
         drafter=drafter,
-        waits=message.sampling.HasField("grammar"),
+        waits=in_grammar,
     )
 
 

@@ -35,21 +35,6 @@ class MaskRun:
         sequence = self.sequence
         return RowRun(sequence.law, len(sequence.ids) + len(self.emitted), len(self.rows), self.row)
 
-    def best(self, id_: int) -> int | None:
-        """The first draft, where its mask chose `id_`: another one where the grammar leaves no choice, none where the
-        text cannot go on so.
-        """
-        grammar = self.sequence.grammar
-        if grammar is None:
-            return id_
-        possible = grammar.possible(self.emitted)
-        if possible.ids is None:
-            return None
-        forced = grammar.only_way(possible)
-        if forced is not None:
-            return forced
-        return id_ if id_ in possible else None
-
     def row(self, number: int) -> Row:
         """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
         sequence = self.sequence
@@ -120,11 +105,10 @@ def _drafts_in_grammars(
         at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
         chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing)
         for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
-            found = one.best(id_)
-            if found is None:
-                going.remove(n)
+            if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
+                drafts[n].append(id_)
             else:
-                drafts[n].append(found)
+                going.remove(n)
     return drafts
 
 

@@ -60,16 +60,15 @@ PRIORS = {
         (0.90, 0.92, 0.92),
         (0.95, 0.95, 0.95),
     ),
+    Source.GRAMMAR: (*((0.70, 0.80, 0.80),) * 6, (0.98, 0.98, 0.98)),
 }
 """Chances of the first drafts, by match length, until verdicts say better; missing ones repeat the last.
 
 Lookup: between greedy decoding and temperature 0.8 of the embedded model on HumanEval-X (see lookup.py), where an id
-behind a right one is right more often than the first. Predictions: assumed, from the same law."""
+behind a right one is right more often than the first. Predictions: assumed, from the same law. Grammars: the text is
+certain where they force it, its cut into ids is not; ids without another way count as a long match."""
 
 NUM_DEPTHS = 8
-
-FORCED = 0.95
-"""Chance of a draft that a grammar forces: the text is sure to go on so, and its cut into ids nearly."""
 
 JUDGED_EVERY = 8
 """Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""
@@ -77,6 +76,17 @@ JUDGED_EVERY = 8
 ASLEEP_ABOVE, AWAKE_BELOW = 1.0, 0.8
 """Prices: no draft is accepted more often than always, so above the first the past is not even read; below the second
 it is read again, from its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Ids that a grammar forces."""
+
+    ids: tuple[int, ...] = ()
+    certain: bool = False  # no other ids could stand there; else the same text might be cut in another way
+
+
+_NOT_FORCED = Forced()
 
 
 @lru_cache(maxsize=4096)
@@ -116,9 +126,9 @@ class DraftSources:
         self._price = price
         self.asleep = price > (AWAKE_BELOW if self.asleep else ASLEEP_ABOVE)
 
-    def drafter(self, num_prompt: int, prediction: Run[int]) -> Drafter | None:
+    def drafter(self, num_prompt: int, prediction: Run[int], *, in_grammar: bool = False) -> Drafter | None:
         """Of a new sequence; None where only its masks can draft."""
-        return Drafter(self, num_prompt, prediction) if self.lookup or prediction else None
+        return Drafter(self, num_prompt, prediction) if self.lookup or prediction or in_grammar else None
 
 
 class Trust:
@@ -184,8 +194,8 @@ class Drafter:
 
     def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
         self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
-        self._looking_up, self._predicting = (
-            Trust(source, sources.shapes[source]) for source in (Source.LOOKUP, Source.PREDICTION)
+        self._looking_up, self._predicting, self._forcing = (
+            Trust(source, sources.shapes[source]) for source in (Source.LOOKUP, Source.PREDICTION, Source.GRAMMAR)
         )
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
@@ -214,17 +224,22 @@ class Drafter:
             self._lookup.extend(tokens)
         return () if self._prediction is None else self._prediction.extend(tokens)
 
-    def propose(self, max_drafts: int) -> Proposal | None:
+    def propose(self, max_drafts: int, forced: Forced = _NOT_FORCED) -> Proposal | None:
         """The drafts that are worth most; None where nothing is known, or worth its row."""
         for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
             if text is not None and (drafts := text.propose(max_drafts)):
-                length = text.match_length
-                chances = trust.chances(length)
-                if chances[0] > self._sources.price or (self._num_known or 0) % JUDGED_EVERY == 0:
-                    self._proposals.append(Proposal(trust, drafts, length, chances))
+                self._note(trust, drafts, text.match_length)
+        if forced.ids:
+            self._note(self._forcing, list(forced.ids[:max_drafts]), LENGTHS[-1] if forced.certain else 0)
         if len(self._proposals) < 2:
             return self._proposals[0] if self._proposals else None
         return max(self._proposals, key=lambda proposal: proposal.expected)
+
+    def _note(self, trust: Trust, drafts: list[int], length: int) -> None:
+        """Propose these, if they are worth their row."""
+        chances = trust.chances(length)
+        if chances[0] > self._sources.price or (self._num_known or 0) % JUDGED_EVERY == 0:
+            self._proposals.append(Proposal(trust, drafts, length, chances))
 
 
 def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from space_kernels.row import IdBits
 from space_proto.grammar import is_stuck, reason
 
+from space_server.drafts import Forced
 from space_server.vocabulary import Vocabulary, bits_of, ids_of
 
 _FEW_WORDS = 8
@@ -92,29 +93,31 @@ class GrammarState:
             behind.append(id_)
         return len(drafts)
 
-    def forced(self, tail: Run[int], most: int) -> list[int]:
-        """Up to `most` ids that must follow the output and `tail`, as long as there is no choice of text."""
-        behind = list(tail)
+    def forced(self, tail: Run[int], most: int) -> Forced:
+        """Up to `most` ids that must follow the output and `tail`, as long as there is no choice of text: where it can
+        be cut in several ways, the longest ids.
+        """
+        behind, certain = list(tail), True
         while len(behind) < len(tail) + most:
-            id_ = self.only_way(self.possible(behind))
-            if id_ is None:
+            ways = self._ways(self.possible(behind))
+            if not ways:
                 break
-            behind.append(id_)
-            if id_ in self._end_ids:
+            behind.append(ways[0])
+            certain = certain and len(ways) == 1
+            if ways[0] in self._end_ids:
                 break
-        return behind[len(tail) :]
+        return Forced(tuple(behind[len(tail) :]), certain)
 
-    def only_way(self, possible: Possible) -> int | None:
-        """The longest of the possible ids, if all others are beginnings of it; else there is a choice of text."""
+    def _ways(self, possible: Possible) -> list[int]:
+        """The possible ids, if all are beginnings of one of them, which is the first; none if there is a choice."""
         if possible.ids is None or not 0 < np.count_nonzero(possible.ids) <= _FEW_WORDS:
-            return None
-        ids = ids_of(possible.ids)
+            return []
+        texts, ids = self._vocabulary.texts, ids_of(possible.ids)
         if len(ids) == 1:
-            return ids[0]
-        texts = self._vocabulary.texts
-        longest = max(ids, key=lambda id_: len(texts[id_]))
-        is_forced = all(texts[id_] and texts[longest].startswith(texts[id_]) for id_ in ids)  # an end has no text
-        return longest if is_forced else None
+            return ids
+        ids.sort(key=lambda id_: -len(texts[id_]))
+        is_forced = all(texts[id_] and texts[ids[0]].startswith(texts[id_]) for id_ in ids)  # an end has no text
+        return ids if is_forced else []
 
     def advance(self, tokens: Run[int]) -> None:
         """The sequence emitted these."""

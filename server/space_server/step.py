@@ -23,7 +23,7 @@ from torch import Tensor
 
 from space_server.draft_source import DraftSource
 from space_server.drafting import MaskRun, bounded, draft
-from space_server.drafts import BY_MASKS, FORCED, Origin, Proposal, Source, mask_chances
+from space_server.drafts import BY_MASKS, Forced, Origin, Proposal, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
 from space_server.sequence import Sequence
@@ -205,7 +205,7 @@ class Stepper:
         return found
 
     def _draft(self, batch: ForwardBatch, hidden: Tensor, advances: Run[Advance]) -> None:
-        """Propose for every sequence that goes on: by the draft source, or by its masks and what its grammar forces."""
+        """Propose for every sequence that goes on: by the draft source, or by its masks."""
         by_masks: list[tuple[Advance, Proposal | None]] = []
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
@@ -237,8 +237,6 @@ class Stepper:
                 advance.draft_depth = depth
                 by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, rows))
-            else:
-                self._go_on_as_forced(advance)
         for (advance, proposal), drafts in zip(
             by_masks, draft(self.model, hidden, runs, self._banned, self._drafting), strict=True
         ):
@@ -252,31 +250,19 @@ class Stepper:
                 masks = mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(advance.drafts))
                 advance.drafts = proposal.ids
                 advance.origin = proposal.origin(len(advance.drafts), masks)
-            else:
-                self._go_on_as_forced(advance)
 
     def _proposal(self, advance: Advance, wanted: int) -> Proposal | None:
-        """What its past or the client's prediction propose, as far as that can be chosen."""
-        drafter = advance.plan.sequence.drafter
-        proposal = drafter.propose(wanted) if drafter is not None else None
+        """What its past, the client's prediction or its grammar propose, as far as that can be chosen."""
+        sequence = advance.plan.sequence
+        if sequence.drafter is None:
+            return None
+        grammar = sequence.grammar if self._synthetic is None else None
+        forced = Forced() if grammar is None else grammar.forced(advance.tokens, wanted)
+        proposal = sequence.drafter.propose(wanted, forced)
         if proposal is None:
             return None
         ids = self._valid(advance, proposal.ids)
         return replace(proposal, ids=ids) if ids else None
-
-    def _go_on_as_forced(self, advance: Advance) -> None:
-        """Draft what the grammar forces behind the drafts that there are."""
-        sequence = advance.plan.sequence
-        if sequence.grammar is None or self._synthetic is not None:
-            return
-        num_masks, tail = len(advance.drafts), [*advance.tokens, *advance.drafts]
-        most = min(sequence.max_drafts - num_masks, sequence.num_left - len(tail) - 1)
-        forced = sequence.grammar.forced(tail, most)
-        if forced:
-            masks = mask_chances(sequence.acceptance, advance.draft_depth, num_masks)
-            advance.origin = Origin(Source.GRAMMAR, num_masks, chances=(*masks, *[FORCED] * len(forced)))
-            advance.drafts = [*advance.drafts, *forced]
-            advance.draft_depth = advance.draft_depth if num_masks else 0
 
     def _valid(self, advance: Advance, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""

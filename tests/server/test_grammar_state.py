@@ -5,6 +5,7 @@ import random
 
 import pytest
 from space_proto.grammar import GrammarError, compile_grammar
+from space_server.drafts import Forced
 from space_server.grammar_state import GrammarState
 from space_server.vocabulary import Vocabulary, ids_of
 
@@ -87,11 +88,11 @@ def test_drafts_are_cut_at_the_first_that_cannot_be_and_behind_an_end() -> None:
 
 def test_forced_text_is_one_run_of_ids_up_to_the_first_choice_or_the_end() -> None:
     known = state("regex", '"name": (yes|no)')
-    assert known.forced([], 9) == [TEXTS.index(b'"name"'), *ids(b": ")]
-    assert known.forced([], 2) == [TEXTS.index(b'"name"'), *ids(b":")]
-    assert known.forced(ids(b'"name": '), 9) == []
-    assert known.forced(ids(b'"name": n'), 9) == [*ids(b"o"), EOS]
-    assert known.forced(ids(b'"name": no'), 9) == [EOS]
+    assert known.forced([], 9) == Forced((TEXTS.index(b'"name"'), *ids(b": ")))  # it could begin with the quote alone
+    assert known.forced([], 2) == Forced((TEXTS.index(b'"name"'), *ids(b":")))
+    assert known.forced(ids(b'"name": '), 9) == Forced((), certain=True)
+    assert known.forced(ids(b'"name": n'), 9) == Forced((*ids(b"o"), EOS), certain=True)
+    assert known.forced(ids(b'"name": no'), 9) == Forced((EOS,), certain=True)
 
 
 def test_an_end_is_possible_where_the_text_may_end_and_alone_where_it_must() -> None:
