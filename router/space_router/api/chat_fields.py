@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from space_router.api.body import Body
 from space_router.api.fields import COMPLETION_NEUTRAL, Count20, GenerationFields, TextPart
@@ -116,10 +116,15 @@ class FunctionReference(Body):
     name: FunctionName
 
 
+def _typed(value: Any) -> Any:
+    """Hugging Face's client names a function without saying that it is one."""
+    return {"type": "function", **value} if isinstance(value, dict) and "function" in value else value
+
+
 class NamedTool(Body):
     """One of the tools."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionReference
 
 
@@ -147,7 +152,7 @@ class ChatBody(GenerationFields):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+        | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type"), BeforeValidator(_typed)]
         | None
     ) = None  # fmt: skip
     parallel_tool_calls: bool | None = None

@@ -248,7 +248,7 @@ async def test_a_grammar_holds_the_model_to_what_was_asked_for(router: AbstractA
     assert "get_weather" in required
     assert "now" in required
     assert json.dumps(PARAMETERS)[1:-1] in required
-    for choice in (named, some):
+    for choice in (named, some, {"function": {"name": "now"}}):  # the last as Hugging Face's client writes it
         one = grammar(router, tool_choice=choice)
         assert one is not None
         assert "now" in one
