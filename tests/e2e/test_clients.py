@@ -2,10 +2,13 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import ValidationError
 
 SERIES = {
     "tokens_per_step": "histogram",
@@ -73,6 +76,47 @@ def test_generate_stream_gives_the_tokens_of_generate_one_event_each(live: Any) 
     assert events[-1]["generated_text"] == whole["generated_text"]
     assert "".join(event["token"]["text"] for event in events) == whole["generated_text"]
     assert events[-1]["details"]["generated_tokens"] == len(events) == whole["details"]["generated_tokens"]
+
+
+def test_hugging_faces_client_streams_a_text_that_equals_the_whole_one(live: Any) -> None:
+    client = InferenceClient(live.url, token="none")
+    whole = client.text_generation("import os", max_new_tokens=16, details=True, return_full_text=False)
+    events = list(client.text_generation("import os", max_new_tokens=16, details=True, stream=True))
+    assert "".join(event.token.text for event in events) == whole.generated_text != ""
+    assert [event.token.logprob for event in events] == [token.logprob for token in whole.details.tokens]
+    assert events[-1].details.finish_reason == whole.details.finish_reason
+    with pytest.raises(ValidationError, match="max_new_tokens"):
+        client.text_generation("import os", max_new_tokens=0)
+
+
+def test_hugging_faces_client_gets_what_its_grammar_allows(live: Any) -> None:
+    client = InferenceClient(live.url, token="none")
+    grammar = {"type": "regex", "value": "[0-9]{3}-[a-f]{2}"}
+    text = client.text_generation("id = '", max_new_tokens=32, grammar=grammar, return_full_text=False)
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+
+
+def test_hugging_faces_client_chats_without_knowing_the_models_name(live: Any) -> None:
+    client = InferenceClient(live.url, token="none")
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    whole = client.chat_completion(messages, max_tokens=16, temperature=0.0)
+    parts = client.chat_completion(messages, max_tokens=16, temperature=0.0, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert whole.model == live.model
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_others(live: Any) -> None:
+    def asked(seed: int) -> str:
+        parameters = {"do_sample": True, "temperature": 1.0, "seed": seed, "max_new_tokens": 24}
+        text: str = live.http.post("/generate", json={"inputs": "def f(", "parameters": parameters}).json()[
+            "generated_text"
+        ]
+        return text
+
+    alone = [asked(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(asked, range(6))) == alone
+    assert len(set(alone)) > 1
 
 
 def test_every_promised_series_is_in_the_metrics(live: Any) -> None:
