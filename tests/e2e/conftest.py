@@ -61,6 +61,29 @@ class Live:
             assert answer.status_code == 200, answer.read()
             yield from events(answer)
 
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What an OpenAI route tells, joined from its events where `body` asks for a stream: the same form for both.
+
+        {"choices": [{"text", "token_ids", "logprobs", "finish_reason", ...}], "usage", "spaceserve"}; `message` is
+        written flat. "steps": the step of each token, where a stream's `stream_options` ask for them.
+        """
+        if not body.get("stream"):
+            answer = self.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            whole = answer.json()
+            return {**whole, "choices": [joined([choice]) for choice in whole["choices"]], "steps": []}
+        options = {"include_usage": True, **body.get("stream_options", {})}
+        with self.http.stream("POST", path, json=body | {"stream_options": options}) as answer:
+            assert answer.status_code == 200, answer.read()
+            told = list(events(answer))
+        assert not any("error" in event for event in told), told[-1]
+        pieces: dict[int, list[dict[str, Any]]] = {}
+        for event in told:
+            for choice in event["choices"]:
+                pieces.setdefault(choice["index"], []).append(choice)
+        steps = [token["step"] for event in told for token in event.get("spaceserve", {}).get("tokens", ())]
+        return {**told[-1], "choices": [joined(pieces[index]) for index in sorted(pieces)], "steps": steps}
+
     def connect(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
         """A connection on which a request has been sent and nothing has been read."""
         place = urlsplit(self.url)
@@ -116,6 +139,40 @@ def asked(prompt: str, **fields: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
 
 
+def joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """One choice from its pieces: texts and lists one behind the other, of other things the last that was said."""
+    whole: dict[str, Any] = {}
+    for piece in pieces:
+        said = piece.get("message") or piece.get("delta") or {}
+        flat = {key: value for key, value in piece.items() if key not in ("message", "delta")}
+        if "message" in piece or "delta" in piece:
+            flat = {"text": said.get("content") or "", "tool_calls": said.get("tool_calls") or [], **flat}
+        for key, value in flat.items():
+            whole[key] = _joined(whole.get(key), value)
+    whole["tool_calls"] = _calls(whole.get("tool_calls") or [])
+    return whole
+
+
+def _joined(before: Any, more: Any) -> Any:
+    if before is None or more is None:
+        return before if more is None else more
+    if isinstance(more, dict):
+        return {key: _joined(before.get(key), more.get(key)) for key in {**before, **more}}
+    return before + more if isinstance(more, str | list) else more
+
+
+def _calls(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole tool calls, of a message or from the pieces of a stream."""
+    calls: list[dict[str, Any]] = []
+    for place, piece in enumerate(pieces):
+        if piece.get("index", place) >= len(calls):
+            calls.append({"id": piece["id"], "name": "", "arguments": ""})
+        function = piece.get("function", {})
+        for key in ("name", "arguments"):
+            calls[piece.get("index", place)][key] += function.get(key) or ""
+    return calls
+
+
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     """The events up to [DONE], which must come."""
     for line in answer.iter_lines():
@@ -146,6 +203,23 @@ def live(model: str) -> Iterator[Live]:
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--grpc-port", "0"]
     if model == "demo":  # a model of code, without a template of its own
         flags += ["--chat-template", "chatml"]
+    with ServerProcess(flags) as server, closing(Live(server)) as ready:
+        yield ready
+
+
+STEADY_DRAFTS = 4
+
+
+@pytest.fixture(scope="session")
+def steady() -> Iterator[Live]:
+    """A server whose steps are the same each time for a text that runs alone: four drafts each, from masks alone.
+
+    In float32, so that its log-probabilities can be held to another's.
+    """
+    if not (importlib.resources.files("space_demo") / "model.safetensors").is_file():
+        pytest.skip("the embedded model has no weights in this checkout")
+    flags = ["--model", "demo", "--num-threads", "1", "--num-blocks", "64", "--block-size", "64"]
+    flags += ["--dtype", "float32", "--speculation", str(STEADY_DRAFTS), "--lookup", "off"]
     with ServerProcess(flags) as server, closing(Live(server)) as ready:
         yield ready
 

@@ -1,0 +1,341 @@
+"""What ends a text in the middle of what one step emitted ends it there: exactly, however it is asked for.
+
+The server drafts four ids in every step, by the embedded model's masks alone (see `steady`): the steps of a text that
+runs alone are the same each time, so a test can find an end that lies inside a step's run, and ask for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib import resources
+from typing import Any, NamedTuple
+
+import pytest
+from space_router.text.tokenizer import Tokenizer
+
+K = 4
+PROMPT = "import os\nimport sys\n\n\ndef main():\n"
+ENDING_PROMPTS = ("def main():\n    return ", "def area(width):\n    return ", "x = 1\n", "import os\n", "try:\n")
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "seed": 3, "top_p": 0.95},
+}
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "tgi": "/generate"}
+FEW_WAYS: list[tuple[str | int, bool]] = [("off", False), ("auto", False), (1, True), (K, True)]
+ALL_WAYS = [(drafts, stream) for drafts in ("off", "auto", *range(K + 1)) for stream in (False, True)]
+"""(speculation, streamed)."""
+
+QUICK = {"completions": "greedy", "chat": "sampled", "tgi": "sampled"}
+
+LONG = 25
+"""Tokens of a text that nothing ends."""
+
+
+class Told(NamedTuple):
+    """What a client reads in an answer of any route."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[float]
+    top: list[Any]
+    finish: str
+    stop_reason: str | int | None  # TGI does not say
+    num_generated: int
+
+
+class Run(NamedTuple):
+    """An answer, and what is known of its steps."""
+
+    told: Told
+    steps: list[int]  # of each token, where OpenAI's routes stream
+    num_steps: int  # decode steps to the end; 0 where the route does not say
+    num_accepted: int
+
+
+class Exact:
+    """Asks one server in several ways."""
+
+    def __init__(self, live: Any, tokenizer: Tokenizer, ways: list[tuple[str | int, bool]]) -> None:
+        self.live, self.tokenizer, self.ways = live, tokenizer, ways
+
+    def run(self, route: str, drafts: str | int, stream: bool, **fields: Any) -> Run:
+        """One answer: `LONG` tokens, or as OpenAI's `fields` say."""
+        wanted = {"max_tokens": LONG, "speculation": drafts, **fields}
+        return self._generate(wanted, stream) if route == "tgi" else self._openai(route, wanted, stream)
+
+    def every_way(self, route: str, **fields: Any) -> Told:
+        """The answer that every way of asking gives: drafted or not, streamed or not."""
+        runs = {way: self.run(route, *way, **fields) for way in self.ways}
+        told = runs["off", False].told
+        assert {way: run.told for way, run in runs.items()} == dict.fromkeys(self.ways, told)
+        return told
+
+    def steady(self, route: str, **fields: Any) -> Run:
+        """The answer when nothing else runs: what was asked for before is gone, and the steps are always the same."""
+        self.live.wait_idle()
+        return self.run(route, K, True, **fields)
+
+    def ends(self, ids: list[int]) -> list[int]:
+        """Where each token's text ends, in characters; all of them are whole ones."""
+        special, content = self.tokenizer.special_ids, self.tokenizer.bytes_of
+        lengths = (0 if id_ in special else len(content[id_].decode()) for id_ in ids)
+        return list(itertools.accumulate(lengths))
+
+    def _openai(self, route: str, wanted: dict[str, Any], stream: bool) -> Run:
+        chat = route == "chat"
+        body = {"return_token_ids": True, "ignore_eos": True, "stream": stream, **wanted}
+        prompt = body.pop("prompt", PROMPT)
+        if chat:
+            body |= {"messages": [{"role": "user", "content": prompt}], "logprobs": True, "top_logprobs": 2}
+        else:
+            body |= {"prompt": prompt, "logprobs": 2}
+        if stream:
+            body["stream_options"] = {"include_steps": True}
+        answer = self.live.answer(ROUTES[route], body)
+        (choice,) = answer["choices"]
+        found = choice["logprobs"]
+        if chat:
+            logprobs = [token["logprob"] for token in found["content"]]
+            top = [[(one["token"], one["logprob"]) for one in token["top_logprobs"]] for token in found["content"]]
+        else:
+            logprobs, top = found["token_logprobs"], found["top_logprobs"]
+        told = Told(
+            choice["text"],
+            choice["token_ids"],
+            logprobs,
+            top,
+            choice["finish_reason"],
+            choice["stop_reason"],
+            answer["usage"]["completion_tokens"],
+        )
+        figures = answer["spaceserve"]
+        return Run(told, answer["steps"], figures["steps"], figures["accepted"])
+
+    def _generate(self, wanted: dict[str, Any], stream: bool) -> Run:
+        names = {"max_tokens": "max_new_tokens"}
+        parameters: dict[str, Any] = {"details": True, "top_n_tokens": 2}
+        parameters |= {names.get(name, name): value for name, value in wanted.items() if name != "prompt"}
+        if parameters.pop("temperature", 0):
+            parameters |= {"temperature": wanted["temperature"], "do_sample": True}
+        body = {"inputs": wanted.get("prompt", PROMPT), "parameters": parameters}
+        if stream:
+            with self.live.http.stream("POST", "/generate_stream", json=body) as answer:
+                assert answer.status_code == 200, answer.read()
+                lines = [line for line in answer.iter_lines() if line]
+            events = [json.loads(line.removeprefix("data:")) for line in lines]
+            text, details = events[-1]["generated_text"], events[-1]["details"]
+            kept = [event for event in events if not (event["token"]["special"] and event["token"]["text"] == "")]
+            kept = events if details["finish_reason"] == "eos_token" else kept
+            tokens, tops = [event["token"] for event in kept], [event["top_tokens"] for event in kept]
+            assert "".join(event["token"]["text"] for event in events) == text
+        else:
+            answer = self.live.http.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            text, details = answer.json()["generated_text"], answer.json()["details"]
+            tokens, tops = details["tokens"], details["top_tokens"]
+        told = Told(
+            text,
+            [token["id"] for token in tokens],
+            [token["logprob"] for token in tokens],
+            [[(one["id"], one["logprob"]) for one in top] for top in tops],
+            {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}[details["finish_reason"]],
+            None,
+            details["generated_tokens"],
+        )
+        return Run(told, [], 0, 0)
+
+
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+def exact(steady: Any, request: pytest.FixtureRequest) -> Exact:
+    with resources.as_file(resources.files("space_demo")) as folder:
+        return Exact(steady, Tokenizer.load(folder), FEW_WAYS if request.param == "few" else ALL_WAYS)
+
+
+def each(*routes: str) -> pytest.MarkDecorator:
+    """Each of these routes under each law; but in the fast suite one law for each."""
+    rest = [(route, law) for route in routes for law in LAWS if law != QUICK[route]]
+    marked = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
+    return pytest.mark.parametrize(("route", "law"), [*((route, QUICK[route]) for route in routes), *marked])
+
+
+def base_of(exact: Exact, route: str, law: str) -> Run:
+    """The whole text with the steps that it takes; a route that does not tell them takes those of completions."""
+    run = exact.steady("completions" if route == "tgi" else route, **LAWS[law])
+    assert len(run.steps) == len(run.told.ids) == LONG
+    assert run.num_accepted > 0
+    assert route != "tgi" or 0 not in run.told.ids  # TGI cannot ignore an EOS
+    return run
+
+
+def is_inside_a_run(steps: list[int], at: int) -> bool:
+    """The token at `at` and the one behind it came with one step."""
+    return at + 1 < len(steps) and steps[at] == steps[at + 1]
+
+
+class Straddling(NamedTuple):
+    """A stop string that begins inside the run of one step and ends inside that of a later one."""
+
+    stop: str
+    start: int  # of its first occurrence, in characters
+    first: int  # the token in which it begins
+    last: int  # the token in which it ends
+
+
+def straddling(text: str, ends: list[int], steps: list[int]) -> Straddling:
+    """The shortest that there is; inside the tokens, too, where they have several characters."""
+    starts = [0, *ends[:-1]]
+    found = []
+    for first in range(1, len(ends)):
+        for last in range(first + 1, len(ends)):
+            if steps[first] == steps[last] or not is_inside_a_run(steps, first - 1) or not is_inside_a_run(steps, last):
+                continue
+            start = min(starts[first] + 1, ends[first] - 1)
+            end = max(ends[last] - 1, starts[last] + 1)
+            if text.find(text[start:end]) == start:
+                found.append(Straddling(text[start:end], start, first, last))
+    return min(found, key=lambda one: len(one.stop))
+
+
+@each(*ROUTES)
+def test_a_stop_string_that_straddles_steps_cuts_at_its_character(exact: Exact, route: str, law: str) -> None:
+    run = base_of(exact, route, law)
+    base = run.told
+    ends = exact.ends(base.ids)
+    stop = straddling(base.text, ends, run.steps)
+    told = exact.every_way(route, stop=[stop.stop], **LAWS[law])
+    begins_inside = stop.start > (ends[stop.first - 1])
+    kept = stop.first + begins_inside  # a token stays if one of its characters stays
+    assert told.text == base.text[: stop.start]
+    assert told.ids == base.ids[:kept]
+    assert told.num_generated == kept
+    assert told.finish == "stop"
+    if route == "tgi":
+        return
+    assert told.logprobs == base.logprobs[:kept]
+    assert told.top == base.top[:kept]
+    assert told.stop_reason == stop.stop
+    again = exact.steady(route, stop=[stop.stop], **LAWS[law])
+    assert again.steps == run.steps[:kept]
+    assert again.num_steps == run.steps[stop.last] > run.steps[stop.first]  # it was completed by a later step
+    whole = exact.every_way(route, stop=[stop.stop], include_stop_str_in_output=True, **LAWS[law])
+    assert whole.text == base.text[: stop.start] + stop.stop
+    assert whole.ids == base.ids[: stop.last + 1]
+    assert whole.logprobs == base.logprobs[: stop.last + 1]
+
+
+def first_inside(ids: list[int], steps: list[int], *, behind: int) -> int:
+    """The place of an id that is not its step's last and stands nowhere before."""
+    fitting = [at for at in range(behind, len(ids)) if is_inside_a_run(steps, at) and ids[at] not in ids[:at]]
+    return fitting[0]
+
+
+@each("completions", "chat")
+def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(exact: Exact, route: str, law: str) -> None:
+    run = base_of(exact, route, law)
+    base = run.told
+    at = first_inside(base.ids, run.steps, behind=4)
+    stop = base.ids[at]
+    told = exact.every_way(route, stop_token_ids=[stop], **LAWS[law])
+    assert told.text == base.text[: exact.ends(base.ids)[at - 1]]
+    assert told.ids == base.ids[: at + 1]
+    assert told.logprobs == base.logprobs[: at + 1]
+    assert (told.finish, told.stop_reason, told.num_generated) == ("stop", stop, at + 1)
+    again = exact.steady(route, stop_token_ids=[stop], **LAWS[law])
+    assert again.steps == run.steps[: at + 1]
+    assert again.num_steps == run.steps[at] == run.steps[at + 1]  # the step went on
+    shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[law])
+    assert shown == told._replace(text=base.text[: exact.ends(base.ids)[at]])
+
+
+@pytest.mark.parametrize("route", ["completions", pytest.param("chat", marks=pytest.mark.slow)])
+def test_before_min_tokens_an_end_inside_a_run_is_impossible_and_stop_strings_are_text(
+    exact: Exact, route: str
+) -> None:
+    run = base_of(exact, route, "greedy")
+    base = run.told
+    at = first_inside(base.ids, run.steps, behind=2)
+    for more in (1, 5):
+        told = exact.every_way(route, stop_token_ids=[base.ids[at]], min_tokens=at + more, **LAWS["greedy"])
+        assert told.ids[:at] == base.ids[:at]
+        assert told.ids[at] != base.ids[at]
+        assert told.num_generated >= at + more
+    ends = exact.ends(base.ids)
+    stop = base.text[ends[at - 1] : ends[at]]
+    told = exact.every_way(route, stop=stop, min_tokens=at + 1, **LAWS["greedy"])
+    assert told.text[: ends[at]] == base.text[: ends[at]]
+    again = base.text.find(stop, ends[at])
+    assert told.text == (base.text if again < 0 else base.text[:again])
+
+
+def with_an_eos_inside_a_run(exact: Exact, route: str) -> tuple[dict[str, Any], Run, int]:
+    """A law under which an EOS is an accepted draft with more behind it; the text that goes on there; its place."""
+    for seed in range(40):
+        law = {"temperature": 1.0, "seed": seed, "logit_bias": {"0": 5.0}}
+        run = exact.steady(route, **law)
+        ids = run.told.ids
+        at = ids.index(0) if 0 in ids else 0
+        if at >= 2 and is_inside_a_run(run.steps, at):
+            return law, run, at
+    raise AssertionError("no EOS came inside a run")
+
+
+@pytest.mark.parametrize("route", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
+def test_an_eos_inside_a_run_ends_the_text_unless_it_is_ignored(exact: Exact, route: str) -> None:
+    law, run, at = with_an_eos_inside_a_run(exact, route)
+    told = exact.every_way(route, ignore_eos=False, **law)
+    assert told.ids == run.told.ids[: at + 1]
+    assert told.logprobs == run.told.logprobs[: at + 1]
+    assert told.text == run.told.text[: exact.ends(run.told.ids)[at]]
+    assert (told.finish, told.stop_reason, told.num_generated) == ("stop", None, at + 1)
+    again = exact.steady(route, ignore_eos=False, **law)
+    assert again.num_steps == run.steps[at] == run.steps[at + 1]
+    ignoring = exact.every_way(route, **law)
+    assert ignoring == run.told
+    assert (ignoring.finish, ignoring.num_generated) == ("length", LONG)
+
+
+def test_an_eos_inside_a_run_ends_tgi_s_text(exact: Exact) -> None:
+    for prompt in ENDING_PROMPTS:
+        run = exact.steady("completions", prompt=prompt, temperature=0)
+        at = run.told.ids.index(0) if 0 in run.told.ids else LONG
+        if is_inside_a_run(run.steps, at):
+            break
+    else:
+        raise AssertionError("no EOS came inside a run")
+    told = exact.every_way("tgi", prompt=prompt, temperature=0)
+    assert told.text == run.told.text[: exact.ends(run.told.ids)[at]]
+    assert told.ids == run.told.ids[: at + 1]
+    assert (told.finish, told.num_generated) == ("stop", at + 1)
+
+
+@each(*ROUTES)
+def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, law: str) -> None:
+    run = base_of(exact, route, law)
+    base = run.told
+    ends = exact.ends(base.ids)
+    inside = []
+    for limit in range(1, 25):
+        for drafts, stream in exact.ways if len(exact.ways) > len(FEW_WAYS) else [(K, limit % 2 == 0)]:
+            told = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[law]).told
+            assert told.text == base.text[: ends[limit - 1]]
+            assert told.ids == base.ids[:limit]
+            assert (told.finish, told.stop_reason, told.num_generated) == ("length", None, limit)
+            assert route == "tgi" or told.logprobs == base.logprobs[:limit]
+        inside.append(is_inside_a_run(run.steps, limit - 1))
+    assert sum(inside) > 6
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_end_on_the_last_place_is_an_end_and_not_the_limit(exact: Exact, route: str) -> None:
+    run = base_of(exact, route, "greedy")
+    base = run.told
+    ends = exact.ends(base.ids)
+    at = first_inside(base.ids, run.steps, behind=6)
+    stop = base.text[ends[at] - 6 : ends[at]]
+    assert base.text.find(stop) == ends[at] - 6
+    told = exact.every_way(route, stop=[stop], max_tokens=at + 1, **LAWS["greedy"])
+    assert (told.text, told.finish) == (base.text[: ends[at] - 6], "stop")
+    if route != "tgi":
+        told = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **LAWS["greedy"])
+        assert (told.finish, told.stop_reason, told.num_generated) == ("stop", base.ids[at], at + 1)
