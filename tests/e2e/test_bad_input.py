@@ -37,7 +37,8 @@ BOUNDS = {  # field -> values outside of it
     "request_id": ["", "a b", "x" * 200],
     "truncate_prompt_tokens": [0, -2],
     "no_such_field": [1],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [{"type": "xml"}, "json"],
+    "structured_outputs": [{"regex": "a("}, {"regex": "a", "choice": ["b"]}, {"json": {"type": "nothing"}}],
     "tools": [[{"type": "function"}]],
 }
 ONLY_TEXT = {
