@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix bench gpu-check lock
+.PHONY: help install serve test lint types unit matrix clients page bench gpu-check lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ unit: install  ## the fast tests only
 
 matrix: install  ## the slow tests: exactness over the whole product of models, samplers, batches and failures
 	@echo "pytest -m slow" && $(PYTEST) -n 2 --dist loadgroup -m slow
+
+clients: install  ## real clients (OpenAI, Hugging Face, LangChain, LiteLLM, lm-eval), each in an environment of its own (ONLY="openai …")
+	@$(PYTHON_IN_VENV) tests/clients/run.py $(ONLY)
+
+page: install  ## the page in headless Chromium, in front of a real server (Debian: apt-get install chromium)
+	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page
 
 bench: install  ## tokens per second and latency of the embedded model, with and without drafts
 	@$(VENV)/bin/spaceserve bench
