@@ -74,7 +74,7 @@ with check("structured outputs and tools"):
     assert (call.function.name, called.finish_reason) == ("forecast", "tool_calls")
     assert is_answer(call.function.arguments)
 
-with check("BadRequestError, ContextWindowExceededError, AuthenticationError, NotFoundError, RateLimitError"):
+with check("BadRequestError (also for a prompt too long), AuthenticationError, NotFoundError, RateLimitError"):
     raises(litellm.BadRequestError, lambda: litellm.completion(model=CHAT, messages=QUESTION, temperature=9, **THERE))
     long = [{"role": "user", "content": "x " * 5000}]
     raises(litellm.BadRequestError, lambda: litellm.completion(model=CHAT, messages=long, **THERE))
