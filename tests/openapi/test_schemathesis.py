@@ -14,6 +14,7 @@ import pytest
 from space_eval.bench_server import ServerProcess
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
+HOOKS = Path(__file__).with_name("served_bodies.py")
 SEED = 20240218
 UNSAID = "positive_data_acceptance"
 """What a document cannot say: that a text fits the window, that fields go together, which ids there are. So what it
@@ -32,7 +33,16 @@ def schemathesis(url: str, flags: Sequence[str]) -> None:
     command += ["--config-file", str(CONFIG), "run", f"{url}/openapi.json", "--checks", "all"]
     command += ["--exclude-checks", UNSAID]
     command += ["--max-examples", str(EXAMPLES), "--seed", str(SEED), "--generation-database", "none"]
-    command += ["--continue-on-failure", "--request-timeout", "120", "--suppress-health-check", "all", *flags]
+    command += [
+        "--continue-on-failure",
+        "--request-timeout",
+        "120",
+        "--max-response-time",
+        "120",
+        "--suppress-health-check",
+        "all",
+        *flags,
+    ]
     with TemporaryDirectory() as folder:  # it leaves files where it runs
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=3000)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
