@@ -122,12 +122,16 @@ def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) ->
 def test_the_hugging_face_client_generates_and_streams(start_server: StartServer) -> None:
     with start_server(worker=REPLY) as server:
         client = huggingface_hub.InferenceClient(server.url)
-        assert client.text_generation("Say", max_new_tokens=3) == "hello wor"
-        details = client.text_generation("Say", max_new_tokens=3, details=True, seed=1, do_sample=True)
+        assert client.text_generation("Say", max_new_tokens=3, return_full_text=False) == "hello wor"
+        details = client.text_generation(
+            "Say", max_new_tokens=3, details=True, seed=1, do_sample=True, return_full_text=False
+        )
         assert details.details is not None
         assert (details.details.finish_reason, details.details.seed) == ("length", 1)
         assert "".join(token.text for token in details.details.tokens) == details.generated_text
-        stream = client.text_generation("Say", max_new_tokens=12, stream=True, details=True, stop=["and"])
+        stream = client.text_generation(
+            "Say", max_new_tokens=12, stream=True, details=True, stop=["and"], return_full_text=False
+        )
         events = list(stream)
         assert events[-1].generated_text == "".join(event.token.text for event in events)
 
