@@ -223,18 +223,25 @@ class Conversation:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() has a history and an editable line then
 
-        while (line := self._read()) is not None:
-            if not line.strip():
-                continue
+        going = True
+        while going:
             try:
-                if line.startswith("/") and not line.startswith("//"):
-                    if not self.obey(line.rstrip()):
-                        return 0
-                else:
-                    self.ask(line[1:] if line.startswith("//") else line)
-            except ChatError as error:
-                self.note(f"  {error}")
+                line = self._read()
+                going = line is not None and self._do(line)
+            except KeyboardInterrupt:  # between an answer and the next line, or within either: back to the prompt
+                self.out.write("\n")
         return 0
+
+    def _do(self, line: str) -> bool:
+        """What one line asks for; False: leave."""
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                return self.obey(line.rstrip())
+            if line.strip():
+                self.ask(line[1:] if line.startswith("//") else line)
+        except ChatError as error:
+            self.note(f"  {error}")
+        return True
 
     def _read(self) -> str | None:
         """What is typed, with the lines that a \\ holds together; None at the end."""
@@ -242,10 +249,6 @@ class Conversation:
         while True:
             try:
                 line = input("› " if not lines else "… ")
-            except KeyboardInterrupt:
-                self.out.write("\n")
-                lines.clear()
-                continue
             except EOFError:
                 self.out.write("\n")
                 return None

@@ -211,6 +211,23 @@ def test_ctrl_c_keeps_what_came_and_says_so() -> None:
     assert talk.notes.getvalue().startswith("  stopped: 3 tokens in 1 step")  # type: ignore[attr-defined]
 
 
+def test_ctrl_c_between_an_answer_and_the_next_line_leads_back_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = conversation(Canned(EVENTS, then=ChatError("refused")))
+    typed = iter(["first", "second", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
+    notes = talk.note
+    interrupts = iter([KeyboardInterrupt()])
+
+    def note(line: str) -> None:
+        notes(line)
+        for interrupt in interrupts:
+            raise interrupt
+
+    monkeypatch.setattr(talk, "note", note)
+    assert talk.talk() == 0
+    assert [asked["messages"][-1]["content"] for asked in talk.server.asked] == ["first", "second"]  # type: ignore[attr-defined]
+
+
 # --- prompts and keys
 
 

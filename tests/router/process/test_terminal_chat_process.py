@@ -128,7 +128,7 @@ def test_a_talk_in_a_terminal_from_the_first_word_to_ctrl_d(start_server: StartS
         chat.type("\x1b[A\x1b[A\n")  # up twice: the history
         chat.wait_for(r"Again\.(.|\n)*34 tokens in 33 steps")
         chat.type("/temperature 9\nHi\n")
-        chat.wait_for("temperature.*9")  # the server's own words
+        chat.wait_for("`temperature` must be .*9")  # the server's own words
         chat.wait_for("› ")
         chat.type(CTRL_C)
         chat.wait_for("› ")
