@@ -37,7 +37,7 @@ def outputs(
 ) -> list[Ran]:
     """What a worker makes of prompts in one batch, with up to `k` drafts per step; `settings` are the worker's."""
     settings = {"controller": FixedLayout.full(k)} | settings
-    worker = Worker(model, num_blocks=128, block_size=4, grammars=grammars, **settings)
+    worker = Worker(model, num_blocks=256, block_size=4, grammars=grammars, **settings)
     router = SmallRouter(worker)
     numbers = [
         router.admit(

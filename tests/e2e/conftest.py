@@ -201,8 +201,6 @@ def model(checkpoint: Path) -> str:
 def live(model: str) -> Iterator[Live]:
     """The shared server, with room for everything; ended by SIGTERM, and it must exit 0."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--grpc-port", "0"]
-    if model == "demo":  # a model of code, without a template of its own
-        flags += ["--chat-template", "chatml"]
     with ServerProcess(flags) as server, closing(Live(server)) as ready:
         yield ready
 

@@ -38,7 +38,7 @@ def schemathesis(url: str, flags: Sequence[str]) -> None:
         "--request-timeout",
         "120",
         "--max-response-time",
-        "120",
+        "10",
         "--suppress-health-check",
         "all",
         *flags,

@@ -21,6 +21,9 @@ PROMPTS = [[70, 71, 72, 73], [90, 21]]
 SOME, ALL, SCHEMAS = 2, 60, 5
 """Blocks of grammars at every change, and in the whole matrix; schemas in each, beside one each of the others."""
 
+MOST = 400
+"""Tokens of an output: most are complete before."""
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,7 +55,7 @@ def texts_of(
     if chance.random() < 0.8:
         sampling |= {"seed": chance.getrandbits(32), "temperature": chance.choice([0.7, 1.0, 1.5])}
     runs: dict[int, list[Ran]] = {
-        k: outputs(PROMPTS, small, known, grammar, sampling, k=k, max_tokens=200) for k in (0, chance.choice([1, 3, 5]))
+        k: outputs(PROMPTS, small, known, grammar, sampling, k=k, max_tokens=MOST) for k in (0, chance.choice([1, 3, 5]))
     }
     plain, *others = runs.values()
     for other in others:
@@ -79,7 +82,7 @@ def test_complete_outputs_of_random_schemas_parse_and_validate(
         for text in whole:
             Draft202012Validator(schema).validate(json.loads(text))
         num_whole, num_cut = num_whole + len(whole), num_cut + cut
-    assert num_whole >= num_cut  # or little would be judged
+    assert num_whole > num_cut  # or little would be judged
 
 
 @pytest.mark.parametrize("block", BLOCKS)
