@@ -788,6 +788,7 @@ class StepReport(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    ENERGY_FIELD_NUMBER: _builtins.int
     report_no: _builtins.int
     """1, 2, 3, ... on this stream, without gaps"""
     stepped: _builtins.bool
@@ -804,6 +805,10 @@ class StepReport(_message.Message):
     def stats(self) -> Global___StepStats:
         """set when stepped"""
 
+    @_builtins.property
+    def energy(self) -> _containers.RepeatedCompositeFieldContainer[Global___Energy]:
+        """by sensor of the worker's machine, now and then; none without a sensor"""
+
     def __init__(
         self,
         *,
@@ -812,14 +817,45 @@ class StepReport(_message.Message):
         sequences: _abc.Iterable[Global___SequenceReport] | None = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
         stats: Global___StepStats | None = ...,
+        energy: _abc.Iterable[Global___Energy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class Energy(_message.Message):
+    """What a power sensor has counted since the worker's last word about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    JOULES_FIELD_NUMBER: _builtins.int
+    machine: _builtins.str
+    """the same for all workers of a machine, which share its sensors"""
+    device: _builtins.str
+    """what the sensor measures, such as package-0 or gpu-0"""
+    joules: _builtins.float
+    """drawn since then, by whoever"""
+    def __init__(
+        self,
+        *,
+        machine: _builtins.str = ...,
+        device: _builtins.str = ...,
+        joules: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "joules", b"joules", "machine", b"machine"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Energy: _TypeAlias = Energy  # noqa: Y015
 
 @_typing.final
 class SequenceReport(_message.Message):

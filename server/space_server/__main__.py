@@ -36,6 +36,7 @@ from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
+from space_server.energy import Meter, find_sensors
 from space_server.grammars import Grammars
 from space_server.host_memory import keep_freed_memory
 from space_server.largest_step import take_largest_step
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
                     return 0
                 lead = stack.enter_context(leading(config, arguments, place, functools.partial(_load, config)))
             worker = in_passing_thread(lambda: build_worker(config, lead))
-            asyncio.run(_serve(worker, config.listen))
+            asyncio.run(_serve(worker, config.listen, _meter(config, worker)))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
@@ -240,8 +241,21 @@ def choose_threads(model: str) -> int | None:
     return 1 if size < SMALL_WEIGHTS else None
 
 
-async def _serve(worker: Worker, listen: str) -> None:
-    service = WorkerService(worker)
+def _meter(config: WorkerConfig, worker: Worker) -> Meter:
+    """What this machine's processors draw, and the GPUs that compute here."""
+    device = worker.facts.device
+    uuids: list[str] = []
+    if device.type == "cuda":
+        numbers = range(config.tensor_parallel) if config.tensor_parallel > 1 else [device.index or 0]
+        here = [number for number in numbers if number < torch.cuda.device_count()]  # the other ranks' are elsewhere
+        uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in here]
+    meter = Meter(find_sensors(uuids, powercap=config.powercap))
+    _log.info("energy is counted of: %s", ", ".join(meter.devices) or "nothing, for no sensor may be read")
+    return meter
+
+
+async def _serve(worker: Worker, listen: str, meter: Meter) -> None:
+    service = WorkerService(worker, meter=meter)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from space_kernels.attention_backends import ATTENTION_NAMES
 
+from space_server.energy import POWERCAP
 from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
 
@@ -47,6 +49,7 @@ class WorkerConfig:
     tensor_parallel: int  # processes (ranks) that share the model, one per GPU
     rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights
+    powercap: Path  # the kernel's folder of power sensors
     parent_pid: int | None  # end when this process is gone
     log_level: str
 
@@ -157,6 +160,13 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     )
     parser.add_argument(
         "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
+    )
+    parser.add_argument(
+        "--powercap",
+        type=Path,
+        default=POWERCAP,
+        metavar="FOLDER",
+        help="the kernel's power sensors, or where a container gets the machine's (default: %(default)s)",
     )
     parser.add_argument("--parent-pid", type=_at_least(1), help="end when this process is gone")
     parser.add_argument(

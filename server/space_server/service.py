@@ -14,10 +14,13 @@ from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
 from space_server.conversation import Conversation, ConversationFailed, Drained
+from space_server.energy import Meter
 from space_server.worker import Worker
 
 HEARTBEAT_SECONDS = 1.0
 """The longest silence of a worker that lives."""
+ENERGY_SECONDS = 0.25
+"""How often sensors are read while there is something to say: a reading costs microseconds, but steps are many."""
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # prompts and prompt log-probabilities of long windows are large
     ("grpc.max_send_message_length", -1),
@@ -31,11 +34,15 @@ _Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves one router after the other: a new one ends the conversation of the one before."""
 
-    def __init__(self, worker: Worker, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(
+        self, worker: Worker, *, heartbeat_seconds: float = HEARTBEAT_SECONDS, meter: Meter | None = None
+    ) -> None:
+        """`meter`: what this machine draws, said beside the reports."""
         self.incarnation = uuid.uuid4().hex
         self.finished = asyncio.Event()  # drained: the process is to end
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds
+        self._meter = meter or Meter([])
         self._turn = asyncio.Lock()  # held by the conversation that has the worker
         self._newest: object = None  # the stream that came last
         self._conversation: Conversation | None = None
@@ -81,10 +88,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _speak(self, conversation: Conversation, context: _Context) -> None:
         """Number the reports and send them; a refusal is the last word."""
         report_no = 0
+        clock = asyncio.get_running_loop().time
+        self._meter.drawn()  # what was drawn for nobody, or for another router
+        measured = clock()
         while (message := await conversation.message(self._heartbeat_seconds)) is not None:
             if message.HasField("report"):
                 report_no += 1
                 message.report.report_no = report_no
+                if clock() - measured >= ENERGY_SECONDS:
+                    message.report.energy.extend(self._meter.drawn())
+                    measured = clock()
             await context.write(message)
             if message.HasField("refusal"):
                 _log.warning("router refused: %s", message.refusal.reason)

@@ -15,6 +15,7 @@ from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.controller import FixedLayout
 from space_server.conversation import MAX_UNSENT, Conversation
+from space_server.energy import Meter
 from space_server.service import WorkerService, start_server
 from space_server.testing import ScriptedModel
 from space_server.worker import Worker
@@ -97,10 +98,14 @@ class SlowModel(ScriptedModel):
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, model: ScriptedModel | None = None, heartbeat_seconds: float = 1.0
+    folder: Path,
+    *,
+    model: ScriptedModel | None = None,
+    heartbeat_seconds: float = 1.0,
+    meter: Meter | None = None,
 ) -> AsyncIterator[tuple[WorkerService, Callable[[], Peer]]]:
     worker = Worker(model or ScriptedModel(), num_blocks=256, block_size=4, controller=FixedLayout.full(3))
-    service = WorkerService(worker, heartbeat_seconds=heartbeat_seconds)
+    service = WorkerService(worker, heartbeat_seconds=heartbeat_seconds, meter=meter)
     server, address = await start_server(service, f"unix:{folder / 'w'}")
     channels = []
 
@@ -135,6 +140,35 @@ def test_a_sequence_from_admission_to_release(tmp_path: Path) -> None:
             await peer.say(release(1), release(44))
             reports = await peer.hear_until(lambda report: 44 in report.released)
             assert [n for report in reports for n in report.released] == [1, 44]
+
+    run(scenario)
+
+
+class Battery:
+    """A sensor that counts 5 joules each time it is read."""
+
+    device = "package-0"
+
+    def __init__(self) -> None:
+        self.num_readings = 0
+
+    def joules(self) -> float:
+        self.num_readings += 1
+        return 5.0 * self.num_readings
+
+
+def test_what_the_machine_draws_is_said_now_and_then_and_not_what_it_drew_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        battery = Battery()
+        async with serving(tmp_path, heartbeat_seconds=0.3, meter=Meter([battery], "here")) as (_, connect):
+            peer = connect()
+            await peer.hear()
+            begun = battery.num_readings
+            await peer.say(start(), admit(1))
+            reports = await peer.hear_until(lambda report: bool(report.energy))
+            assert [(one.machine, one.device, one.joules) for one in reports[-1].energy] == [("here", "package-0", 5.0)]
+            assert battery.num_readings == begun + 1
+            assert len(reports) > 1  # the first ones came too soon after the reading before
 
     run(scenario)
 

@@ -272,7 +272,7 @@ class Engine:
             self._queue.push(live, parked=live.lagging)
             self._release_followers(live)
         self._pace.learn(report)
-        self._observer.step(report)
+        self._observer.step(report, seat)
         self._schedule()
         if seat.scheduler.num_preemptions > num_preemptions:
             self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
@@ -293,7 +293,7 @@ class Engine:
             else:
                 self._queue.push(live, parked=live.lagging)
                 self._release_followers(live)
-        self._observer.workers(len(self._schedulers()))
+        self._observer.worker_lost(seat, len(self._schedulers()))
         self._schedule()
         self._settle()
 

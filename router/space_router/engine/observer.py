@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from space_proto import worker_pb2
 
+from space_router.engine.energy import EnergyShare
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.pages import PagePool
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
@@ -28,12 +29,15 @@ class Observer:
         self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in ("free", "held", "cached")}
         self._queued = metrics.requests.labels(state="queued")
         self._running = metrics.requests.labels(state="running")
+        self._energy = EnergyShare()
         self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
         self._spent_seconds = 0.0  # what their steps did cost, fading
 
-    def step(self, report: worker_pb2.StepReport) -> None:
-        """One report: rows, seconds, and what speculation brought."""
+    def step(self, report: worker_pb2.StepReport, worker: object = None) -> None:
+        """One report of a worker: rows, seconds, what speculation brought, and the energy that was drawn."""
         metrics = self._metrics
+        for device, joules in self._energy.counted(worker, report.energy):
+            metrics.energy_joules_total.labels(device=device).inc(joules)
         decoded = [part for part in report.sequences if part.decoded]
         accepted = [0] * len(self._positions)
         for part in decoded:
@@ -112,6 +116,10 @@ class Observer:
 
     def workers(self, num_up: int) -> None:
         self._metrics.worker_up.set(num_up)
+
+    def worker_lost(self, worker: object, num_up: int) -> None:
+        self._energy.lost(worker)
+        self.workers(num_up)
 
     def worker_restarted(self) -> None:
         self._metrics.worker_restarts_total.inc()
