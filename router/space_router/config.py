@@ -261,6 +261,16 @@ class ServeConfig(ModelSettings):
         "THREADS",
         own_workers=True,
     )
+    powercap: str | None = setting(
+        None,
+        _WORKERS,
+        "folder of the processors' energy counters; default: /sys/class/powercap, which only root may read and a "
+        "container does not see (docker/README.md has the cure). Without any that may be read there is no "
+        "spaceserve_energy_joules_total of processors; that of a GPU needs nothing",
+        parse.text,
+        "FOLDER",
+        own_workers=True,
+    )
     log_level: str = setting(
         "info",
         _WORKERS,

@@ -41,6 +41,8 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         flags["--synthetic-acceptance"] = config.synthetic_acceptance
     if config.tensor_parallel > 1:
         flags["--tensor-parallel"] = config.tensor_parallel
+    if config.powercap is not None:
+        flags["--powercap"] = config.powercap
     if config.num_threads is not None:
         flags["--num-threads"] = config.num_threads
     words = [str(word) for flag in flags.items() for word in flag]

@@ -32,6 +32,7 @@ def test_what_was_said_is_passed_on() -> None:
         space_mask_ids=(5, 6),
         space_num_masks=2,
         num_threads=1,
+        powercap="/host/powercap",
         tensor_parallel=2,
         synthetic_acceptance=".78",
         adapter=(("code", "/a"), ("prose", "b")),
@@ -45,5 +46,6 @@ def test_what_was_said_is_passed_on() -> None:
     assert flags["--space-mask-ids"] == "5,6"
     assert flags["--space-num-masks"] == "2"
     assert flags["--num-threads"] == "1"
+    assert flags["--powercap"] == "/host/powercap"
     assert flags["--tensor-parallel"] == "2"
     assert flags["--synthetic-acceptance"] == ".78"
