@@ -247,8 +247,9 @@ class ServeConfig(ModelSettings):
     worker_timeout: float = setting(
         30.0,
         _WORKERS,
-        "seconds of silence after which a worker is taken for dead and started again; it speaks at least every second, "
-        "and the default forgives a machine that swaps or a paused container",
+        "longest silence, in seconds, before a worker is taken for hung and started again. It speaks at least every "
+        "second; the watchdog waits 5 seconds, or 20 of its slowest steps, or as long as its start took, and never "
+        "longer than this",
         parse.seconds(2),
         "SECONDS",
     )

@@ -15,6 +15,7 @@ from space_router.engine.model_facts import ModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.engine.seat import Seat
 from space_router.metrics import Metrics
+from space_router.workers.cause import Cause
 from space_server.worker import PROTOCOL_MAJOR
 
 from space_eval.simulate_worker import SimulatedWorker
@@ -55,7 +56,7 @@ class TableSeat(Seat):
 
     def __init__(self, table: Table, new_worker: Callable[[], SimulatedWorker]) -> None:
         self.scheduler: Scheduler | None = None
-        self.num_incarnations = 0
+        self.num_incarnations = self.num_crashes = 0
         self.worker: SimulatedWorker | None = None
         self._table, self._new_worker = table, new_worker
         self._inbox: deque[tuple[float, list[worker_pb2.Command]]] = deque()
@@ -83,7 +84,7 @@ class TableSeat(Seat):
         """The worker is gone with all it has not said yet."""
         if self.scheduler is not None:
             lost, self.scheduler, self.worker = self.scheduler, None, None
-            self._table.engine.worker_lost(self, lost)
+            self._table.engine.worker_lost(self, lost, Cause.OUTSIDE)
 
     def flush(self) -> None:
         if self.scheduler is not None and (commands := self.scheduler.take_commands()):

@@ -50,26 +50,31 @@ class Admission:
         while schedulers and (live := self._queue.head(now)) is not None:
             if self._follows(live, schedulers):
                 continue
-            best = best_placement(live, schedulers)
-            if best is None:
-                if hopeless := self.hopeless(live, 1, now):
-                    yield TurnedAway(live, hopeless)
-                    continue
-                if complete and not any(scheduler.fits(live) for scheduler in schedulers):
-                    error = RequestFailed("The workers came back with less cache than this request needs.")
-                    yield TurnedAway(live, error)
-                    continue
+            gone = self.place(live, schedulers, now, complete=complete)
+            if gone is None:
                 for scheduler in schedulers:
                     scheduler.preempt_stalled()
                 return
-            scheduler, placement = best
-            num_prefill = len(live.ids) - scheduler.num_ids(placement)
-            if hopeless := self.hopeless(live, num_prefill, now):
-                yield TurnedAway(live, hopeless)
-                continue
-            self._queue.admitted(live, now, num_prefill)
-            sequence = scheduler.admit(live, placement)
-            yield Admitted(live, min(sequence.computed, live.num_prompt))
+            yield gone
+
+    def place(
+        self, live: LiveRequest, schedulers: Sequence[Scheduler], now: float, *, complete: bool
+    ) -> Admitted | TurnedAway | None:
+        """Where this request goes of those that wait; None: it goes on waiting."""
+        best = best_placement(live, schedulers)
+        if best is None:
+            if hopeless := self.hopeless(live, 1, now):
+                return TurnedAway(live, hopeless)
+            if complete and not any(scheduler.fits(live) for scheduler in schedulers):
+                return TurnedAway(live, RequestFailed("The workers came back with less cache than this request needs."))
+            return None
+        scheduler, placement = best
+        num_prefill = len(live.ids) - scheduler.num_ids(placement)
+        if hopeless := self.hopeless(live, num_prefill, now):
+            return TurnedAway(live, hopeless)
+        self._queue.admitted(live, now, num_prefill)
+        sequence = scheduler.admit(live, placement)
+        return Admitted(live, min(sequence.computed, live.num_prompt))
 
     def hopeless(self, live: LiveRequest, num_prefill: int, now: float) -> DeadlineExceeded | None:
         """What to say to a request that cannot meet its deadline any more and has not begun; None to others."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from space_router.engine.errors import CacheTooSmall, PromptTooLong
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.model_facts import ModelFacts
+from space_router.engine.pages import PagePool
 from space_router.engine.request import ValidRequest
 
 
@@ -21,6 +23,19 @@ class LoadFigures:
     blocks_cached: int
     num_workers_up: int
     draining: bool
+
+    @classmethod
+    def of(cls, pools: Sequence[PagePool], *, num_queued: int, num_open: int, draining: bool) -> LoadFigures:
+        """`pools`: of the workers that are up; `num_open`: requests that have not ended, those that wait included."""
+        return cls(
+            num_queued=num_queued,
+            num_running=num_open - num_queued,
+            blocks_free=sum(pool.num_free for pool in pools),
+            blocks_held=sum(pool.num_held for pool in pools),
+            blocks_cached=sum(pool.num_cached for pool in pools),
+            num_workers_up=len(pools),
+            draining=draining,
+        )
 
 
 def allowed_tokens(request: ValidRequest, facts: ModelFacts) -> int:

@@ -28,14 +28,17 @@ from space_router.engine.errors import (
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.observer import Observer
+from space_router.engine.outcome import Advance
 from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
-from space_router.engine.scheduler import Advance, Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.engine.seat import Seat
 from space_router.engine.stream import Stream
 from space_router.engine.timer import CallLater, on_the_loop
+from space_router.engine.trials import Trials
 from space_router.metrics import Metrics
+from space_router.workers.cause import Cause
 from space_router.workers.command import worker_command
 from space_router.workers.link import WorkerMismatch
 from space_router.workers.sources import worker_sources
@@ -45,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
 NEAR = 2.0  # a deadline is near once no more is left than so many times what the request takes at the present pace
-MAX_WORKER_LOSSES = 3  # a request that saw so many workers die may be what kills them
 
 
 class Engine:
@@ -83,6 +85,7 @@ class Engine:
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing)
         self._pace = Pace()
         self._admission = Admission(self._queue, self._pace)
+        self._trials = Trials(self._queue, self._admission)
         self._open: dict[Stream, LiveRequest] = {}  # not ended yet
         self._by_name: dict[str, set[LiveRequest]] = {}  # of these
         self._num_submitted = 0
@@ -132,8 +135,8 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """At least one worker is up and the engine is not draining."""
-        return not self._draining and any(seat.scheduler is not None for seat in self.seats)
+        """At least one worker is up, none of those that crash again and again, and the engine is not draining."""
+        return not self._draining and any(seat.steady for seat in self.seats)
 
     async def wait_ready(self) -> ModelFacts:
         """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
@@ -200,16 +203,8 @@ class Engine:
 
     def load(self) -> LoadFigures:
         """How busy the engine is now."""
-        schedulers = self._schedulers()
-        return LoadFigures(
-            num_queued=len(self._queue),
-            num_running=len(self._open) - len(self._queue),
-            blocks_free=sum(scheduler.pool.num_free for scheduler in schedulers),
-            blocks_held=sum(scheduler.pool.num_held for scheduler in schedulers),
-            blocks_cached=sum(scheduler.pool.num_cached for scheduler in schedulers),
-            num_workers_up=len(schedulers),
-            draining=self._draining,
-        )
+        pools = [scheduler.pool for scheduler in self._schedulers()]
+        return LoadFigures.of(pools, num_queued=len(self._queue), num_open=len(self._open), draining=self._draining)
 
     async def drain(self, seconds: float) -> bool:
         """Take no new work; wait until every stream has ended, at most so many seconds; True if all did."""
@@ -268,9 +263,9 @@ class Engine:
         now = self._clock()
         for advance in outcome.advances:
             self._deliver(advance, now)
+            self._trials.advanced(advance.live, seat.scheduler)
         for live in outcome.readmit:
-            self._queue.push(live, parked=live.lagging)
-            self._release_followers(live)
+            self._wait_again(live)
         self._pace.learn(report)
         self._observer.step(report, seat)
         self._schedule()
@@ -278,21 +273,14 @@ class Engine:
             self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
         self._settle()
 
-    def worker_lost(self, seat: Seat, lost: Scheduler) -> None:
+    def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None:
         """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
-            if live.statistics.num_worker_losses >= MAX_WORKER_LOSSES:
-                self._break_off(
-                    live,
-                    WorkerFailed(
-                        f"{live.statistics.num_worker_losses} workers were lost while they ran this request; it is not "
-                        "tried again."
-                    ),
-                )
+            if cause is Cause.ITSELF and (guilty := self._trials.suspect(live)):
+                self._break_off(live, guilty)
             else:
-                self._queue.push(live, parked=live.lagging)
-                self._release_followers(live)
+                self._wait_again(live)
         self._observer.worker_lost(seat, len(self._schedulers()))
         self._schedule()
         self._settle()
@@ -305,7 +293,7 @@ class Engine:
     def _schedule(self) -> None:
         """Admit whom there is room for, in the queue's order."""
         now, schedulers = self._clock(), self._schedulers()
-        for gone in self._admission.admit(schedulers, now, complete=len(schedulers) == len(self.seats)):
+        for gone in self._trials.admit(schedulers, now, complete=len(schedulers) == len(self.seats)):
             live = gone.live
             if not isinstance(gone, Admitted):
                 self._break_off(live, gone.error)
@@ -353,9 +341,14 @@ class Engine:
             elif follower in self._queue:
                 self._queue.unpark(follower)
 
+    def _wait_again(self, live: LiveRequest) -> None:
+        """Back into the queue, with what it has emitted."""
+        self._queue.push(live, parked=live.lagging or self._trials.holds(live))
+        self._release_followers(live)
+
     def _caught_up(self, live: LiveRequest) -> None:
         """A reader that lagged reads again."""
-        if live in self._queue:
+        if live in self._queue and not self._trials.holds(live):
             self._queue.unpark(live)
         for scheduler in self._schedulers():
             scheduler.caught_up(live)
@@ -393,6 +386,7 @@ class Engine:
             if not named:
                 del self._by_name[live.request.request_id]
         self._queue.ended(live)
+        self._trials.forget(live)
         if live.deadline is not None:
             live.deadline.cancel()
         self._release_followers(live)

@@ -36,6 +36,8 @@ class LiveRequest:
         self.num_waits = 0  # times it has waited for a prefix that another was computing
         self.near_at = math.inf  # seconds on the engine's clock: its deadline counts from then on
         self.num_charged: float | None = None  # tokens that its key was charged for; None before its first admission
+        self.num_suspicions = 0  # workers that ended by themselves while they ran it
+        self.cleared_at: int | None = None  # ids to be generated before it is no suspect any more; None: it is none
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs the reader has
         self.last_token: float | None = None  # seconds on the engine's clock
         self.deadline: Timer | None = None
@@ -55,6 +57,11 @@ class LiveRequest:
     def deadline_at(self) -> float:
         """Seconds on the engine's clock."""
         return math.inf if self.request.deadline is None else self.submitted + self.request.deadline
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may be what a worker died of: it runs alone."""
+        return self.cleared_at is not None
 
     @property
     def num_left(self) -> int:

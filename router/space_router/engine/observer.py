@@ -8,6 +8,7 @@ from space_proto import worker_pb2
 
 from space_router.engine.energy import EnergyShare
 from space_router.engine.live_request import LiveRequest
+from space_router.engine.pace import step_seconds
 from space_router.engine.pages import PagePool
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
 
@@ -91,7 +92,7 @@ class Observer:
         """Tokens per sequence and step, times the cost of a plain step, over the cost of this one."""
         if not num_sequences or stats.prefill_rows or stats.plain_step_seconds <= 0:
             return
-        spent = stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds
+        spent = step_seconds(stats)
         plain = num_tokens / num_sequences * stats.plain_step_seconds
         self._plain_seconds = SPEEDUP_MEMORY * self._plain_seconds + plain
         self._spent_seconds = SPEEDUP_MEMORY * self._spent_seconds + spent

@@ -19,8 +19,7 @@ class Pace:
         """One more step."""
         if not report.stepped:
             return
-        stats = report.stats
-        seconds = stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds
+        stats, seconds = report.stats, step_seconds(report.stats)
         decoded = [len(part.tokens) for part in report.sequences if part.decoded and part.tokens]
         if stats.prefill_rows > stats.chain_rows + stats.mask_rows:
             num_rows = stats.prefill_rows + stats.chain_rows + stats.mask_rows
@@ -35,6 +34,11 @@ class Pace:
     def least_seconds(self, num_prompt_ids: int, num_tokens: int) -> float:
         """What it surely takes."""
         return SURELY * self.seconds(num_prompt_ids, num_tokens)
+
+
+def step_seconds(stats: worker_pb2.StepStats) -> float:
+    """How long a step took, all its phases together."""
+    return stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds
 
 
 def _average(known: float, new: float) -> float:

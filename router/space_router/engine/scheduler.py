@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from space_proto import worker_pb2
 
 from space_router.engine import wire
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
+from space_router.engine.outcome import Advance, Outcome
 from space_router.engine.pages import PagePool
 from space_router.engine.report_check import check_distinct, check_released, check_report_no, check_sequence
 from space_router.engine.sequence import MAX_BLOCKS_AHEAD, Sequence, Step
@@ -33,23 +34,6 @@ class Promise:
 
     leader: LiveRequest
     num_ids: int  # leading ids, in whole blocks, that both have in common
-
-
-@dataclass(frozen=True)
-class Advance:
-    """What one report says about one request."""
-
-    live: LiveRequest
-    report: worker_pb2.SequenceReport
-    num_prompt_logprobs_known: int  # leading ones of the report's that the reader has from an earlier admission
-
-
-@dataclass
-class Outcome:
-    """What one report means for the requests."""
-
-    advances: list[Advance] = field(default_factory=list)
-    readmit: list[LiveRequest] = field(default_factory=list)  # preempted and acknowledged: may be queued again
 
 
 class Scheduler:
@@ -99,10 +83,17 @@ class Scheduler:
         """Where `live` would stand if it were admitted now; None where there is no room yet."""
         if live is self._blocked or len(self.sequences) >= self.facts.max_sequences or not self.fits(live):
             return None
+        if self.tries or (live.is_suspect and self.sequences):
+            return None
         placement = self._placement(live)
         if placement is None:
             self._blocked = live
         return placement
+
+    @property
+    def tries(self) -> bool:
+        """A suspect runs here, and nobody may beside it."""
+        return self.num_running == 1 and self.running[0].live.is_suspect
 
     def _placement(self, live: LiveRequest) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
@@ -298,6 +289,15 @@ class Scheduler:
         self.feed()
         return True
 
+    def recall(self, live: LiveRequest) -> bool:
+        """Take a request off this worker, to be queued again once the worker acknowledges. False if it does not run."""
+        sequence = self._by_request.get(live)
+        if sequence is None or sequence.step is Step.RELEASED:
+            return False
+        self._release(sequence)
+        live.phase = Phase.LEAVING
+        return True
+
     def preempt_stalled(self) -> None:
         """Make room by the youngest of those that only wait for their readers, unless room is on its way already."""
         stalled = [s for s in self.running if s.starving and s.live.lagging]
@@ -320,8 +320,7 @@ class Scheduler:
         return max((s for s in running if s is not oldest), key=lambda s: s.live.age, default=None)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        sequence.live.phase = Phase.LEAVING
+        self.recall(sequence.live)
         sequence.live.statistics.num_preemptions += 1
         self.num_preemptions += 1
 

@@ -11,14 +11,18 @@ from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
 from space_router.engine.model_facts import ModelFacts
+from space_router.engine.pace import step_seconds
 from space_router.engine.scheduler import Scheduler
+from space_router.workers.cause import Cause
 from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, WorkerMismatch
 from space_router.workers.supervisor import WorkerDidNotStart
+from space_router.workers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-SILENT_STEPS = 10  # worker timeouts without a step, though one is due: a heart may beat beside a hung device
-MAX_FAILED_STARTS = 5  # in a row, of a worker that was up before: it does not start, or comes back as another
+MAX_FAILED_STARTS = 10  # in a row, of a worker that was up before: it does not start, or comes back as another
+STEADY_SECONDS = 10.0  # that a worker has to be up before it counts as one that works
+MAX_CRASHES = 3  # in a row, of workers that were not up for so long: then the next has to prove itself first
 
 
 class WorkerSource(Protocol):
@@ -30,7 +34,10 @@ class WorkerSource(Protocol):
         """A fresh worker's address, after a back-off where the last one failed."""
 
     def proved_itself(self) -> None:
-        """The worker has done work: no back-off if it is lost now."""
+        """The worker works: no back-off if it is lost now."""
+
+    async def inquest(self) -> Cause:
+        """Why the worker that has just been lost was."""
 
 
 class Engaged(Protocol):
@@ -43,7 +50,7 @@ class Engaged(Protocol):
 
     def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None: ...
 
-    def worker_lost(self, seat: Seat, lost: Scheduler) -> None: ...
+    def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None: ...
 
 
 class Seat:
@@ -64,11 +71,17 @@ class Seat:
         self.source = source
         self.scheduler: Scheduler | None = None  # None: nobody is up
         self.num_incarnations = 0
+        self.num_crashes = 0  # in a row: no worker was up for long in between
         self._schedule = schedule
         self._tokenizer_hash = tokenizer_hash
         self._worker_timeout = worker_timeout
         self._max_prefill_rows = max_prefill_rows
         self._link: Link | None = None
+
+    @property
+    def steady(self) -> bool:
+        """A worker is up, and not one of a row that crash as soon as they have begun."""
+        return self.scheduler is not None and self.num_crashes < MAX_CRASHES
 
     def flush(self) -> None:
         """Say what the scheduler has to say."""
@@ -80,10 +93,13 @@ class Seat:
         num_failed_starts = 0
         while True:
             try:
+                begun = asyncio.get_running_loop().time()
                 address = await self.source.start()
-                await self._converse(address, engaged)
+                watchdog = Watchdog(self._worker_timeout, start_seconds=asyncio.get_running_loop().time() - begun)
+                await self._converse(address, engaged, watchdog)
             except (WorkerDidNotStart, WorkerMismatch) as error:
                 num_failed_starts += 1
+                self.num_crashes += 1
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
                     raise WorkerStartFailed(str(error)) from error
                 logger.error("%s", error)
@@ -93,8 +109,8 @@ class Seat:
             except Exception:  # whatever it was, a fresh worker and the requests' own ids set it right
                 logger.exception("%s is started again after an error of the router", self.source.name)
 
-    async def _converse(self, address: str, engaged: Engaged) -> None:
-        async with Link(address, timeout=self._worker_timeout, tokenizer_hash=self._tokenizer_hash) as link:
+    async def _converse(self, address: str, engaged: Engaged, watchdog: Watchdog) -> None:
+        async with Link(address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash) as link:
             facts = ModelFacts.from_hello(link.hello)
             engaged.expect(facts)
             scheduler = self._schedule(facts)
@@ -106,19 +122,40 @@ class Seat:
             link.send([worker_pb2.Command(start=start)])
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1
-            loop = asyncio.get_running_loop()
-            last_step = loop.time()
+            cause = Cause.OUTSIDE
             try:
                 engaged.worker_up(self)
-                while True:
-                    report = await link.report()
-                    engaged.worker_report(self, report)
-                    if report.stepped:
-                        self.source.proved_itself()
-                    if report.stepped or not scheduler.could_step:
-                        last_step = loop.time()
-                    elif loop.time() - last_step > SILENT_STEPS * self._worker_timeout:
-                        raise LinkLost(f"no step for {SILENT_STEPS * self._worker_timeout:g} s, though one is due")
+                await self._listen(link, scheduler, engaged, watchdog)
+            except (LinkLost, ProtocolViolation):
+                self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
+                cause = await self.source.inquest()
+                if cause is Cause.ITSELF:
+                    self.num_crashes += 1
+                else:
+                    self._works()
+                raise
             finally:
                 self.scheduler = self._link = None
-                engaged.worker_lost(self, scheduler)
+                engaged.worker_lost(self, scheduler, cause)
+
+    async def _listen(self, link: Link, scheduler: Scheduler, engaged: Engaged, watchdog: Watchdog) -> None:
+        """Pass on what the worker says, until it is lost."""
+        clock = asyncio.get_running_loop().time
+        begun = last_step = clock()
+        while True:
+            report = await link.report()
+            engaged.worker_report(self, report)
+            now = clock()
+            if now - begun > STEADY_SECONDS:
+                self._works()
+            if report.stepped:
+                watchdog.stepped(step_seconds(report.stats))
+            if report.stepped or not scheduler.could_step:
+                last_step = now
+            elif now - last_step > watchdog.stall:
+                raise LinkLost(f"no step for {now - last_step:.3g} s, though one is due")
+
+    def _works(self) -> None:
+        """If the worker is lost now, another is started at once."""
+        self.num_crashes = 0
+        self.source.proved_itself()

@@ -28,6 +28,7 @@ from space_router.testing.script import Script, always, half, never, sometimes
 from space_router.testing.scripted_batch import ScriptedBatch
 from space_router.testing.scripted_worker import ScriptedWorker
 from space_router.testing.tabletop import Tabletop, TableWorker
+from space_router.workers.cause import Cause
 
 MAX_TICKS = 20_000
 SECONDS_PER_TICK = 0.01
@@ -79,7 +80,7 @@ class Scenario:
 
     seed: int
     visits: list[Visit]
-    deaths: list[tuple[int, int, int]]  # tick, seat, ticks until it is back
+    deaths: list[tuple[int, int, int, Cause]]  # tick, seat, ticks until it is back, why
     num_workers: int
     delay: int
     max_lag: int
@@ -116,7 +117,7 @@ class Scenario:
                     visits.append(Visit(other, visit.arrives, follows=visit))
         num_workers = dice.choice([1, 1, 2])
         deaths = [
-            (dice.randrange(5, 80), dice.randrange(num_workers), dice.choice([0, 0, 3, 20]))
+            (dice.randrange(5, 80), dice.randrange(num_workers), dice.choice([0, 0, 3, 20]), dice.choice(list(Cause)))
             for _ in range(dice.choice([0, 0, 0, 1, 2, 4]))
         ]
         config = ServeConfig(
@@ -239,10 +240,10 @@ class Performance:
 
     def _fate(self, tick: int) -> None:
         """Workers that die and come back; requests that are cancelled."""
-        for when, number, absence in self.scenario.deaths:
+        for when, number, absence, cause in self.scenario.deaths:
             if when == tick and self.table.seats[number].scheduler is not None:
                 self._note(self.table.seats[number].scheduler)
-                self.table.seats[number].die()
+                self.table.seats[number].die(cause)
                 self._returns.append((tick + absence, number))
         for when, number in list(self._returns):
             if when <= tick:
@@ -322,7 +323,7 @@ class Performance:
         expected = {
             "cancelled": visit.cancelled_at is not None,
             "deadline": visit.request.deadline is not None,
-            "worker failed": len(self.scenario.deaths) >= 3,
+            "worker failed": sum(cause is Cause.ITSELF for *_, cause in self.scenario.deaths) >= 2,
             "refused": self.scenario.config.max_queue < len(self.scenario.visits),
         }
         if not expected.get(visit.outcome or "", True):

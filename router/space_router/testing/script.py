@@ -72,6 +72,8 @@ class Script:
     release_steps: int = 1  # steps that still write to a sequence's pages after its Release
     heartbeat_seconds: float = 1.0
     failing_id: int | None = None  # a sequence whose prompt holds this id fails alone
+    deadly_id: int | None = None  # a sequence whose prompt holds this id kills the worker that steps it ...
+    deadly_steps: int = 1  # ... so many times
 
     refuse: str | None = None  # answer Start with this refusal
     die_after_steps: int | None = None  # end every stream, and come back as a new incarnation, once

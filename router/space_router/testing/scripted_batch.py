@@ -34,6 +34,7 @@ class ScriptedBatch:
         self.figures = figures or Figures()
         self.sequences: dict[int, ScriptedSequence] = {}
         self.draining = False
+        self.is_dead = False  # a sequence has killed the worker
         self._ledger = PageLedger(script.num_blocks, script.block_size)
         self._seen: set[int] = set()
         self._start: worker_pb2.Start | None = None
@@ -109,6 +110,7 @@ class ScriptedBatch:
                 self._step_released(sequence)
                 continue
             report, num_rows = sequence.step(rows_left)
+            self.is_dead = self.is_dead or sequence.is_deadly
             rows_left -= num_rows
             if report is None:
                 continue

@@ -24,6 +24,7 @@ class ScriptedSequence:
         self._ledger = ledger
         self._max_draft_length = min(max_draft_length, admit.max_draft_length, script.draft_length)
         self._num_steps = 0
+        self._num_times = 0  # it was stepped in, in whatever way
         self._hashes = prefix_hashes(self.ids, [])
 
         size = script.block_size
@@ -54,6 +55,7 @@ class ScriptedSequence:
         """One step with at most `prefill_rows` prompt rows: the report, if there is anything to say, and rows used."""
         if self.ended or self.paused or self.releasing is not None:
             return None, 0
+        self._num_times += 1
         if self._script.failing_id is not None and self._script.failing_id in self.ids[: self._admit.num_prompt]:
             self.ended = True
             return self._report(finish=worker_pb2.FINISH_ERROR, error="the script says this one fails"), 0
@@ -64,6 +66,12 @@ class ScriptedSequence:
         if len(self.ids) == len(self._admit.ids):
             return self._prefill(min(len(self.ids) - self.computed, prefill_rows, free))
         return self._decode(free), 0
+
+    @property
+    def is_deadly(self) -> bool:
+        """The worker dies of the step that was just taken."""
+        marked = self._script.deadly_id is not None and self._script.deadly_id in self.ids[: self._admit.num_prompt]
+        return marked and self._num_times >= self._script.deadly_steps
 
     def write_stale(self) -> None:
         """What a launched step still does to a sequence that the router has released."""

@@ -171,7 +171,11 @@ class _Conversation:
                 yield worker_pb2.WorkerMessage(report=self._batch.heartbeat())
             elif self._batch.has_work:
                 await asyncio.sleep(script.step_seconds)
-                yield self._report()
+                report = self._report()
+                if self._batch.is_dead:
+                    self._worker.kill()
+                    return
+                yield report
             elif self._batch.has_news:
                 yield self._report()
             elif self._batch.draining and not self._batch.sequences:

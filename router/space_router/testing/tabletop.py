@@ -16,6 +16,7 @@ from space_router.engine.scheduler import Scheduler
 from space_router.engine.seat import Seat
 from space_router.engine.sequence import Sequence
 from space_router.metrics import Metrics
+from space_router.workers.cause import Cause
 
 
 class TableWorker(Protocol):
@@ -38,7 +39,7 @@ class TableSeat(Seat):
 
     def __init__(self, engine: Engine, new_worker: Callable[[], TableWorker], delay: int) -> None:
         self.scheduler: Scheduler | None = None
-        self.num_incarnations = 0
+        self.num_incarnations = self.num_crashes = 0
         self.worker: TableWorker | None = None
         self._engine, self._new_worker, self._delay = engine, new_worker, delay
         self._inbox: list[worker_pb2.Command] = []
@@ -67,11 +68,11 @@ class TableSeat(Seat):
         self.num_incarnations += 1
         self._engine.worker_up(self)
 
-    def die(self) -> None:
+    def die(self, cause: Cause) -> None:
         """The worker is gone with everything it has not said yet."""
         if self.scheduler is not None:
             lost, self.scheduler, self.worker = self.scheduler, None, None
-            self._engine.worker_lost(self, lost)
+            self._engine.worker_lost(self, lost, cause)
 
     def step(self) -> None:
         """The worker heeds what it was told, steps, and is heard."""

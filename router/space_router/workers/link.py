@@ -10,7 +10,10 @@ import grpc
 import grpc.aio
 from space_proto import worker_pb2
 
+from space_router.workers.watchdog import Watchdog
+
 PROTOCOL_MAJOR = 1
+LOOK_SECONDS = 0.5  # between two looks at whether the worker still speaks
 SERVE = "/spaceserve.v1.Worker/Serve"
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 1024**2),  # prompt logprobs of long prompts are large
@@ -31,19 +34,19 @@ class WorkerMismatch(Exception):
 class Link:
     """A bidirectional stream: Hello in, commands out, reports in.
 
-        async with Link("unix:/run/w.sock", timeout=30.0) as link:
+        async with Link("unix:/run/w.sock", watchdog=Watchdog(30.0)) as link:
             link.hello; link.send(commands)
             report = await link.report()
 
-    Commands that are sent in one moment go in one message. A worker that says nothing for `timeout` seconds (it owes a
-    report every second) is taken for dead.
+    Commands that are sent in one moment go in one message. A worker that says nothing for longer than the watchdog
+    allows (it owes a report every second) is taken for dead.
     """
 
-    def __init__(self, address: str, *, timeout: float, tokenizer_hash: str | None = None) -> None:
+    def __init__(self, address: str, *, watchdog: Watchdog, tokenizer_hash: str | None = None) -> None:
         """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: what Hello must say, None or "" to take any."""
         self.address = address
         self.hello = worker_pb2.Hello()
-        self._timeout = timeout
+        self._patience = watchdog
         self._tokenizer_hash = tokenizer_hash
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         serve = self._channel.stream_stream(
@@ -54,15 +57,16 @@ class Link:
         self._call = serve(self._outgoing())
         self._unsent: list[worker_pb2.Command] = []
         self._news = asyncio.Event()
-        self._last_word = 0.0
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._silent = False
+        self._silence = 0.0  # seconds since the last word, in which this process ran itself
+        self._last_look = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._given_up = False
         self._closed = False
 
     async def __aenter__(self) -> Link:
         try:
-            self._last_word = asyncio.get_running_loop().time()
-            self._watch()
+            self._last_look = asyncio.get_running_loop().time()
+            self._look()
             self.hello = _checked(await self._read(), self.address, self._tokenizer_hash)
         except BaseException:
             await self._close()
@@ -82,19 +86,24 @@ class Link:
     async def report(self) -> worker_pb2.StepReport:
         """The next thing the worker did. Raises LinkLost once there will be no more."""
         message = await self._read()
-        self._last_word = asyncio.get_running_loop().time()
+        self._silence, self._last_look = 0.0, asyncio.get_running_loop().time()
         if message.HasField("refusal"):
             raise LinkLost(f"the worker at {self.address} refuses: {message.refusal.reason}")
         return message.report
 
-    def _watch(self) -> None:
-        """Runs once or twice per timeout and costs nothing per report."""
+    def _look(self) -> None:
+        """Look at the worker now and then. A look that comes late itself (this process was stopped, or the machine
+        slept) says nothing of the worker, whose words may lie unread.
+        """
         loop = asyncio.get_running_loop()
-        left = self._last_word + self._timeout - loop.time()
-        if left > 0:
-            self._watchdog = loop.call_later(left, self._watch)
+        patience = self._patience.silence
+        pause = min(LOOK_SECONDS, patience / 4)
+        self._silence += min(loop.time() - self._last_look, 2 * pause)
+        self._last_look = loop.time()
+        if self._silence < patience:
+            self._watch = loop.call_later(pause, self._look)
         else:
-            self._silent = True
+            self._given_up = True
             self._call.cancel()
 
     async def _read(self) -> worker_pb2.WorkerMessage:
@@ -104,8 +113,8 @@ class Link:
             raise LinkLost(f"the worker at {self.address} is gone: {error.details()}") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._silent and not (task is not None and task.cancelling()):
-                raise LinkLost(f"the worker at {self.address} said nothing for {self._timeout:g} s") from None
+            if self._given_up and not (task is not None and task.cancelling()):
+                raise LinkLost(f"the worker at {self.address} said nothing for {self._silence:.3g} s") from None
             raise
         if not isinstance(message, worker_pb2.WorkerMessage):
             raise LinkLost(f"the worker at {self.address} ended the conversation")
@@ -121,8 +130,8 @@ class Link:
             yield worker_pb2.RouterMessage(commands=commands)
 
     async def _close(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         self._closed = True
         self._news.set()  # ends `_outgoing`: left waiting, it would be collected in the middle of its step
         self._call.cancel()

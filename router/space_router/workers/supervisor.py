@@ -17,11 +17,13 @@ from types import TracebackType
 from typing import Any
 
 from space_router.workers.backoff import Backoff
+from space_router.workers.cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
 
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 40  # of the worker's last words
 GRACE = 5.0  # seconds
+INQUEST_SECONDS = 1.0  # that a process may take to end, once its conversation has
 
 
 class WorkerDidNotStart(Exception):
@@ -56,6 +58,7 @@ class Supervisor:
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
         self._backoff = Backoff()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_oom_kills: int | None = None  # of the machine, when the process was started
 
     @property
     def pid(self) -> int | None:
@@ -76,17 +79,18 @@ class Supervisor:
                 self._folder.cleanup()
 
     async def start(self) -> str:
-        """End what runs, wait the back-off, start the process; its address once it is ready.
+        """Kill what runs, wait the back-off, start the process; its address once it is ready.
 
         Raises WorkerDidNotStart if it ends, or takes too long, before that.
         """
-        await self.stop()
+        await self._end(0.0)  # it is lost: what it would still do is of no use
         if self._folder is None:
             raise RuntimeError("Supervisor.start is called outside its `async with` block")
         await asyncio.sleep(self._backoff.next())
         self.num_starts += 1
         socket = Path(self._folder.name) / f"{self.num_starts}.sock"
         self._last_words.clear()
+        self._num_oom_kills = count_oom_kills()
         process = self._process = await asyncio.create_subprocess_exec(
             *self._command(f"unix:{socket}"),
             stdin=subprocess.DEVNULL,
@@ -115,19 +119,38 @@ class Supervisor:
             ready.cancel()
 
     def proved_itself(self) -> None:
-        """The worker has done work: if it dies now, it is started again at once."""
+        """The worker works: if it dies now, it is started again at once."""
         self._backoff.worked()
+
+    async def inquest(self) -> Cause:
+        """Why the process, whose conversation has ended or fallen silent, is lost: what the system says of it."""
+        process = self._process
+        if process is None:
+            return Cause.ITSELF
+        if process.returncode is None:
+            cause = cause_of_silence(process.pid)
+            if cause is Cause.OUTSIDE:
+                return cause
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), INQUEST_SECONDS)
+        if process.returncode is None:
+            return Cause.ITSELF
+        return cause_of_end(process.returncode, num_oom_kills=(self._num_oom_kills, count_oom_kills()))
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after a while; nothing of it is left running."""
+        await self._end(self._grace)
+
+    async def _end(self, grace: float) -> None:
+        """With `grace` 0 there is no SIGTERM."""
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:
+            if process.returncode is None and grace:
                 _signal(process.pid, signal.SIGTERM)
                 try:
-                    await asyncio.wait_for(process.wait(), self._grace)
+                    await asyncio.wait_for(process.wait(), grace)
                 except TimeoutError:
-                    logger.warning("%s did not end within %g s of SIGTERM: it is killed", self.name, self._grace)
+                    logger.warning("%s did not end within %g s of SIGTERM: it is killed", self.name, grace)
             _signal(process.pid, signal.SIGKILL)  # the rest of its group, and itself if it still runs
             await process.wait()
         for reader in self._readers:

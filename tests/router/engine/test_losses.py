@@ -12,6 +12,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request import Sampling, ValidRequest
 from space_router.testing import Script, ScriptedWorker
+from space_router.workers import watchdog
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
@@ -93,7 +94,7 @@ def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(
         house.worker.script.stall_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
-    monkeypatch.setattr(seat, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
     in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
 
 
@@ -103,23 +104,58 @@ def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse, mon
         assert house.engine.ready
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    monkeypatch.setattr(seat, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
     in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.3)
 
 
-def test_a_request_that_saw_three_workers_die_fails_and_the_others_go_on(in_house: InHouse, request_of: Make) -> None:
+def test_a_request_that_kills_its_worker_twice_is_refused_and_the_others_go_on(
+    in_house: InHouse, request_of: Make, answer: Answer
+) -> None:
     async def body(house: House) -> None:
-        async with house.engine.submit(request_of(6, 400)) as stream:
-            for _ in range(3):
-                await house.until(lambda: house.engine.load().num_running == 1)
-                house.worker.kill()
-                await house.until(lambda: house.engine.load().num_running == 0)
-            with pytest.raises(WorkerFailed, match="3 workers"):
-                async for _ in stream:
-                    pass
-        assert len(await house.text(request_of(6, 10))) == 10
+        deadly = request_of((99, 12, 13), 40, name="deadly")
+        others = [request_of(5 + i, 40, sampling=Sampling(seed=i), name=str(i)) for i in range(6)]
+        texts = [asyncio.create_task(house.text(request)) for request in others]
+        with pytest.raises(WorkerFailed, match="2 workers ended while they ran this request"):
+            await house.text(deadly)
+        assert await asyncio.gather(*texts) == [answer(request, house.worker.script) for request in others]
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 2
 
-    in_house(body, Script(num_blocks=256, step_seconds=0.001))
+    in_house(body, Script(deadly_id=99, num_blocks=256))
+
+
+def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on(
+    in_house: InHouse, request_of: Make, answer: Answer
+) -> None:
+    async def body(house: House) -> None:
+        deadly = request_of((99, 12, 13), 400, name="deadly")
+        others = [request_of(5 + i, 60, sampling=Sampling(seed=i), name=str(i)) for i in range(4)]
+        texts = [asyncio.create_task(house.text(request)) for request in others]
+        with pytest.raises(WorkerFailed, match="workers ended while they ran this request"):
+            await house.text(deadly)
+        assert await asyncio.gather(*texts) == [answer(request, house.worker.script) for request in others]
+        assert 2 < (house.metrics.value("spaceserve_worker_restarts_total") or 0) <= 5
+
+    in_house(body, Script(deadly_id=99, deadly_steps=5, num_blocks=256))
+
+
+def test_suspects_are_tried_alone_and_then_run_together_again(in_house: InHouse, request_of: Make) -> None:
+    async def body(house: House) -> None:
+        requests = [request_of(20 + i, 60, sampling=Sampling(seed=i), name=str(i)) for i in range(5)]
+        texts = [asyncio.create_task(house.text(request)) for request in requests]
+        await house.until(lambda: len(house.engine.seats[0].scheduler.running) == 5)
+        house.worker.kill()
+        together = []
+        await house.until(lambda: house.engine.seats[0].scheduler is None)
+        await house.until(lambda: house.engine.seats[0].scheduler is not None)
+        while not all(text.done() for text in texts):
+            running = house.engine.seats[0].scheduler.running
+            if any(sequence.live.is_suspect for sequence in running):
+                assert len(running) == 1
+            together.append(len(running))
+            await asyncio.sleep(0)
+        assert max(together) == 5, "once all are cleared they run beside each other"
+
+    in_house(body, Script(step_seconds=0.001))
 
 
 def test_a_request_that_waits_while_the_worker_is_down_is_served_afterwards(

@@ -18,6 +18,7 @@ from space_router.engine.errors import WorkerStartFailed
 from space_router.engine.request import Sampling, ValidRequest
 from space_router.metrics import Metrics
 from space_router.testing import HashLanguage
+from space_router.workers.cause import Cause, count_oom_kills
 from space_router.workers.command import worker_command
 from space_router.workers.supervisor import Supervisor, WorkerDidNotStart
 
@@ -146,6 +147,38 @@ def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFix
     lines = capfd.readouterr().err.splitlines()
     assert f"worker 0: {long}" in lines
     assert "worker 0: hello" in lines
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, Cause.OUTSIDE), (signal.SIGSTOP, Cause.OUTSIDE), (signal.SIGSEGV, Cause.ITSELF)],
+)
+def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: Cause) -> None:
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.start()
+        pid = supervisor.pid
+        assert pid is not None
+        os.kill(pid, number)
+        stat = Path(f"/proc/{pid}/stat")
+        await until(lambda: not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ")
+        assert await supervisor.inquest() is cause
+
+    if count_oom_kills() is None:
+        pytest.skip("this kernel does not count whom it kills for want of memory")
+    supervised(READY, body)
+
+
+def test_a_worker_that_hangs_is_not_asked_to_leave_before_the_next_is_started() -> None:
+    async def body(supervisor: Supervisor) -> None:
+        await supervisor.start()
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        await supervisor.start()
+        assert clock() - begun < 10, "it would not have heard SIGTERM"
+
+    supervised(READY, body, grace=20.0)
 
 
 def scripted_argv(*more: str) -> Callable[[ServeConfig, str], list[str]]:

@@ -1,0 +1,62 @@
+"""A worker that crashes again and again is not called ready, and is started less and less often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from space_router.engine import seat
+from space_router.testing import Script
+
+InHouse = Callable[..., None]
+House = Any
+
+
+async def crash(house: House) -> None:
+    num_lives = house.engine.seats[0].num_incarnations
+    house.worker.kill()
+    await house.until(lambda: house.engine.seats[0].num_incarnations > num_lives)
+
+
+def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_while(
+    in_house: InHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(house: House) -> None:
+        for _ in range(2):
+            await crash(house)
+            assert house.engine.ready
+        await crash(house)
+        assert house.engine.load().num_workers_up == 1
+        assert not house.engine.ready
+        monkeypatch.setattr(seat, "STEADY_SECONDS", 0.05)
+        await house.until(lambda: house.engine.ready)
+        await crash(house)
+        assert house.engine.ready, "a worker that was up for a while begins a new row"
+
+    in_house(body, Script(heartbeat_seconds=0.02))
+
+
+def test_each_crash_of_a_row_makes_the_next_start_wait_longer(in_house: InHouse) -> None:
+    async def body(house: House) -> None:
+        clock, waits = asyncio.get_running_loop().time, []
+        for _ in range(4):
+            begun = clock()
+            await crash(house)
+            waits.append(clock() - begun)
+        assert waits[1] >= 0.1
+        assert waits[2] >= 0.2
+        assert waits[3] >= 0.4
+
+    in_house(body)
+
+
+def test_a_request_is_served_by_a_worker_that_is_not_called_ready(in_house: InHouse, request_of: Any) -> None:
+    async def body(house: House) -> None:
+        for _ in range(3):
+            await crash(house)
+        assert not house.engine.ready
+        assert len(await house.text(request_of(6, 10))) == 10
+
+    in_house(body)
