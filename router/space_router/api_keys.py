@@ -4,18 +4,58 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from space_router import parse
 from space_router.errors import ConfigError, Unauthorized
+
+_NAME = re.compile(r"[A-Za-z0-9._:/@-]{1,64}")
+_LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may ask for; None: no bound of its own."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+
+    def over(self, others: KeyLimits) -> KeyLimits:
+        """These, and the others where these say nothing."""
+        return KeyLimits(
+            others.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
+            others.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
+            others.concurrency if self.concurrency is None else self.concurrency,
+        )
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One key: what it is known by, and never the key itself.
+
+    The digest is what is compared, so that the time it takes says nothing about a key's letters or length.
+    """
+
+    digest: bytes  # sha256
+    name: str  # may be logged, and is a label of metrics
+    limits: KeyLimits = KeyLimits()
+
+    @classmethod
+    def of(cls, secret: str, name: str | None = None, limits: KeyLimits | None = None) -> ApiKey:
+        """`name` None: the first half of the digest."""
+        digest = hashlib.sha256(secret.encode()).digest()
+        return cls(digest, name or digest.hex()[:16], limits or KeyLimits())
 
 
 class ApiKeys:
-    """The keys of one server; each has a name that may be logged and counted, a hash of it."""
+    """The keys of one server."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [key.encode() for key in keys]
-        self._names = [hashlib.sha256(key).hexdigest()[:16] for key in self._keys]
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = tuple(keys)
 
     def name_of(self, authorization: str) -> str | None:
         """The name of the key in an `Authorization` header, read as Latin-1; None: missing or not known; "": the server
@@ -25,30 +65,68 @@ class ApiKeys:
             return ""
         kind, _, given = authorization.partition(" ")
         offered = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-        known = [hmac.compare_digest(offered, key) for key in self._keys]
-        return self._names[known.index(True)] if any(known) else None
+        digest = hashlib.sha256(offered).digest()
+        known = [hmac.compare_digest(digest, key.digest) for key in self._keys]
+        return self._keys[known.index(True)].name if any(known) else None
 
     def refusal(self) -> Unauthorized:
         """What somebody hears who has no key."""
         return Unauthorized("The API key is missing or not known. Send `Authorization: Bearer KEY`.")
 
 
-def read_keys(file: str | None, given: str) -> tuple[str, ...]:
-    """API keys from the file (one per line, `#` starts a comment line) and from `given`, separated by commas.
+def plain_keys(*secrets: str) -> tuple[ApiKey, ...]:
+    """Keys without names or limits of their own; each once."""
+    return tuple(ApiKey.of(secret) for secret in dict.fromkeys(secrets))
 
-    Raises ConfigError for a file that cannot be read or holds none.
+
+def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
+    """API keys from `given`, separated by commas, and from the file: one per line, `#` starts a comment line.
+
+    Behind a key of the file: `name=NAME`, and the limits of KeyLimits with dashes. Raises ConfigError for a file that
+    cannot be read, holds none, or says something that is not understood; a line is named by its number, never shown.
     """
-    lines = given.split(",")
+    keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
     if file is not None:
         try:
-            lines += [
-                line
-                for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-                if not line.startswith("#")
-            ]
-        except OSError as error:
-            raise ConfigError(f"--api-key-file={file!r}: cannot be read: {error.strerror}.") from None
-    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
-    if file is not None and not keys:
-        raise ConfigError(f"--api-key-file={file!r}: holds no key; write one per line.")
-    return keys
+            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+            raise ConfigError(f"--api-key-file={file!r}: cannot be read: {reason}.") from None
+        found = [(n, line.split()) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file={file!r}: holds no key; write one per line.")
+        for number, words in found:
+            try:
+                key = _key(words)
+            except ValueError as error:
+                raise ConfigError(f"--api-key-file={file!r}, line {number}: {error}.") from None
+            if all(key.digest != other.digest for other in keys):
+                keys.append(key)
+    names = [key.name for key in keys]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"--api-key-file={file!r}: two keys are named {twice!r}; give each a name of its own.")
+    return tuple(keys)
+
+
+def _key(words: list[str]) -> ApiKey:
+    """Raises ValueError."""
+    secret, *rest = words
+    fields: dict[str, str] = {}
+    for word in rest:
+        field, equals, value = word.partition("=")
+        if not equals or field not in ("name", *_LIMITS):
+            raise ValueError(f"behind a key go name=NAME and {', '.join(f'{limit}=N' for limit in _LIMITS)} only")
+        if field in fields:
+            raise ValueError(f"{field} is given twice")
+        fields[field] = value
+    name = fields.pop("name", None)
+    if name is not None and not _NAME.fullmatch(name):
+        raise ValueError("a name has 1 to 64 letters, digits and . _ : / @ -")
+    whole = parse.whole(1, 10**12)
+    limits: dict[str, int] = {}
+    for field, value in fields.items():
+        try:
+            limits[field.replace("-", "_")] = whole(value)
+        except ValueError as error:
+            raise ValueError(f"{field} {error}") from None
+    return ApiKey.of(secret, name, KeyLimits(**limits))

@@ -63,7 +63,7 @@ def create_app(service: Service) -> DocumentedApp:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")
         return error_answer(refusal, request.url.path)
 
-    app.add_middleware(Access, keys=service.config.api_keys, metrics=service.metrics)
+    app.add_middleware(Access, service=service)
     if service.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -9,8 +9,10 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from space_router import parse
-from space_router.api_keys import read_keys
+from space_router.api_keys import ApiKey, read_keys
+from space_router.connection_settings import ConnectionSettings
 from space_router.errors import ConfigError
+from space_router.limit_settings import LimitSettings
 from space_router.model_settings import ModelSettings
 from space_router.setting import Setting, setting
 
@@ -18,11 +20,11 @@ ENVIRONMENT_PREFIX = "SPACESERVE_"
 
 
 _HTTP, _SPECULATION = "HTTP and gRPC", "speculation"
-_MEMORY, _LIMITS, _WORKERS = "memory and batching", "limits", "workers and process"
+_MEMORY, _WORKERS = "memory and batching", "workers and process"
 
 
 @dataclass(frozen=True)
-class ServeConfig(ModelSettings):
+class ServeConfig(LimitSettings, ConnectionSettings, ModelSettings):
     """Everything `spaceserve serve` can be told."""
 
     host: str = setting(
@@ -44,8 +46,10 @@ class ServeConfig(ModelSettings):
     api_key_file: str | None = setting(
         None,
         _HTTP,
-        "file with one API key per line; with it (or with SPACESERVE_API_KEYS, separated by commas) clients must send "
-        "`Authorization: Bearer KEY`. Keys are never given on the command line, where every process can read them",
+        "file with one API key per line, and behind it what holds for that key alone, such as `sk-... name=team-a "
+        "requests-per-minute=60 tokens-per-minute=100000 concurrency=4`; with it (or with SPACESERVE_API_KEYS, keys "
+        "separated by commas) clients must send `Authorization: Bearer KEY`. Keys are never given on the command line, "
+        "where every process can read them",
         parse.text,
         "PATH",
     )
@@ -56,13 +60,6 @@ class ServeConfig(ModelSettings):
         "only the page that this server serves itself may",
         parse.words,
         "ORIGIN[,ORIGIN...]|*",
-    )
-    max_body: int = setting(
-        4 * 1024**2,
-        _HTTP,
-        "largest request body, in bytes (KiB, MiB allowed); the default holds a prompt of about a million tokens",
-        parse.size,
-        "SIZE",
     )
     drain_timeout: float = setting(
         30.0,
@@ -191,28 +188,6 @@ class ServeConfig(ModelSettings):
         "ROWS",
     )
 
-    max_queue: int = setting(
-        256,
-        _LIMITS,
-        "most requests waiting; the next one gets 429 with Retry-After at once instead of waiting unboundedly",
-        parse.whole(0, 1_000_000),
-        "REQUESTS",
-    )
-    priority_ageing: float = setting(
-        30.0,
-        _LIMITS,
-        "seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody "
-        "waits in; so no priority starves. Shorter: priorities mean less under load",
-        parse.seconds(0.001),
-        "SECONDS",
-    )
-    max_choices: int = setting(
-        16, _LIMITS, "largest `n` or `best_of` of a request, and most prompts in one", parse.whole(1, 1024), "CHOICES"
-    )
-    max_stop_strings: int = setting(
-        4, _LIMITS, "most stop strings of a request; the default is OpenAI's", parse.whole(1, 1024), "STRINGS"
-    )
-
     workers: int = setting(
         1,
         _WORKERS,
@@ -280,7 +255,7 @@ class ServeConfig(ModelSettings):
         "debug|info|warning|error",
     )
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # read by the command line, never a flag
+    api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)  # read by the command line, never a flag
 
     @property
     def max_draft_length(self) -> int | None:

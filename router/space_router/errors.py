@@ -9,9 +9,11 @@ RouterError
     ├── NotFound           404
     ├── MethodNotAllowed   405
     ├── TimedOut           408: the request's own deadline
+    ├── SlowRequest        408: the body came too slowly
     ├── BodyTooLarge       413
     ├── UnsupportedMedia   415
-    ├── Overloaded         429, with Retry-After
+    ├── Overloaded         429, with Retry-After: the queue is full
+    ├── RateLimited        429, with Retry-After: the API key has had its share
     ├── ClientGone         499: nobody reads it; it is only logged
     ├── GenerationFailed   500: this request alone failed
     ├── Internal           500: with an id, no internals
@@ -106,6 +108,19 @@ class TimedOut(ApiError):
         super().__init__(message, param="timeout", code="deadline_exceeded")
 
 
+class SlowRequest(ApiError):
+    """The body did not come within `--receive-timeout`."""
+
+    status = 408
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
+    reason = "slow_request"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="slow_request")
+        self.headers = {"Connection": "close"}  # the rest of it may still come
+
+
 class BodyTooLarge(ApiError):
     """The body exceeds `--max-body`."""
 
@@ -134,6 +149,19 @@ class Overloaded(ApiError):
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message, code="queue_full")
+        self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
+
+
+class RateLimited(ApiError):
+    """The API key has made as many requests, or used as many tokens, as it may for now."""
+
+    status = 429
+    kind = "rate_limit_error"
+    tgi_kind = "overloaded"
+    reason = "rate_limited"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
         self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
 
 

@@ -22,7 +22,10 @@ OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
 SOURCES = ("masks", "lookup", "prediction", "grammar")
 """Who proposed a draft: label `source` of `drafted_tokens_by_source_total` and its accepted twin."""
 
-REASONS = ("invalid", "too_long", "unauthorized", "body_too_large", "queue_full", "not_ready", "draining")
+REASONS = (
+    "invalid", "too_long", "unauthorized", "body_too_large", "header_too_large", "slow_request", "queue_full",
+    "rate_limited", "not_ready", "draining",
+)  # fmt: skip
 """Why a request was refused before it was queued: label `reason` of `rejected_total`."""
 
 
@@ -87,6 +90,16 @@ class Metrics:
         self.requests = gauge("requests", "Requests in the router now", ("state",), on=beside)
         self.requests_total = counter("requests_total", "Requests that were queued and have ended", ("outcome",))
         self.rejected_total = counter("rejected_total", "Requests refused before they were queued", ("reason",))
+        self.slow_readers_cut_total = counter(
+            "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
+        )
+        # By the names of API keys, which the key file bounds; whoever knows them registers them at start.
+        self.key_requests = gauge("key_requests", "Requests that generate, in the router now", ("key",), on=beside)
+        self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", ("key",))
+        self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", ("key", "kind"))
+        self.key_rejected_total = counter(
+            "key_rejected_total", "Requests refused because of their key's limits", ("key", "limit")
+        )
 
         self.prompt_tokens_total = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
         self.generated_tokens_total = counter("generated_tokens_total", "Tokens emitted")

@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from space_router.api.http_connection import bounded
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
@@ -85,6 +86,7 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
         server = WebServer(
             uvicorn.Config(
                 create_app(service),
+                http=bounded(config, metrics),  # type: ignore[arg-type]  # called as a class is
                 log_config=None,
                 access_log=False,
                 server_header=False,

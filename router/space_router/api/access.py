@@ -1,16 +1,17 @@
-"""The layer around all routes: who may come in, and an answer whatever happens inside."""
+"""The layer around all routes: who may come in, how often, and an answer whatever happens inside."""
 
 import logging
 import time
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.answers import error_answer, unforeseen
+from space_router.api.service import Service
 from space_router.api.timing import RECEIVED
-from space_router.api_keys import ApiKeys
-from space_router.metrics import Metrics
+from space_router.errors import ApiError
 from space_router.page.files import PAGE_FILES
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,11 @@ OPEN_PATHS = frozenset(
     {"/health", "/readyz", "/ping", "/livez", "/startupz", "/version", "/metrics", "/docs", "/openapi.json"}
 )
 """What probes, scrapers and readers of the documentation reach without a key."""
+
+GENERATING_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/generate_stream", "/", "/invocations"}
+)
+"""Where a POST asks for text: what an API key's limits are about, and what a full queue refuses unread."""
 
 
 def is_open(path: str, method: str) -> bool:
@@ -33,24 +39,19 @@ def key_of(request: Request) -> str:
 
 
 class Access:
-    """ASGI middleware: checks the API key, notes its name and the time; an unforeseen exception gets an id."""
+    """ASGI middleware: checks the API key and what it may still do, notes its name and the time; refuses early what
+    would be refused later; an unforeseen exception gets an id.
+    """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._keys = ApiKeys(keys)
-        self._metrics = metrics
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope[RECEIVED] = time.monotonic()
-        name = self._keys.name_of(Headers(scope=scope).get("authorization", ""))
-        scope["spaceserve.key"] = name or ""
-        if name is None and not is_open(scope["path"], scope["method"]):
-            self._metrics.rejected_total.labels(reason="unauthorized").inc()
-            await error_answer(self._keys.refusal(), scope["path"])(scope, receive, send)
-            return
         begun = False
 
         async def watched_send(message: Message) -> None:
@@ -58,9 +59,25 @@ class Access:
             begun = True
             await send(message)
 
-        try:
-            await self._app(scope, receive, watched_send)
-        except Exception as error:
-            answer = error_answer(unforeseen(error), scope["path"])
-            if not begun:
-                await answer(scope, receive, send)
+        with ExitStack() as taken:
+            try:
+                self._enter(scope, taken)
+                await self._app(scope, receive, watched_send)
+            except ApiError as error:
+                self._service.metrics.rejected_total.labels(reason=error.reason).inc()
+                await error_answer(error, scope["path"])(scope, receive, send)
+            except Exception as error:
+                answer = error_answer(unforeseen(error), scope["path"])
+                if not begun:
+                    await answer(scope, receive, send)
+
+    def _enter(self, scope: Scope, taken: ExitStack) -> None:
+        """Who comes, and whether there is room. Raises ApiError; what is `taken` is given back with the request."""
+        keys = self._service.keys
+        name = keys.name_of(Headers(scope=scope).get("authorization", ""))
+        scope["spaceserve.key"] = name or ""
+        if name is None and not is_open(scope["path"], scope["method"]):
+            raise keys.refusal()
+        if name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+            self._service.check_room()
+            taken.enter_context(self._service.allowances.of(name).request())

@@ -1,5 +1,6 @@
 """From the bytes of a request to a checked pydantic model, or to an error that stays small."""
 
+import asyncio
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -8,7 +9,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 
-from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, UnsupportedMedia
+from space_router.config import ServeConfig
+from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRequest, UnsupportedMedia
 
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that are accepted and change nothing: they are the client's own notes."""
@@ -53,21 +55,39 @@ class Received(NamedTuple):
     size: int  # bytes
 
 
-async def read_object(request: Request, max_body: int) -> Received:
-    """The JSON object in the body, read once. Raises UnsupportedMedia, BodyTooLarge, InvalidRequest, ClientGone."""
+async def read_object(request: Request, config: ServeConfig) -> Received:
+    """The JSON object in the body, read once.
+
+    Raises UnsupportedMedia, BodyTooLarge, SlowRequest, InvalidRequest, ClientGone.
+    """
     known: Received | None = request.scope.get("spaceserve.body")
     if known is None:
-        known = request.scope["spaceserve.body"] = await _read_object(request, max_body)
+        known = request.scope["spaceserve.body"] = await _read_object(request, config)
     return known
 
 
-async def _read_object(request: Request, max_body: int) -> Received:
+async def _read_object(request: Request, config: ServeConfig) -> Received:
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMedia(f"The body is announced as {shown(media)}; send `Content-Type: application/json`.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMedia(f"The body is announced as compressed ({shown(encoding)}); send it as it is.")
+    try:
+        async with asyncio.timeout(config.receive_timeout):
+            content = await _content(request, config.max_body)
+    except TimeoutError:
+        raise SlowRequest(
+            f"The body did not come within {config.receive_timeout:g} s. Send it faster, or raise `--receive-timeout`."
+        ) from None
+    value = parse_json(content, config.max_json_depth)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"The body must be a JSON object; got {shown(value)}.")
+    return Received(value, len(content))
+
+
+async def _content(request: Request, max_body: int) -> bytes:
+    """The bytes of the body."""
     too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:18]) > max_body:
@@ -82,13 +102,35 @@ async def _read_object(request: Request, max_body: int) -> Received:
             pieces.append(piece)
     except ClientDisconnect:
         raise ClientGone("The client went away while sending its request.") from None
+    return b"".join(pieces)
+
+
+def parse_json(content: bytes, max_depth: int) -> Any:
+    """The value. Raises InvalidRequest for what is no JSON, or is nested deeper."""
     try:
-        value = orjson.loads(b"".join(pieces))
+        value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg[:100]} (at character {error.pos}).") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"The body must be a JSON object; got {shown(value)}.")
-    return Received(value, size)
+    if content.count(b"[") + content.count(b"{") > max_depth and _deeper(value, max_depth):
+        raise InvalidRequest(
+            f"The body is nested more than {max_depth} deep (`--max-json-depth`). Flatten it.", code="too_deep"
+        )
+    return value
+
+
+def _deeper(value: Any, max_depth: int) -> bool:
+    """Level by level, for it must not recurse itself."""
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return False
+    return True
 
 
 def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]]) -> BodyT:

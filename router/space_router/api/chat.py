@@ -155,7 +155,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
         door = service.door(key_of(request))
         tools = tools_of(door, body)

@@ -126,7 +126,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
         made = await beside(received.size, plan, service.door(key_of(request)), body, grammar)

@@ -220,7 +220,7 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TGI"])
 
     async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, Generation]:
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(model, received.values, {})
         options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         wanted = None if options.grammar is None else tgi_grammar(options.grammar)

@@ -28,7 +28,7 @@ def routes(service: Service, routers: list[APIRouter]) -> APIRouter:
     @router.post("/invocations", **_described(list(route_of.values())))
     async def invocations(request: Request) -> Response:
         """`inputs` as `POST /`, `messages` as `/v1/chat/completions`, `prompt` as `/v1/completions`."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         given = [field for field in ROUTE_OF if received.values.get(field) is not None]
         if len(given) != 1:
             has = " and ".join(f"`{field}`" for field in given) or "none of them"

@@ -250,7 +250,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answer an input, in OpenAI's newer API."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         notes = Notes.of(received.values)
         body = validate(ResponseBody, received.values, RESPONSE_NEUTRAL)
         door = service.door(key_of(request))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -83,8 +83,17 @@ class Running:
         async for step in running.steps(): ...      # [(progress, TextDelta), ...] of one moment
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, plan: Plan) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        plan: Plan,
+        charge: Callable[[int, int], None] = lambda num_prompt, num_generated: None,
+    ) -> None:
+        """`charge` is told how many tokens came in, once, and went out, at the end of each choice."""
         self.plan = plan
+        self._charge = charge
         self.choices: list[Progress] = []
         self._engine = engine
         self._tokenizer = tokenizer
@@ -118,6 +127,7 @@ class Running:
                 text = TextStream(self._tokenizer, choice.prompt.ids, choice.rules)
                 self.choices.append(Progress(choice, stream, text, scope))
             undo.pop_all()
+        self._charge(sum(len(prompt.ids) for prompt in self.plan.prompts), 0)
         return self
 
     async def __aexit__(
@@ -131,6 +141,7 @@ class Running:
             outcome = self._outcome if progress.finish is None else progress.finish.value
             self._metrics.requests_total.labels(outcome=outcome).inc()
             self._metrics.request_seconds.observe(seconds)
+            self._charge(0, progress.stream.statistics.num_generated)
             await progress.scope.aclose()
 
     def overdue(self) -> None:

@@ -3,10 +3,12 @@
 import time
 from dataclasses import dataclass, field
 
+from space_router.allowance import Allowances
 from space_router.api.door import Door
 from space_router.api.grammar_fields import checked
 from space_router.api.plan import Plan
-from space_router.api.running import Running
+from space_router.api.running import Running, translate
+from space_router.api_keys import ApiKeys, KeyLimits
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request import Grammar
@@ -28,6 +30,14 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     started: bool = False  # the engine has been ready once
     draining: bool = False  # SIGTERM has come
+    keys: ApiKeys = field(init=False)
+    allowances: Allowances = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
+        self.keys = ApiKeys(config.api_keys)
+        self.allowances = Allowances(config.api_keys, limits, self.metrics)
 
     @property
     def ready(self) -> bool:
@@ -58,4 +68,11 @@ class Service:
         return tuple(name for name, _ in self.config.adapter) if facts is None else facts.adapters
 
     def run(self, plan: Plan) -> Running:
-        return Running(self.engine, self.text.tokenizer, self.metrics, plan)
+        """Its tokens are charged to the key that the plan's requests came with."""
+        charge = self.allowances.of(plan.choices[0].request.key).charge
+        return Running(self.engine, self.text.tokenizer, self.metrics, plan, charge)
+
+    def check_room(self) -> None:
+        """Raises Overloaded where nobody can wait any more: sooner said than after a body is read and tokenised."""
+        if (full := self.engine.full()) is not None:
+            raise translate(full)

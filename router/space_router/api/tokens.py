@@ -68,7 +68,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(TokenizeBody, received.values, {})
         parameters = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         door = service.door(key_of(request))
@@ -99,7 +99,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def chat_tokenize(request: Request) -> Response:
         """A chat request as the prompt it becomes: {tokenize_response: [{id, text, start, stop}], templated_text}."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
         return answer(await beside(received.size, _conversation, service.door(key_of(request)), body))
 
@@ -110,7 +110,7 @@ def routes(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        received = await read_object(request, service.config.max_body)
+        received = await read_object(request, service.config)
         body = validate(DetokenizeBody, received.values, {})
         ids = service.door().check_ids(body.tokens, "tokens")
         decode = service.text.tokenizer.decode

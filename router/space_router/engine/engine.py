@@ -82,7 +82,8 @@ class Engine:
         self._call_later = call_later or on_the_loop
         self._max_lag = max_lag
         self._observer = Observer(metrics)
-        self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing)
+        self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
+        self.full = self._queue.refusal
         self._pace = Pace()
         self._admission = Admission(self._queue, self._pace)
         self._trials = Trials(self._queue, self._admission)
@@ -184,7 +185,7 @@ class Engine:
             live.awaited_ids = live.num_prompt
             first.followers.append(live)
         self._schedule()
-        if len(self._queue) > self._queue.max_waiting and live in self._queue:
+        if leader is None and self._queue.overfull and live in self._queue:  # choices of one prompt wait as one
             self._queue.remove(live)
             self._forget(live)
             raise self._queue.full()

@@ -61,11 +61,10 @@ class CacheTooSmall(Refused):
 
 
 class QueueFull(Refused):
-    """As many requests wait as may wait."""
+    """As many requests, or prompt tokens, wait as may wait."""
 
-    def __init__(self, *, max_queue: int, retry_after: float) -> None:
-        super().__init__(f"{max_queue} requests are waiting already. Try again in about {retry_after:.0f} s.")
-        self.max_queue = max_queue
+    def __init__(self, waiting: str, *, retry_after: float) -> None:
+        super().__init__(f"{waiting} are waiting already. Try again in about {retry_after:.0f} s.")
         self.retry_after = retry_after  # seconds
 
 

@@ -33,9 +33,11 @@ class RequestQueue:
     Parked requests count as waiting, but are not in the order until they are unparked. Every move costs O(log n).
     """
 
-    def __init__(self, max_waiting: int, *, ageing: float = AGEING_SECONDS) -> None:
-        """`ageing`: seconds of waiting per level."""
+    def __init__(self, max_waiting: int, *, ageing: float = AGEING_SECONDS, max_tokens: float = math.inf) -> None:
+        """`ageing`: seconds of waiting per level; `max_tokens`: prompt tokens that may wait."""
         self.max_waiting = max_waiting
+        self.max_tokens = max_tokens
+        self._num_tokens = 0  # of the prompts of those that wait
         self._ageing = ageing
         self._waiting: set[LiveRequest] = set()
         self._now = -math.inf  # the latest time known
@@ -60,6 +62,7 @@ class RequestQueue:
     def push(self, live: LiveRequest, *, parked: bool = False) -> None:
         """Let a request wait; bounds are `check`ed by the caller, at the door only."""
         self._waiting.add(live)
+        self._num_tokens += live.num_prompt
         live.phase = Phase.PARKED
         if not parked:
             self.unpark(live)
@@ -114,6 +117,7 @@ class RequestQueue:
         if live in self._waiting:
             self._step_out(live)
             self._waiting.remove(live)
+            self._num_tokens -= live.num_prompt
 
     def admitted(self, live: LiveRequest, now: float, num_prefill: int = 0) -> None:
         """Remove a request because it goes to a worker, to compute `num_prefill` ids of its prompt there; `now` in
@@ -138,10 +142,27 @@ class RequestQueue:
             if not len(line) and line.finish <= self._clock:
                 del self._lines[line.key]  # a new one would stand at the same place
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self._num_tokens
+
+    @property
+    def overfull(self) -> bool:
+        """More wait than may. One request alone may be of any length."""
+        return len(self) > self.max_waiting or (self._num_tokens > self.max_tokens and len(self) > 1)
+
+    def refusal(self) -> QueueFull | None:
+        """What anybody will hear who comes now and must wait; None: one more may wait, or might not have to."""
+        full = len(self) >= self.max_waiting or self._num_tokens >= self.max_tokens
+        return self.full() if full and self._waiting else None
+
     def full(self) -> QueueFull:
         """What to tell somebody for whom there is no room."""
         seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
-        return QueueFull(max_queue=self.max_waiting, retry_after=seconds)
+        if len(self._waiting) < self.max_waiting:
+            return QueueFull(f"{self._num_tokens} prompt tokens", retry_after=seconds)
+        return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
 
     def _line(self, live: LiveRequest) -> Line:
         """Where a request stands."""

@@ -8,7 +8,6 @@ from grpc_reflection.v1alpha import reflection
 from space_proto import generate_pb2, generate_pb2_grpc
 
 from space_router.api.service import Service
-from space_router.api_keys import ApiKeys
 from space_router.errors import ConfigError
 from space_router.grpc_face import health
 from space_router.grpc_face.access import Access
@@ -30,7 +29,7 @@ class GrpcServer:
 
     def __init__(self, service: Service, host: str, port: int) -> None:
         """`port` 0: any that is free. Raises ConfigError for one that cannot be had."""
-        keys = ApiKeys(service.config.api_keys)
+        keys = service.keys
         self._server = grpc.aio.server(
             interceptors=[Access(keys, service.metrics)],
             options=[

@@ -1,7 +1,8 @@
 """`spaceserve.v1.Generate`: one way through door, engine and text with HTTP, written as messages."""
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 import grpc.aio
@@ -36,7 +37,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     async def Generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
         """Admitted before anything is sent; left, by its end or its client's, it holds nothing any more."""
         service = self._service
-        async with answering(context, service.metrics):
+        async with answering(context, service.metrics), self._let_in(context):
             asked = await read(service, self._door(context), request, context.time_remaining())
             events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
             async with service.run(asked.plan) as running:
@@ -91,9 +92,19 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             reply.synthetic_acceptance.extend(facts.synthetic_acceptance)
         return reply
 
+    @asynccontextmanager
+    async def _let_in(self, context: Context) -> AsyncIterator[None]:
+        """The time of a call that generates, if its key may still make one and there is room. Raises ApiError."""
+        self._service.check_room()
+        with self._service.allowances.of(self._key(context)).request():
+            yield
+
     def _door(self, context: Context) -> Door:
         """For the key that the call came with."""
-        return self._service.door(self._keys.name_of(authorization(context.invocation_metadata())) or "")
+        return self._service.door(self._key(context))
+
+    def _key(self, context: Context) -> str:
+        return self._keys.name_of(authorization(context.invocation_metadata())) or ""
 
 
 def _ids(door: Door, request: generate_pb2.TokenizeRequest) -> list[int]:

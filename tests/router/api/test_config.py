@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from space_router import cli
+from space_router.api_keys import KeyLimits, plain_keys
 from space_router.config import ServeConfig, build, settings
 from space_router.errors import ConfigError
 
@@ -55,8 +56,8 @@ def test_keys_come_from_the_file_and_the_variable_and_are_never_shown(tmp_path: 
     file = tmp_path / "keys"
     file.write_text("# people\nalpha\n\nbeta\n")
     config = build({"api_key_file": str(file)}, {"SPACESERVE_API_KEYS": "gamma,alpha"})
-    assert config.api_keys == ("gamma", "alpha", "beta")
-    assert "alpha" not in repr(config)
+    assert config.api_keys == plain_keys("gamma", "alpha", "beta")
+    assert "alpha" not in repr(config) + repr(config.api_keys)
     file.write_text("# nobody\n")
     with pytest.raises(ConfigError, match="holds no key"):
         build({"api_key_file": str(file)}, {})
@@ -138,3 +139,36 @@ def test_another_rooms_program_takes_its_arguments_as_they_are(monkeypatch: pyte
 def test_importing_the_whole_router_leaves_torch_unloaded() -> None:
     code = "import sys, space_router.cli, space_router.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_key_of_the_file_may_have_a_name_and_limits_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alpha name=team-a requests-per-minute=60 concurrency=4\nbeta tokens-per-minute=1000\ngamma\n")
+    first, second, third = build({"api_key_file": str(file)}, {}).api_keys
+    assert (first.name, first.limits) == ("team-a", KeyLimits(requests_per_minute=60, concurrency=4))
+    assert second.limits == KeyLimits(tokens_per_minute=1000)
+    assert len(second.name) == 16, "a key without a name is known by its digest"
+    assert third.limits == KeyLimits()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("secret nonsense", "line 2: behind a key go name=NAME"),
+        ("secret speed=4", "line 2: behind a key go name=NAME"),
+        ("secret name=a/b name=c", "line 2: name is given twice"),
+        ("secret name=a,b", "a name has 1 to 64 letters"),
+        ("secret concurrency=0", "concurrency must be a whole number from 1"),
+        ("secret requests-per-minute=many", "requests-per-minute must be a whole number"),
+        ("secret name=first", "two keys are named 'first'"),
+    ],
+)
+def test_a_line_of_the_key_file_that_is_not_understood_is_named_and_its_key_is_not(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"other name=first\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        build({"api_key_file": str(file)}, {})
+    assert words in str(caught.value)
+    assert "secret" not in str(caught.value)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -25,7 +26,7 @@ async def test_by_default_no_origin_is_allowed(start: Start) -> None:
 
 
 async def test_a_named_origin_may_ask_with_its_key_and_read_headers_and_errors(start: Start) -> None:
-    config = ServeConfig(cors_origins=(PAGE, "http://localhost:3000"), api_keys=("one",))
+    config = ServeConfig(cors_origins=(PAGE, "http://localhost:3000"), api_keys=plain_keys("one"))
     async with start("yes", config=config) as router:
         asked = await router.client.options("/v1/completions", headers=ASKS_FIRST)  # browsers send no key with it
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from space_router.api.docs import _page
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -31,7 +32,7 @@ class Reading(HTMLParser):
 
 
 async def test_every_route_and_schema_is_on_the_page_and_every_link_leads_somewhere(start: Start) -> None:
-    async with start("yes", config=ServeConfig(api_keys=("one",))) as router:
+    async with start("yes", config=ServeConfig(api_keys=plain_keys("one"))) as router:
         page = await router.client.get("/docs")
         assert page.headers["content-type"].startswith("text/html")
         document = (await router.client.get("/openapi.json")).json()

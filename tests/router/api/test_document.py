@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from space_router.api.access import is_open
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -91,7 +92,7 @@ async def test_bodies_say_which_fields_there_are(router: Any) -> None:
 
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 async def test_it_asks_for_a_key_where_the_server_does(start: Start, keys: tuple[str, ...]) -> None:
-    async with start("yes", config=ServeConfig(api_keys=keys)) as router:
+    async with start("yes", config=ServeConfig(api_keys=plain_keys(*keys))) as router:
         whole = await document(router)
         for path, method, operation in operations(whole):
             asks = bool(keys) and not is_open(path, method.upper())

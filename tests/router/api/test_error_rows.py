@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from space_router.api.door import Parameters
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.text.testing import FIRST_BYTE_ID
 
@@ -110,11 +111,11 @@ ROWS = {
     ),
     "no key": Row(
         401, "authentication_error", "invalid_api_key", 401, "authentication",
-        state=configured(api_keys=("secret",)), answer_headers=("www-authenticate",),
+        state=configured(api_keys=plain_keys("secret")), answer_headers=("www-authenticate",),
     ),
     "a wrong key": Row(
         401, "authentication_error", "invalid_api_key", 401, "authentication",
-        state=configured(api_keys=("secret",)), headers={"authorization": "Bearer wrong"},
+        state=configured(api_keys=plain_keys("secret")), headers={"authorization": "Bearer wrong"},
     ),
     "an unknown model": Row(
         404, "invalid_request_error", "model_not_found", 404, "not_found",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from space_router.api import body as body_module
 from space_router.api.door import Parameters
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
 
@@ -260,7 +261,7 @@ async def test_an_unforeseen_error_has_an_id_and_no_internals(
 
 
 async def test_keys_protect_work_and_not_probes(start: Start) -> None:
-    async with start("yes", config=ServeConfig(api_keys=("one", "two"))) as router:
+    async with start("yes", config=ServeConfig(api_keys=plain_keys("one", "two"))) as router:
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
             for path in ("/v1/models", "/info"):
                 answer = await router.client.get(path, headers=headers)
@@ -301,7 +302,7 @@ async def test_a_flood_of_mistakes_makes_few_complaints(
 
 
 async def test_a_key_may_have_letters_of_every_alphabet(start: Start) -> None:
-    async with start("yes", config=ServeConfig(api_keys=("schlüssel",))) as router:
+    async with start("yes", config=ServeConfig(api_keys=plain_keys("schlüssel"))) as router:
         for key, status in (("schlüssel", 200), ("schlussel", 401)):
             answer = await router.client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()})
             assert answer.status_code == status

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request import ValidRequest
@@ -39,7 +40,7 @@ async def test_a_request_carries_a_name_of_its_key_and_never_the_key(
     start: Start, seen: list[ValidRequest], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with start("yes", config=ServeConfig(api_keys=(SECRET, "other"))) as router:
+    async with start("yes", config=ServeConfig(api_keys=plain_keys(SECRET, "other"))) as router:
         for key in (SECRET, "other", SECRET):
             for path, body in BODIES:
                 answer = await router.client.post(path, json=body, headers={"authorization": f"Bearer {key}"})

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.metrics import Metrics
 from space_router.testing import never
@@ -206,7 +207,7 @@ async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Star
 
 async def test_a_request_is_cancelled_by_its_own_key_only(start: Start) -> None:
     mine, yours = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
-    async with start("yes", step_seconds=0.005, config=ServeConfig(api_keys=("one", "two"))) as router:
+    async with start("yes", step_seconds=0.005, config=ServeConfig(api_keys=plain_keys("one", "two"))) as router:
         body = {"prompt": "x", "max_tokens": 200, "n": 2, "request_id": "same"}
         asking = [
             asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))

@@ -159,6 +159,19 @@ def test_a_queue_of_nobody_still_admits_whom_there_is_room_for(in_house: InHouse
     in_house(body, max_queue=0)
 
 
+def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_may_wait(
+    in_house: InHouse, request_of: Make
+) -> None:
+    async def body(house: House) -> None:
+        first = house.engine.submit(request_of(40, 5))
+        second = house.engine.submit(request_of(40, 5, sampling=Sampling(seed=0, choice=1)), leader=first)
+        for stream in (first, second):
+            async with stream:
+                assert sum([len(delta.tokens) async for delta in stream]) == 5
+
+    in_house(body, max_queue=0)
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "error", "message"),
     [

@@ -90,3 +90,26 @@ def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -
         queue.remove(refused)
     assert len(queue._lines[""]._by_due) < 100
     assert drained(queue) == [0]
+
+
+def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(request_of: Make) -> None:
+    queue = RequestQueue(9, max_tokens=10)
+    long, short = (LiveRequest(request_of(prompt), 1, prompt, 0.0) for prompt in (50, 1))
+    assert queue.refusal() is None
+    queue.push(long)
+    assert not queue.overfull
+    assert "50 prompt tokens are waiting" in str(queue.refusal())
+    queue.push(short)
+    assert queue.overfull
+    queue.remove(long)
+    assert (queue.num_tokens, queue.overfull, queue.refusal()) == (1, False, None)
+    queue.remove(short)
+    queue.remove(short)
+    assert queue.num_tokens == 0
+
+
+def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places(request_of: Make) -> None:
+    queue = RequestQueue(0)
+    assert queue.refusal() is None
+    queue.push(LiveRequest(request_of(), 1, 0, 0.0))
+    assert "1 requests are waiting" in str(queue.refusal())

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -65,5 +66,5 @@ async def test_a_service_that_is_not_there_is_unknown(router: Any) -> None:
 
 
 async def test_probes_need_no_key(start: Start) -> None:
-    async with start(config=ServeConfig(api_keys=("right",))) as router:
+    async with start(config=ServeConfig(api_keys=plain_keys("right"))) as router:
         assert await status(router) == SERVING

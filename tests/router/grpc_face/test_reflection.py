@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -53,7 +54,7 @@ async def test_messages_built_from_reflection_alone_stream_an_answer(router: Any
 
 
 async def test_the_contract_is_told_to_those_with_a_key(start: Start) -> None:
-    async with start(config=ServeConfig(api_keys=("right",))) as router:
+    async with start(config=ServeConfig(api_keys=plain_keys("right"))) as router:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected(router, list_services="")
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from space_proto import generate_pb2
+from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.grpc_face import service as grpc_service
 
@@ -180,7 +181,7 @@ async def test_a_full_queue_says_when_to_try_again(start: Start) -> None:
 
 
 async def test_without_a_known_key_nothing_is_said_but_health(start: Start) -> None:
-    async with start(config=ServeConfig(api_keys=("right", "also"))) as router:
+    async with start(config=ServeConfig(api_keys=plain_keys("right", "also"))) as router:
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "right"),)):
             for call in (
                 router.stub.Info(generate_pb2.InfoRequest(), metadata=metadata),

@@ -1,0 +1,174 @@
+"""One client's HTTP connection, bounded in both directions: what it may send, how slowly, and what it may leave unread.
+
+uvicorn holds the connection; what it leaves unbounded is bounded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from space_router.connection_settings import ConnectionSettings
+from space_router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class HeaderTooLarge(Exception):
+    """First line and headers exceed `--max-header`."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Refuses what is too long or too slow before it is a request, and cuts a client that does not read.
+
+    A head (first line and headers) has `receive_timeout` from its first byte on, and a new connection so long for its
+    first byte. The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits
+    from then on, its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits, self._metrics = limits, metrics
+        self._in_head = True  # what comes next belongs to a request's head
+        self._head_size = 0  # bytes of it, at least
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer = _stop(self._head_timer)
+        self._slow_timer = _stop(self._slow_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_head and self._head_timer is None:  # a further request on a connection that is kept alive
+            self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head and not self.transport.is_closing():
+            self._head_size += len(data)  # an unfinished header is known to the parser alone
+            if self._head_size > 2 * self._limits.max_header:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_size = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_timer = _stop(self._head_timer)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head, self._head_size = True, 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._mind_leftovers()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._mind_leftovers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._slow_timer = _stop(self._slow_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says to a request that is none: here too to one whose head is too large."""
+        if not self._refused:
+            self._say(400, "invalid_request", msg)
+
+    def _count(self, num_bytes: int) -> None:
+        """Raises HeaderTooLarge, which the parser takes for an error in the request."""
+        self._head_size += num_bytes
+        if self._head_size > self._limits.max_header:
+            self._refuse_head()
+            raise HeaderTooLarge
+
+    def _refuse_head(self) -> None:
+        self._metrics.rejected_total.labels(reason="header_too_large").inc()
+        most = self._limits.max_header
+        self._say(431, "header_too_large", f"The headers exceed {most} bytes. Send less, or raise `--max-header`.")
+
+    def _head_overdue(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is None and not self._head_size and self.scope is None:
+            self.transport.close()  # nothing was ever asked
+            return
+        self._metrics.rejected_total.labels(reason="slow_request").inc()
+        seconds = self._limits.receive_timeout
+        self._say(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
+
+    def _say(self, status: int, code: str, message: str) -> None:
+        """The last word on this connection, to a request that never became one."""
+        self._refused = True
+        body = (
+            b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":"%s"}}'
+            % (message.encode(), code.encode())
+        )  # fmt: skip
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            % (status, http.HTTPStatus(status).phrase.encode(), len(body))
+            + body
+        )
+        self.transport.close()
+        self._mind_leftovers()
+
+    def _mind_leftovers(self) -> None:
+        """A connection closes once everything is read, which must not be never."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._await_reader()
+
+    def _await_reader(self) -> None:
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self._limits.slow_reader_timeout, self._cut)
+
+    def _cut(self) -> None:
+        self._slow_timer = None
+        self._metrics.slow_readers_cut_total.inc()
+        log.info("a client read nothing for %g s: its connection is cut", self._limits.slow_reader_timeout)
+        self.transport.abort()
+
+
+def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpConnection]:
+    """What uvicorn is to make of each connection."""
+
+    def connection(*args: Any, **kwargs: Any) -> HttpConnection:
+        return HttpConnection(*args, limits=limits, metrics=metrics, **kwargs)
+
+    return connection
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """What is left of a timer: nothing."""
+    if timer is not None:
+        timer.cancel()
+    return None

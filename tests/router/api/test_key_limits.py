@@ -1,0 +1,116 @@
+"""Who has had its share, and who finds the queue full, hears so before its body is read."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+from space_router.api_keys import ApiKey, KeyLimits
+from space_router.config import ServeConfig
+
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+SHORT = {"prompt": "a", "max_tokens": 2}
+BODIES = (
+    ("/v1/completions", SHORT),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}),
+    ("/", {"inputs": "a", "parameters": {"max_new_tokens": 2}}),
+    ("/invocations", SHORT),
+)
+
+
+def keyed(**limits: int) -> ServeConfig:
+    own = KeyLimits(**limits)
+    return ServeConfig(api_keys=(ApiKey.of("one", "first", own), ApiKey.of("two", "second", own)))
+
+
+async def ask(router: Any, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    answer: httpx.Response = await router.client.post(
+        path, json=body or SHORT, headers={"authorization": f"Bearer {key}"}
+    )
+    return answer
+
+
+async def test_every_route_that_generates_counts_and_refuses_in_its_own_shape(start: Start) -> None:
+    async with start("yes", config=keyed(requests_per_minute=len(BODIES))) as router:
+        for path, body in BODIES:
+            assert (await ask(router, "one", path, **body)).status_code == 200
+        for path, body in BODIES:
+            refused = await ask(router, "one", path, **body)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            said = refused.json()["error"]
+            assert "allowed 6 requests a minute" in (said if isinstance(said, str) else said["message"])
+        assert (await ask(router, "two")).status_code == 200, "another key has its own share"
+        assert (await ask(router, "one", "/tokenize", inputs="a")).status_code == 200, "which makes no text"
+        assert router.value("spaceserve_rejected_total", reason="rate_limited") == len(BODIES)
+        assert router.value("spaceserve_key_rejected_total", key="first", limit="requests") == len(BODIES)
+
+
+async def test_a_streams_whole_time_counts_as_one_request_at_once(start: Start) -> None:
+    async with start(config=keyed(concurrency=1), step_seconds=0.002) as router:
+        long = asyncio.create_task(ask(router, "one", prompt="a", max_tokens=200, ignore_eos=True, stream=True))
+        while not router.service.engine.load().num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (await ask(router, "one")).status_code == 429
+        assert (await ask(router, "two")).status_code == 200
+        assert router.value("spaceserve_key_requests", key="first") == 1
+        assert (await long).status_code == 200
+        assert (await ask(router, "one")).status_code == 200
+        assert router.value("spaceserve_key_requests", key="first") == 0
+
+
+async def test_tokens_in_and_out_are_charged_once_each(start: Start) -> None:
+    async with start(config=keyed(tokens_per_minute=300)) as router:
+        usage = (await ask(router, "one", prompt="a b c d", max_tokens=20, n=2, ignore_eos=True)).json()["usage"]
+        assert usage["completion_tokens"] == 40
+        charged = [
+            router.value("spaceserve_key_tokens_total", key="first", kind=kind) for kind in ("prompt", "generated")
+        ]
+        assert charged == [usage["prompt_tokens"], 40]
+        assert (await ask(router, "one", prompt="a", max_tokens=400, ignore_eos=True)).status_code == 200
+        refused = await ask(router, "one")
+        assert refused.status_code == 429
+        assert "300 tokens a minute" in refused.text
+
+
+async def test_a_full_queue_answers_before_the_body_is_read(start: Start) -> None:
+    config = ServeConfig(max_queue=1)
+    async with start(config=config, max_sequences=1, step_seconds=0.002) as router:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+        others = [asyncio.create_task(router.post("/v1/completions", **body)) for _ in range(2)]
+        while router.service.engine.load().num_queued < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+        async def never_read() -> Any:
+            raise AssertionError("the body is read")
+            yield b""
+
+        refused = await router.client.post("/v1/completions", content=never_read())
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert [(await other).status_code for other in others] == [200, 200]
+
+
+async def test_several_choices_are_taken_where_nobody_may_wait(start: Start) -> None:
+    async with start("yes", config=ServeConfig(max_queue=0)) as router:
+        answer = await router.complete(prompt="x" * 60, max_tokens=2, n=3)
+        assert len(answer["choices"]) == 3
+
+
+async def test_nesting_is_bounded_by_level_and_width_is_not_depth(start: Start) -> None:
+    async with start("yes", config=ServeConfig(max_json_depth=8)) as router:
+
+        async def status(metadata: str) -> int:
+            content = f'{{"prompt": "x", "max_tokens": 1, "metadata": {metadata}}}'.encode()
+            answer = await router.client.post("/v1/completions", content=content)
+            return int(answer.status_code)
+
+        assert await status("[" * 7 + "]" * 7) == 200
+        assert await status("[" * 8 + "]" * 8) == 400
+        assert await status('{"a":' * 8 + "1" + "}" * 8) == 400
+        assert await status('"' + "[" * 500 + '"') == 200, "brackets of a text"
+        assert await status("[" + ",".join(["[]"] * 500) + "]") == 200
