@@ -14,7 +14,7 @@ from space_router.engine.model_facts import ModelFacts
 from space_router.engine.pace import step_seconds
 from space_router.engine.scheduler import Scheduler
 from space_router.workers.cause import Cause
-from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, WorkerMismatch
+from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, LinkRefused, WorkerMismatch
 from space_router.workers.supervisor import WorkerDidNotStart
 from space_router.workers.watchdog import Watchdog
 
@@ -126,6 +126,9 @@ class Seat:
             try:
                 engaged.worker_up(self)
                 await self._listen(link, scheduler, engaged, watchdog)
+            except LinkRefused:
+                self.num_crashes += 1  # where two routers want one worker neither is called ready
+                raise
             except (LinkLost, ProtocolViolation):
                 self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
                 cause = await self.source.inquest()

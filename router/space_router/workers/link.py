@@ -27,6 +27,10 @@ class LinkLost(Exception):
     """The conversation has ended: the worker died, fell silent, or cannot be reached."""
 
 
+class LinkRefused(LinkLost):
+    """The worker is well, and will not serve this router: it drains, or serves another, or was told nonsense."""
+
+
 class WorkerMismatch(Exception):
     """The worker is not the one that this router expects; trying again will not help."""
 
@@ -88,7 +92,7 @@ class Link:
         message = await self._read()
         self._silence, self._last_look = 0.0, asyncio.get_running_loop().time()
         if message.HasField("refusal"):
-            raise LinkLost(f"the worker at {self.address} refuses: {message.refusal.reason}")
+            raise LinkRefused(f"the worker at {self.address} refuses: {message.refusal.reason}")
         return message.report
 
     def _look(self) -> None:
@@ -141,7 +145,7 @@ class Link:
 def _checked(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash: str | None) -> worker_pb2.Hello:
     """The Hello, if this router can work with it."""
     if message.HasField("refusal"):
-        raise LinkLost(f"the worker at {address} refuses: {message.refusal.reason}")
+        raise LinkRefused(f"the worker at {address} refuses: {message.refusal.reason}")
     if not message.HasField("hello"):
         raise WorkerMismatch(f"The worker at {address} did not say hello first.")
     hello = message.hello

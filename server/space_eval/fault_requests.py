@@ -1,0 +1,79 @@
+"""What the streams of a fault run ask for: unequal prompts, lengths and laws, and the answers that they must get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from space_eval.bench_prompts import built_in
+from space_eval.load_client import Endpoint, LoadError, stream_events
+from space_eval.load_dialect import parsed
+
+PATH = "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a stream gave, as far as it came."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: str | None
+
+    def num_different(self, other: Answer) -> int:
+        """Tokens at which the two differ, those that one of them lacks included; a text that differs counts once."""
+        pairs = zip(self.token_ids, other.token_ids, strict=False)
+        num_different = sum(mine != theirs for mine, theirs in pairs)
+        num_different += abs(len(self.token_ids) - len(other.token_ids))
+        return num_different or int((self.text, self.finish) != (other.text, other.finish))
+
+
+def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
+    """So many requests, no two alike: greedy and sampled, with and without drafts, penalties, predictions, grammars."""
+    prompts = [prompt.text for prompt in built_in()]
+    made = []
+    for place in range(number):
+        body: dict[str, Any] = {
+            "prompt": f"# {place}\n" * (1 + place % 5) + prompts[place % len(prompts)],
+            "max_tokens": max_tokens - place % 7 * (max_tokens // 16),
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "seed": place,
+            "temperature": (0.0, 0.8, 1.0)[place % 3],
+            "speculation": ("auto", "off", 2, 4)[place // 3 % 4],
+        }
+        if place % 5 == 3:
+            body |= {"repetition_penalty": 1.2, "top_p": 0.9}
+        if place % 8 == 6:
+            body["prediction"] = {"type": "content", "content": prompts[place % len(prompts)] * 2}
+        if place % 8 == 7:
+            body["structured_outputs"] = {"regex": r"([a-z]{1,12} = [0-9]{1,6}\n){400}"}
+        made.append(body)
+    return made
+
+
+async def ask(endpoint: Endpoint, body: Mapping[str, Any], heard: Sequence[Any] = ()) -> Answer:
+    """The streamed answer; each of `heard` is called with the number of tokens of an event. Raises LoadError."""
+    ids: list[int] = []
+    text, finish, is_done = "", None, False
+    async with aclosing(stream_events(endpoint, PATH, body)) as events:
+        async for together in events:
+            for event in together:
+                if event == b"[DONE]":
+                    is_done = True
+                    continue
+                value = parsed(event)
+                if value.get("error"):
+                    raise LoadError(f"The stream ended with an error: {value['error']}")
+                for choice in value.get("choices") or ():
+                    ids += choice.get("token_ids") or ()
+                    text += choice.get("text") or ""
+                    finish = choice.get("finish_reason") or finish
+                    for listener in heard:
+                        listener(len(choice.get("token_ids") or ()))
+    if not is_done:
+        raise LoadError("The stream ended without [DONE].")
+    return Answer(tuple(ids), text, finish)
