@@ -15,6 +15,7 @@ from space_router.errors import ConfigError
 from space_router.limit_settings import LimitSettings
 from space_router.model_settings import ModelSettings
 from space_router.setting import Setting, setting
+from space_router.tls import TlsSettings
 
 ENVIRONMENT_PREFIX = "SPACESERVE_"
 
@@ -24,15 +25,16 @@ _MEMORY, _WORKERS = "memory and batching", "workers and process"
 
 
 @dataclass(frozen=True)
-class ServeConfig(LimitSettings, ConnectionSettings, ModelSettings):
+class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings):
     """Everything `spaceserve serve` can be told."""
 
     host: str = setting(
         "127.0.0.1",
         _HTTP,
-        "address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere",
+        "address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere; unix:PATH is "
+        "a socket that only this user may use (mode 0600), without --port",
         parse.text,
-        "ADDRESS",
+        "ADDRESS|unix:PATH",
     )
     port: int = setting(8080, _HTTP, "TCP port; 0 lets the system choose", parse.whole(0, 65535), "PORT")
     grpc_port: int | None = setting(
@@ -298,6 +300,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
         if config.worker_address and known.own_workers and flags.get(name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does nothing with --worker-address: give it to `spaceserve worker` there.")
+    config.check_tls(config.host, config.grpc_port, config.worker_address)
     if config.space_num_masks is not None and len(config.space_mask_ids) not in (0, 1, config.space_num_masks):
         raise ConfigError(
             f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "

@@ -15,6 +15,7 @@ RouterError
     ├── Overloaded         429, with Retry-After: the queue is full
     ├── RateLimited        429, with Retry-After: the API key has had its share
     ├── ClientGone         499: nobody reads it; it is only logged
+    │   └── SlowReader     it is there, and does not read
     ├── GenerationFailed   500: this request alone failed
     ├── Internal           500: with an id, no internals
     └── Unavailable        503: starting or draining
@@ -171,6 +172,10 @@ class ClientGone(ApiError):
     status = 499
     kind = "cancelled"
     tgi_kind = "incomplete_generation"
+
+
+class SlowReader(ClientGone):
+    """The client has left unread what was sent to it, for too long: its connection is cut."""
 
 
 class GenerationFailed(ApiError):

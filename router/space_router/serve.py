@@ -18,8 +18,8 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError
 from space_router.engine.model_facts import ModelFacts
-from space_router.errors import ConfigError
 from space_router.grpc_face.server import GrpcServer
+from space_router.listening import curl, listening, url
 from space_router.metrics import Metrics
 from space_router.text.model_text import ModelText
 
@@ -51,12 +51,14 @@ def run(config: ServeConfig) -> int:
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     text = ModelText.load(config)
     if config.grpc_port is not None:
-        _listen(config.host, config.grpc_port, "--grpc-port").close()  # gRPC itself would not say what is wrong
-    with _listen(config.host, config.port) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(config, text, listening, _say))
+        with listening(config.host, config.grpc_port, flag="--grpc-port"):  # gRPC itself would not say what is wrong
+            pass
+    here = listening(config.host, config.port, buffer=config.client_buffer)
+    with here as bound, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve(config, text, bound, _say))
 
 
-async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, say: Callable[[str], None]) -> int:
+async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say: Callable[[str], None]) -> int:
     """Start the workers and answer on the socket; `say` gets one line per stage."""
     metrics = Metrics()
     async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
@@ -91,6 +93,8 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             ),
             signalled,
@@ -99,13 +103,13 @@ async def serve(config: ServeConfig, text: ModelText, listening: socket.socket, 
         with server.capture_signals():  # from the first worker on: whoever is told to stop ends what it started
             say(f"connecting to workers at {where}" if where else f"starting {_workers(config)}")
             await engine_scope.enter_async_context(engine)
-            address = _url(listening)
+            address = url(bound, encrypted=config.tls_cert is not None)
             say(f"listening on {address} (/health says 503 until the model is ready)")
             if face is not None:
                 await face_scope.enter_async_context(face)
                 say(f"gRPC on {face.address}")
             watching = asyncio.create_task(_watch(service, address, say))
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            serving = asyncio.create_task(server.serve(sockets=[bound]))
             try:
                 await asyncio.wait((watching, serving), return_when=asyncio.FIRST_COMPLETED)
                 if watching.done() and not stopping and (error := watching.exception()) is not None:
@@ -128,7 +132,7 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
     service.started = True
     say(f"ready: {service.text.name}, {_description(facts)}")
     say("try it:")
-    say(f"  curl {address}/v1/completions -H 'Content-Type: application/json' \\")
+    say(f"  {curl(address, '/v1/completions')} -H 'Content-Type: application/json' \\")
     say('    -d \'{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}\'')
     await service.engine.failed()
 
@@ -143,23 +147,6 @@ def _description(facts: ModelFacts) -> str:
 
 def _workers(config: ServeConfig) -> str:
     return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f" for {config.model}"
-
-
-def _listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A bound socket, so that a taken port is known before the model is read. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-    except OSError as error:
-        raise ConfigError(f"--host={host!r} {flag}={port}: cannot listen there: {error.strerror or error}.") from error
-    return listening
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

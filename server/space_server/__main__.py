@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
                     return 0
                 lead = stack.enter_context(leading(config, arguments, place, functools.partial(_load, config)))
             worker = in_passing_thread(lambda: build_worker(config, lead))
-            asyncio.run(_serve(worker, config.listen, _meter(config, worker)))
+            asyncio.run(_serve(worker, config, _meter(config, worker)))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
@@ -254,15 +254,17 @@ def _meter(config: WorkerConfig, worker: Worker) -> Meter:
     return meter
 
 
-async def _serve(worker: Worker, listen: str, meter: Meter) -> None:
+async def _serve(worker: Worker, config: WorkerConfig, meter: Meter) -> None:
     service = WorkerService(worker, meter=meter)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)
     try:
-        server, address = await start_server(service, listen)
+        server, address = await start_server(service, config.listen, config.tls)
     except OSError as error:
         raise _NoAddress(str(error)) from error
+    if config.tls is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
+        _log.warning("%s is open to whoever reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
     gc.collect()
     gc.freeze()  # the model's objects are never collected: do not walk them between steps
     sys.stdout.write(f"ready {address}\n")

@@ -13,6 +13,7 @@ from space_kernels.attention_backends import ATTENTION_NAMES
 from space_server.energy import POWERCAP
 from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
+from space_server.tls import Tls
 
 LARGEST_BLOCK = 256
 """Slots of a block: what flash-attn 2 asks for."""
@@ -28,6 +29,7 @@ class WorkerConfig:
 
     model: str  # a folder, a hub id, or `demo`
     listen: str  # unix:PATH or HOST:PORT
+    tls: Tls | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
@@ -66,6 +68,14 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser = argparse.ArgumentParser(prog="python -m space_server", description="The worker: steps a model on pages.")
     parser.add_argument("--model", default="demo", help="a folder, a hub id, or `demo` (default: %(default)s)")
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT; port 0 takes a free one")
+    parser.add_argument("--tls-cert", metavar="PATH", help="certificate of this worker, PEM, which names its host")
+    parser.add_argument("--tls-key", metavar="PATH", help="private key of --tls-cert, PEM")
+    parser.add_argument(
+        "--tls-client-ca",
+        metavar="PATH",
+        help="authority whose certificates routers must show, PEM; with --tls-cert and --tls-key the port speaks "
+        "mutual TLS. Without, whoever reaches HOST:PORT can use this worker",
+    )
     parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
     parser.add_argument(
@@ -174,6 +184,12 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     )
     options = vars(parser.parse_args(arguments))
     options["exact"] = options["exact"] == "on"
+    try:
+        options["tls"] = Tls.read(*(options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca")))
+    except ValueError as error:
+        parser.error(str(error))
+    if options["tls"] is not None and options["listen"].startswith("unix:"):
+        parser.error("argument --tls-cert: does nothing on a Unix socket, which only this user may use")
     adapters = tuple(options.pop("adapters"))
     twice = [name for name, _ in adapters if [one for one, _ in adapters].count(name) > 1]
     if twice:

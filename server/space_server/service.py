@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
 from collections.abc import AsyncIterator
 
@@ -15,10 +16,15 @@ from space_proto import worker_pb2_grpc
 
 from space_server.conversation import Conversation, ConversationFailed, Drained
 from space_server.energy import Meter
+from space_server.tls import Tls
 from space_server.worker import Worker
 
 HEARTBEAT_SECONDS = 1.0
 """The longest silence of a worker that lives."""
+UNREAD_SECONDS = 30.0
+"""How long a router may leave unread what is said to it, before it is taken for dead."""
+DISPLACED_SECONDS = 0.5
+"""The same once another router has come."""
 ENERGY_SECONDS = 0.25
 """How often sensors are read while there is something to say: a reading costs microseconds, but steps are many."""
 OPTIONS = (
@@ -46,6 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._turn = asyncio.Lock()  # held by the conversation that has the worker
         self._newest: object = None  # the stream that came last
         self._conversation: Conversation | None = None
+        self._writing: asyncio.Timeout | None = None  # what is being said to the router that has the worker
         self._draining = False
 
     def drain(self) -> None:
@@ -61,6 +68,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         stream = self._newest = object()
         if self._conversation is not None:
             self._conversation.refuse("Another router has connected to this worker.")
+            if self._writing is not None:  # it may never read that
+                self._writing.reschedule(asyncio.get_running_loop().time() + DISPLACED_SECONDS)
         async with self._turn:
             if self._newest is not stream or self._draining:
                 reason = "The worker is draining." if self._draining else "Another router has connected to this worker."
@@ -70,10 +79,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             conversation.start()
             reader = asyncio.create_task(_read(request_iterator, conversation))
             try:
-                await context.write(pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
+                await self._say(context, pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
                 await self._speak(conversation, context)
             except Drained:
                 self.finished.set()
+            except TimeoutError:
+                _log.warning("router lost: it has left unread what was said to it")
             except ConversationFailed as error:
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
             finally:
@@ -98,11 +109,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 if clock() - measured >= ENERGY_SECONDS:
                     message.report.energy.extend(self._meter.drawn())
                     measured = clock()
-            await context.write(message)
+            await self._say(context, message)
             if message.HasField("refusal"):
                 _log.warning("router refused: %s", message.refusal.reason)
                 return
             conversation.sent(message)
+
+    async def _say(self, context: _Context, message: pb.WorkerMessage) -> None:
+        """Raises TimeoutError where the router does not read."""
+        displaced = message.HasField("refusal")
+        async with asyncio.timeout(DISPLACED_SECONDS if displaced else UNREAD_SECONDS) as writing:
+            self._writing = writing
+            try:
+                await context.write(message)
+            finally:
+                self._writing = None
 
 
 async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Conversation) -> None:
@@ -118,16 +139,20 @@ async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Convers
         conversation.close()
 
 
-async def start_server(service: WorkerService, address: str) -> tuple[grpc.aio.Server, str]:
-    """Listen on `unix:PATH` or `HOST:PORT` (port 0: a free one); the server, and where it listens.
+async def start_server(service: WorkerService, address: str, tls: Tls | None = None) -> tuple[grpc.aio.Server, str]:
+    """Listen on `unix:PATH` (for this user alone) or `HOST:PORT` (port 0: a free one); the server, and where it
+    listens.
 
     Raises OSError if the address cannot be had.
     """
     server = grpc.aio.server(options=OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    before = os.umask(0o177)  # a socket has mode 0600 from its first moment on
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         raise OSError(f"Cannot listen on {address}: {error}") from error
+    finally:
+        os.umask(before)
     await server.start()
     return server, address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

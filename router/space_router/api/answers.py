@@ -1,6 +1,7 @@
 """JSON answers and errors, in the shape of the API they belong to."""
 
 import logging
+import traceback
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,11 @@ def error_answer(error: ApiError, path: str) -> Response:
 
 
 def unforeseen(error: Exception) -> Internal:
-    """Log an exception nobody expected; the client learns the id under which the log has it."""
+    """Log an exception nobody expected; the client learns the id under which the log has it.
+
+    Where it came from and what it is, but not its words: they may be those of a prompt.
+    """
     error_id = uuid.uuid4().hex[:12]
-    log.error("internal error %s", error_id, exc_info=error)
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    log.error("internal error %s: %s\n%s", error_id, type(error).__qualname__, frames)
     return Internal(error_id)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+import grpc
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
@@ -29,6 +30,7 @@ class WorkerSource(Protocol):
     """Where a worker comes from: a process that is kept alive, or an address where somebody else keeps one."""
 
     name: str
+    credentials: grpc.ChannelCredentials | None  # for TLS
 
     async def start(self) -> str:
         """A fresh worker's address, after a back-off where the last one failed."""
@@ -110,7 +112,9 @@ class Seat:
                 logger.exception("%s is started again after an error of the router", self.source.name)
 
     async def _converse(self, address: str, engaged: Engaged, watchdog: Watchdog) -> None:
-        async with Link(address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash) as link:
+        async with Link(
+            address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash, credentials=self.source.credentials
+        ) as link:
             facts = ModelFacts.from_hello(link.hello)
             engaged.expect(facts)
             scheduler = self._schedule(facts)

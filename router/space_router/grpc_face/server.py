@@ -48,7 +48,11 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         shown = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{shown}:{port}")
+            credentials = service.config.grpc_server_credentials()
+            if credentials is None:
+                bound = self._server.add_insecure_port(f"{shown}:{port}")
+            else:
+                bound = self._server.add_secure_port(f"{shown}:{port}", credentials)
         except RuntimeError:
             raise ConfigError(
                 f"--host={host!r} --grpc-port={port}: cannot listen there: the port is taken, or the address is not "

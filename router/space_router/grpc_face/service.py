@@ -16,7 +16,7 @@ from space_router.api.door import Door
 from space_router.api.operating import VERSION
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
-from space_router.errors import InvalidRequest
+from space_router.errors import InvalidRequest, SlowReader
 from space_router.grpc_face.access import authorization
 from space_router.grpc_face.event import Events
 from space_router.grpc_face.request import read, refuse_unknown
@@ -46,11 +46,21 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
                     async with aclosing(shown(running)) as deltas:
                         async for one in deltas:
                             for event in events.of(one, running):
-                                await context.write(event)  # returns when the client's window has room for it
+                                await self._write(context, event)
                 except (asyncio.CancelledError, grpc.aio.InternalError):  # the second: what was written cannot be sent
                     if context.time_remaining() == 0:
                         running.overdue()
                     raise
+
+    async def _write(self, context: GenerateContext, event: generate_pb2.GenerateEvent) -> None:
+        """Returns when the client's window has room for it. Raises SlowReader where it has none for too long."""
+        seconds = self._service.config.slow_reader_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(event)
+        except TimeoutError:
+            self._service.metrics.slow_readers_cut_total.inc()
+            raise SlowReader(f"Nothing was read for {seconds:g} s (`--slow-reader-timeout`).") from None
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeReply:
         """Ids as a prompt would have them."""

@@ -46,13 +46,25 @@ class Link:
     allows (it owes a report every second) is taken for dead.
     """
 
-    def __init__(self, address: str, *, watchdog: Watchdog, tokenizer_hash: str | None = None) -> None:
-        """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: what Hello must say, None or "" to take any."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        watchdog: Watchdog,
+        tokenizer_hash: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: what Hello must say, None or "" to take any;
+        `credentials`: for TLS, None without.
+        """
         self.address = address
         self.hello = worker_pb2.Hello()
         self._patience = watchdog
         self._tokenizer_hash = tokenizer_hash
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
         serve = self._channel.stream_stream(
             SERVE,
             request_serializer=worker_pb2.RouterMessage.SerializeToString,

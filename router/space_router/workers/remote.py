@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+
 from space_router.workers.backoff import Backoff
 from space_router.workers.cause import Cause
 
@@ -11,7 +13,9 @@ from space_router.workers.cause import Cause
 class RemoteWorker:
     """An address; `start` only waits a little longer each time."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        """`credentials`: of this router, and of those that it trusts; None: not encrypted."""
+        self.credentials = credentials
         self.name = f"the worker at {address}"
         self._address = address
         self._backoff = Backoff()

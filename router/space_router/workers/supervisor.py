@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import grpc
+
 from space_router.workers.backoff import Backoff
 from space_router.workers.cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
 
@@ -49,6 +51,7 @@ class Supervisor:
         `start_timeout`: seconds it may take to; `grace`: seconds from SIGTERM to SIGKILL.
         """
         self.name = name
+        self.credentials: grpc.ChannelCredentials | None = None  # its socket is this user's own
         self._grace = grace
         self.num_starts = 0
         self._command = command

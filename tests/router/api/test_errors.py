@@ -11,6 +11,7 @@ from space_router.api import body as body_module
 from space_router.api.door import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
+from space_router.engine.request import ValidRequest
 from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -250,14 +251,19 @@ async def test_without_a_chat_template_the_flag_is_named(start: Start) -> None:
 async def test_an_unforeseen_error_has_an_id_and_no_internals(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def broken(request: ValidRequest, **others: object) -> None:
+        raise ValueError(f"division of {router.service.text.tokenizer.decode(request.prompt_ids)}")
+
     async with start("yes") as router:
-        monkeypatch.setattr(router.service.engine, "submit", lambda *a, **k: 1 / 0)
-        with caplog.at_level(logging.CRITICAL):
+        monkeypatch.setattr(router.service.engine, "submit", broken)
+        with caplog.at_level(logging.DEBUG):
             answer = await router.post("/v1/completions", prompt="secret")
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (500, "internal_error")
         assert "division" not in answer.text
         assert "secret" not in caplog.text
+        assert "ValueError" in caplog.text
+        assert "in broken" in caplog.text
 
 
 async def test_keys_protect_work_and_not_probes(start: Start) -> None:

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import grpc
 import grpc.aio
+import pytest
 from space_proto import generate_pb2, generate_pb2_grpc
+from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -36,6 +39,21 @@ async def test_a_reader_that_stops_reading_stops_its_stream_and_nobody_elses(sta
                 size = max(size, event.ByteSize())
             assert ids == 2000
             assert size < WINDOW
+
+
+async def test_a_reader_that_never_reads_on_is_cut_counted_and_holds_nothing(start: Start) -> None:
+    async with start(config=ServeConfig(slow_reader_timeout=0.2), window=4096, num_blocks=512) as router:
+        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW))
+        async with grpc.aio.insecure_channel(router.server.address, options=options) as channel:
+            stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Generate(
+                generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20)
+            )
+            await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
+            await settled(lambda: router.service.engine.load().blocks_held == 0)
+            with pytest.raises(grpc.aio.AioRpcError) as cut:
+                [event async for event in call]
+            assert cut.value.code() is grpc.StatusCode.CANCELLED
 
 
 async def settled(holds: Callable[[], bool]) -> None:

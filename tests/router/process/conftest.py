@@ -104,7 +104,7 @@ def start_server(tmp_path: Path) -> StartServer:
             address = scripted.wait_for(r"^ready (.*)")[1]
             front = ["router", "--model", str(folder), "--port", "0", "--worker-address", address]
             router = stack.enter_context(process("space_router", *front, *flags))
-            url = router.wait_for(r"listening on (http://\S+)")[1]
+            url = router.wait_for(r"listening on (\S+)")[1]
             router.wait_for(r"ready: tiny")
             yield Server(url, router, scripted)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
-from space_proto import worker_pb2
+from space_proto import worker_pb2, worker_pb2_grpc
+from space_router.config import ServeConfig, build
 from space_router.testing import Script, ScriptedWorker
+from space_router.testing.certificates import Certificate, authority, signed
 from space_router.workers.link import Link, LinkLost, WorkerMismatch
 from space_router.workers.watchdog import Watchdog
 
@@ -134,3 +139,30 @@ def test_a_scripted_heart_beats_before_its_router_has_said_anything() -> None:
         worker.check()
 
     with_worker(body, Script(heartbeat_seconds=0.02))
+
+
+def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Path) -> None:
+    ours, other = authority(tmp_path), authority(tmp_path, "other")
+    of_worker, of_router = signed(tmp_path, "worker", ours), signed(tmp_path, "router", ours)
+
+    def config(trusted: Certificate) -> ServeConfig:
+        flags = {"worker_tls_ca": trusted.cert, "worker_tls_cert": of_router.cert, "worker_tls_key": of_router.key}
+        return build({name: str(path) for name, path in flags.items()} | {"worker_address": "localhost:1"}, {})
+
+    async def whole() -> None:
+        server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(), server)  # type: ignore[no-untyped-call]
+        pair = (of_worker.key.read_bytes(), of_worker.cert.read_bytes())
+        needed = grpc.ssl_server_credentials([pair], ours.cert.read_bytes(), require_client_auth=True)
+        address = f"localhost:{server.add_secure_port('localhost:0', needed)}"
+        await server.start()
+        credentials = config(ours).worker_credentials()
+        async with Link(address, watchdog=Watchdog(5.0), credentials=credentials) as link:
+            assert link.hello.model_name == "scripted"
+        for stranger in (config(other).worker_credentials(), None):
+            with pytest.raises(LinkLost):
+                async with Link(address, watchdog=Watchdog(5.0), credentials=stranger):
+                    pytest.fail("it was heard")
+        await server.stop(grace=0)
+
+    asyncio.run(asyncio.wait_for(whole(), 20))

@@ -1,0 +1,91 @@
+"""Where the web server listens: a TCP address, or a Unix socket that only this user may use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from space_router.errors import ConfigError
+
+UNIX = "unix:"
+
+
+@contextmanager
+def listening(host: str, port: int, *, flag: str = "--port", buffer: int | None = None) -> Iterator[socket.socket]:
+    """A bound socket, so that a taken address is known before the model is read; a Unix one is removed at the end.
+
+    `buffer`: bytes that the system may hold for one client. Raises ConfigError.
+    """
+    if host.startswith(UNIX):
+        path = Path(host.removeprefix(UNIX)).expanduser()
+        with _unix(path, host) as bound:
+            try:
+                yield _buffered(bound, buffer)
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host={host!r} {flag}={port}: cannot listen there: {error.strerror or error}.") from error
+    with bound:
+        yield _buffered(bound, buffer)
+
+
+def _buffered(bound: socket.socket, buffer: int | None) -> socket.socket:
+    """Connections inherit it."""
+    if buffer is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(buffer, 2**30))
+    return bound
+
+
+def _unix(path: Path, host: str) -> socket.socket:
+    """A socket with mode 0600 from its first moment on. One that a killed server left behind is taken over."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
+                path.unlink()
+        before = os.umask(0o177)
+        try:
+            bound.bind(str(path))
+        finally:
+            os.umask(before)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--host={host!r}: cannot listen there: {error.strerror or error}.") from error
+    return bound
+
+
+def _answers(path: Path) -> bool:
+    """Somebody listens on this socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def url(bound: socket.socket, *, encrypted: bool) -> str:
+    """How a client names the place; of a Unix socket, its path behind `unix:`."""
+    if bound.family == socket.AF_UNIX:
+        return f"{UNIX}{bound.getsockname()}"
+    scheme = "https" if encrypted else "http"
+    host, port = bound.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def curl(place: str, path: str) -> str:
+    """The beginning of a command that asks there."""
+    if place.startswith(UNIX):
+        return f"curl --unix-socket {place.removeprefix(UNIX)} http://localhost{path}"
+    return f"curl {place}{path}"
