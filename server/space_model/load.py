@@ -35,6 +35,7 @@ from space_model.space_model import SpaceModel
 from space_model.space_section import SpaceSection, load_draft_head
 from space_model.tensor_parallel import Ranks, Share
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.uncompiled import without_compiler
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _read_weights(
 ) -> PreTrainedModel:
     """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint."""
     form = read_format(checkpoint.config, checkpoint.name)
-    with _quiet():
+    with _quiet(), without_compiler():
         try:
             if form is None:
                 model, found = AutoModelForCausalLM.from_pretrained(

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Literal
 
 import torch
+from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
