@@ -43,8 +43,8 @@ NUM_IDLE, NUM_STEPS = 2, 5
 ENOUGH = 0.1
 """Seconds of a case after which one timed step suffices: what takes so long is not lost in the clock."""
 
-PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 0), (512, 0))
-"""Rows of a prompt, and ids computed before them."""
+PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 4096), (32, 0), (512, 0))
+"""Rows of a prompt, and ids computed before them; three early, for whoever decodes beside the first prompt."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
     more = DraftLayout.full(3, 3) if k > 3 else some
     prompts = [Case(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
-    cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), prompts[1]]
+    cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), *prompts[1:3]]
     # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
     cases += [Case(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)]
     for num_sequences in (32, 64, 16, 128, 256):
@@ -116,7 +116,7 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     for num_sequences in (1, 8, 32):
         cases += [Case(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
         cases += [Case(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
-    cases += [Case(8, full), Case(32, some), Case(64, some), *prompts[2:]]
+    cases += [Case(8, full), Case(32, some), Case(64, some), *prompts[3:]]
     for case in dict.fromkeys(cases):
         if case.num_sequences <= max_sequences:
             yield case
@@ -195,7 +195,7 @@ def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Ra
 
 
 def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False) -> Path:
-    """Where the points of this model on this machine are kept."""
+    """Where the points of this model on this machine are kept, as long as the same cases are measured."""
     device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
     what = [
         installed_version("spaceserve") or "a checkout",
@@ -211,6 +211,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
         torch.__version__,
         str(block_size),
         str(max_sequences),
+        *map(repr, _cases(facts, max_sequences)),
     ]
     return folder / f"step-cost-{hashlib.blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
 

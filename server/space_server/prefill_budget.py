@@ -1,4 +1,8 @@
-"""How many prompt rows go into one step: few enough that those who decode beside them do not wait. Torch-free."""
+"""How many prompt rows go into one step: few enough that those who decode beside them do not wait. Torch-free.
+
+What counts is not what a step is expected to take, but what it is feared to: who waits for a token feels the worst of
+them. `StepCost.feared` says how far that is, and comes nearer as prompts are read.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,19 @@ class PrefillBudget:
     cost: StepCost | None = None  # by which seconds are told; needed with `seconds`
 
     def rows(self, decoding: Run[Sequence], able: Run[Sequence]) -> int:
-        """Prompt rows of the next step. `able`: all that can run, oldest first; `decoding`: those with one pending id.
+        """Prompt rows of the next step. `able`: all that can run; `decoding`: those with one pending id.
 
-        The first prompt of them is the one that is read, and what it has behind it is what its rows must attend to.
+        All rows are taken for rows of the prompt that has most behind it, which they must attend to.
         """
         if self.seconds is None or self.cost is None or not decoding:
             return self.max_rows
-        computed = next(sequence.num_computed for sequence in able if sequence.num_pending > 1)
+        computed = max(sequence.num_computed for sequence in able if sequence.num_pending > 1)
         context = sum(sequence.num_computed for sequence in decoding)
         least, most = min(LEAST_ROWS, self.max_rows), self.max_rows
         while most - least >= LEAST_ROWS:
             rows = (least + most + 1) // 2
             shape = StepShape(len(decoding), len(decoding), 0, 0, rows, rows * computed, context)
-            if self.cost.seconds(shape) <= self.seconds:
+            if self.cost.feared(shape) <= self.seconds:
                 least = rows
             else:
                 most = rows - 1
@@ -44,4 +48,4 @@ class PrefillBudget:
         if self.seconds is None or self.cost is None or not shape.num_prefill_rows:
             return True
         has_drafts = shape.num_chain_rows > shape.num_sequences or shape.num_mask_rows > 0
-        return not has_drafts or self.cost.seconds(shape) <= self.seconds
+        return not has_drafts or self.cost.feared(shape) <= self.seconds

@@ -3,7 +3,7 @@
 Measured points give a sum of parts that each only grow: a fixed part, one for each sequence, for each sampled row, for
 each sequence that drafts, for keys that are read, and a part for the rows that bends where the machine's ridge is.
 While the server runs, every step corrects it: the whole (the machine is slower today), and the place (this shape is
-cheaper than its neighbours say).
+cheaper than its neighbours say). Steps with prompt rows correct what is expected of the next ones (`PrefillPace`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from space_server.prefill_pace import PrefillPace
+
 BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows at which the cost of a row may change."""
 
 CROWDS = (0, 2, 8, 32)
 """Sequences at which the cost of a sequence may change."""
+
+DEPTHS = (1024, 4096, 16384)
+"""Ids before a prompt row behind which one more of them may cost more: keys that no cache holds."""
 
 DRIFT_RATE, PLACE_RATE = 0.02, 0.06
 """How fast the whole, and the place, follow what is measured, per step; a place that is new follows at once."""
@@ -74,6 +79,11 @@ class StepShape:
         rows = self.num_chain_rows + self.num_mask_rows
         return self.num_prefill_pairs + rows * self.num_context // max(self.num_sequences, 1)
 
+    @property
+    def num_before(self) -> float:
+        """Ids computed before a prompt row, on average."""
+        return self.num_prefill_pairs / self.num_prefill_rows if self.num_prefill_rows else 0.0
+
     @classmethod
     def plain(cls, num_sequences: int, num_context: int = 0, num_noisy: int = 0) -> StepShape:
         """A root each; `num_noisy` of the sequences are not greedy."""
@@ -95,6 +105,7 @@ class StepCost:
         self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
         self._num_steps: dict[tuple[int, int], int] = {}  # learnt from, by place
         self._fears: dict[tuple[int, int], float] = {}  # by place, as long as no other becomes known
+        self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
         self.num_surprises = 0
 
     @classmethod
@@ -108,7 +119,11 @@ class StepCost:
         cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth)), wanted))
         beyond: dict[tuple[int, int], list[float]] = {}
         for shape, taken in points:
-            beyond.setdefault(_place(shape), []).append(math.log(taken / cost._base(shape)))
+            error = math.log(taken / cost._base(shape))
+            if shape.num_prefill_rows:
+                cost._prompts.learn(error, shape.num_before)
+            else:
+                beyond.setdefault(_place(shape), []).append(error)
         cost._places = {place: sum(found) / len(found) for place, found in beyond.items()}
         cost._num_steps = dict.fromkeys(beyond, KNOWN)
         return cost
@@ -119,24 +134,35 @@ class StepCost:
         per_row = 1.2e-4 if device_type == "cpu" else 2e-6
         row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
         crowd_parts = [1e-5] * len(CROWDS)
-        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *row_parts])
+        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *(0.0 for _ in DEPTHS), *row_parts])
 
     def seconds(self, shape: StepShape) -> float:
         """Expected, as things stand now."""
-        place = _place(shape)
-        beyond = self._places.get(place)
-        if beyond is None:
-            beyond = self._fear(place)
+        if shape.num_prefill_rows:
+            beyond = self._prompts.mean
+        else:
+            place = _place(shape)
+            known = self._places.get(place)
+            beyond = self._fear(place) if known is None else known
         return self._base(shape) * math.exp(self._drift + beyond)
+
+    def feared(self, shape: StepShape) -> float:
+        """Seconds that a step hardly ever exceeds: for those whom it keeps waiting."""
+        seconds = self.seconds(shape)
+        return seconds * math.exp(self._prompts.fear(shape.num_before)) if shape.num_prefill_rows else seconds
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         """One measured step."""
+        seconds = max(seconds, 1e-9)
+        if shape.num_prefill_rows:
+            self._prompts.learn(math.log(seconds / self._base(shape)) - self._drift, shape.num_before)
+            return
         place = _place(shape)
         num_steps = self._num_steps.get(place, 0)
         if place not in self._places:
             self._places[place] = 0.0
             self._fears.clear()
-        surprise = math.log(max(seconds, 1e-9) / self.seconds(shape))
+        surprise = math.log(seconds / self.seconds(shape))
         self.num_surprises += abs(surprise) > math.log(SURPRISE)
         if num_steps >= KNOWN:
             surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
@@ -169,6 +195,8 @@ class StepCost:
             + weights[first + 4] * shape.num_noisy_rows
             + self._rows.at(shape.num_rows)
         )
+        if shape.num_prefill_pairs > DEPTHS[0] * shape.num_prefill_rows:
+            total += sum(w * part for w, part in zip(weights[first + 5 :], _deep_pairs(shape), strict=False))
         return max(total, 1e-6)
 
 
@@ -205,8 +233,15 @@ def _parts(shape: StepShape) -> list[float]:
         shape.num_context / _KEYS,
         shape.num_pairs / _KEYS,
         shape.num_noisy_rows,
+        *_deep_pairs(shape),
         *_between(shape.num_rows, BENDS),
     ]
+
+
+def _deep_pairs(shape: StepShape) -> list[float]:
+    """Pairs of a prompt row and an id before it, behind each of the depths; in thousands."""
+    rows, pairs = shape.num_prefill_rows, shape.num_prefill_pairs
+    return [max(0, pairs - depth * rows) / _KEYS for depth in DEPTHS]
 
 
 def _bends(num_parts: int) -> np.ndarray[Any, Any]:

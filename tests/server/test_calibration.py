@@ -7,6 +7,7 @@ import torch
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
+from space_server import calibration
 from space_server.calibration import cache_file, calibrate, load_or_measure
 from space_server.step_cost import StepCost, StepShape
 
@@ -76,8 +77,13 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_a_start(model: Spac
     assert load_or_measure(tmp_path / "file" / "cost.json", lambda: points) == points
 
 
-def test_another_dtype_or_batch_is_measured_anew(model: SpaceModel, tmp_path: Path) -> None:
+def test_another_dtype_or_batch_or_other_cases_are_measured_anew(
+    model: SpaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {cache_file(tmp_path, model.facts, block_size=16, max_sequences=most) for most in (8, 64)}
     files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8, exact=True))
     assert len(files) == 3
+    monkeypatch.setattr(calibration, "PROMPTS", ((64, 0), *calibration.PROMPTS[1:]))
+    files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8))
+    assert len(files) == 4
     assert torch.float32 == model.facts.dtype

@@ -1,5 +1,7 @@
 """Prompt rows keep a step within its seconds while others decode, and never fewer than get a prompt on."""
 
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,8 @@ class Machine(StepCost):
 
     def seconds(self, shape: StepShape) -> float:
         return 1e-3 * shape.num_rows + 1e-6 * shape.num_pairs
+
+    feared = seconds
 
 
 def sequences(pending: int, computed: int) -> Any:
@@ -41,3 +45,83 @@ def test_nobody_waits_where_nobody_decodes() -> None:
 
 def test_without_seconds_rows_alone_count() -> None:
     assert PrefillBudget(300).rows(*sequences(5000, 0)) == 300
+
+
+# What the server has measured at its start, and a machine that is something else: 0.1 s are what a step may take.
+
+BUDGET = 0.1
+KNOWN = (*(StepShape.plain(count) for count in (1, 2, 4, 8)), *(StepShape(0, 0, 0, 0, rows) for rows in (32, 128)))
+KNOWN_BEHIND = (StepShape(0, 0, 0, 0, 32, 512 * 32),)
+
+Taken = Callable[[StepShape], float]
+
+
+def as_measured(shape: StepShape) -> float:
+    """Seconds of a step on a machine that has no surprises."""
+    return 0.02 + 2e-4 * shape.num_rows + 1e-7 * shape.num_pairs
+
+
+def with_dear_keys(shape: StepShape) -> float:
+    """Behind the first thousand keys, which no cache holds, each costs six times more."""
+    return as_measured(shape) + 5e-7 * shape.num_prefill_rows * max(0.0, shape.num_before - 1024)
+
+
+def with_dear_beginnings(shape: StepShape) -> float:
+    """Memory that was never touched before."""
+    return as_measured(shape) * (1.8 if shape.num_prefill_rows and shape.num_before < 200 else 1.0)
+
+
+def half_as_fast(shape: StepShape) -> float:
+    """Somebody else has begun to use the machine."""
+    return 1.9 * as_measured(shape)
+
+
+def jumpy() -> Taken:
+    """Somebody else uses the machine now and then: every tenth step takes half as long again, others up to a fifth."""
+    rng = random.Random(0)
+    return lambda shape: as_measured(shape) * (1.5 if rng.random() < 0.1 else rng.uniform(1.0, 1.2))
+
+
+def read_prompt(cost: StepCost, taken: Taken, *, begin: int = 0, length: int = 4096) -> list[float]:
+    """Seconds of the steps that two others decode beside until the prompt is read; `cost` learns from them."""
+    computed, steps = begin, []
+    while computed < length:
+        decoding, able = sequences(length + 1 - computed, computed)
+        rows = min(PrefillBudget(512, BUDGET, cost).rows(decoding, able), length - computed)
+        shape = StepShape(2, 2, num_prefill_rows=rows, num_prefill_pairs=rows * computed)
+        steps.append(taken(shape))
+        cost.learn(shape, steps[-1])
+        computed += rows
+    return steps
+
+
+def at_start() -> StepCost:
+    return StepCost.from_points([(shape, as_measured(shape)) for shape in (*KNOWN, *KNOWN_BEHIND)])
+
+
+@pytest.mark.parametrize("taken", [as_measured, with_dear_keys, with_dear_beginnings, half_as_fast, jumpy()])
+def test_nobody_waits_twice_the_budget_for_the_first_long_prompt_nor_for_the_next(taken: Taken) -> None:
+    cost = at_start()
+    for _ in range(3):
+        assert max(read_prompt(cost, taken)) <= 2 * BUDGET
+
+
+def test_nor_where_a_prompt_begins_behind_more_cached_keys_than_were_ever_read() -> None:
+    assert max(read_prompt(at_start(), with_dear_keys, begin=8192, length=12000)) <= 2 * BUDGET
+
+
+def test_the_average_alone_would_make_them_wait() -> None:
+    """What the fear is for: by what is expected the same prompt makes steps of more than twice the budget."""
+
+    class Fearless(StepCost):
+        feared = StepCost.seconds
+
+    cost = Fearless.from_points([(shape, as_measured(shape)) for shape in (*KNOWN, *KNOWN_BEHIND)])
+    assert max(read_prompt(cost, with_dear_keys, begin=8192, length=12000)) > 2 * BUDGET
+
+
+def test_caution_is_for_what_is_not_known_and_goes_as_it_comes_to_be() -> None:
+    cost = at_start()
+    first, *_, last = (read_prompt(cost, as_measured, length=2048) for _ in range(3))
+    assert max(last) > 0.9 * BUDGET
+    assert len(last) < len(first)

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_server.step_cost import BENDS, CROWDS, StepCost, StepShape, read_points, write_points
+from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost, StepShape, read_points, write_points
 
 
 def true_seconds(shape: StepShape) -> float:
@@ -63,9 +63,10 @@ def test_seconds_are_the_weights_times_what_is_laid_out(
     sequences: int, drafts: int, masks: int, prefill: int, context: int
 ) -> None:
     chain, rows = sequences * (1 + drafts), sequences * (1 + drafts + masks) + prefill
-    shape = StepShape(sequences, chain, sequences * masks, sequences, prefill, 7 * prefill, context, 3)
-    pairs = 7 * prefill + (rows - prefill) * context // sequences
-    laid_out = [1, *between(sequences, CROWDS), chain - sequences, sequences, context / 1024, pairs / 1024, 3]
+    shape = StepShape(sequences, chain, sequences * masks, sequences, prefill, 7 * context * prefill, context, 3)
+    pairs = 7 * context * prefill + (rows - prefill) * context // sequences
+    deep = [prefill * max(0, 7 * context - depth) / 1024 for depth in DEPTHS]
+    laid_out = [1, *between(sequences, CROWDS), chain - sequences, sequences, context / 1024, pairs / 1024, 3, *deep]
     weights = [1e-3 * (n + 1) for n in range(len(laid_out) + len(BENDS))]
     expected = sum(w * n for w, n in zip(weights, [*laid_out, *between(rows, BENDS)], strict=True))
     assert StepCost(weights).seconds(shape) == pytest.approx(expected)
