@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.calibration import calibrate
 from space_server.plan import Plan, shape_of
@@ -99,8 +100,10 @@ class CostClock:
 class CostedStepper(Stepper):
     """Takes real steps; the clock goes on by their `cost`."""
 
-    def __init__(self, stepper: Stepper, cost: StepCost, clock: CostClock) -> None:
-        self.__dict__.update(stepper.__dict__)
+    def __init__(
+        self, model: StepModel, kv: PagedKV, cost: StepCost, clock: CostClock, synthetic: SyntheticAcceptance | None
+    ) -> None:
+        super().__init__(model, kv, synthetic=synthetic, clock=clock)
         self._cost, self._cost_clock = cost, clock
 
     def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
@@ -156,7 +159,7 @@ class Bench:
                 clock=clock,
             )
             if costed is not None:
-                worker.stepper = CostedStepper(worker.stepper, StepCost.from_points(points), costed)
+                worker.stepper = CostedStepper(self.model, kv, StepCost.from_points(points), costed, synthetic)
             start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=1 << 20, max_draft_length=99)
             worker.apply(pb.Command(start=start))
             return SmallRouter(worker)
