@@ -1,12 +1,15 @@
 """Which implementation of each operation a device gets: the one table.
 
     operation         CPU                    CUDA                        CUDA without triton
-    space_attention   attention              attention_triton            attention
+    space_attention   attention; bfloat16:   attention_triton            attention
+                      cpu_attention
     rms_norm, …       norm, rotary, swiglu   norm_triton, …              norm, rotary, swiglu
-    linear            linear.PackedLinear    linear_cuda.CudaLinear      linear_cuda.CudaLinear
+    linear            linear.PackedLinear;   linear_cuda.CudaLinear      linear_cuda.CudaLinear
+                      bfloat16: cpu_linear
       exact           (is exact)             linear_cuda.ExactLinear     refused
 
-Nothing of Triton is imported before a CUDA device asks for it.
+On a CPU what is compiled (cpu_library) comes first, where it can be had. Nothing of Triton is imported before a CUDA
+device asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from torch import Tensor, nn
 
 from space_kernels import attention as torch_attention
 from space_kernels import norm, rotary, swiglu
-from space_kernels.linear import PackedLinear
+from space_kernels.cpu_attention import CompiledAttention
+from space_kernels.cpu_library import cpu_library
+from space_kernels.cpu_linear import cpu_linear
 from space_kernels.linear_cuda import CudaLinear, ExactLinear
 from space_kernels.paging import StepRows
 from space_kernels.rotary import HeadNorm
@@ -93,18 +98,20 @@ class Ops:
         return self.linear is not CudaLinear
 
 
-def ops_for(device: torch.device | str, *, attention: str = "auto", exact: bool = False) -> Ops:
-    """The operations for a device.
+def ops_for(
+    device: torch.device | str, *, attention: str = "auto", exact: bool = False, dtype: torch.dtype = torch.float32
+) -> Ops:
+    """The operations for a device, and numbers of this dtype.
 
-    `attention`: "torch", "triton" (on a GPU), or "auto", the one of them that the device has; the libraries' come from
+    `attention`: "torch", "triton" (on a GPU), or "auto", the best of ours that the device has; the libraries' come from
     attention_backends. `exact`: a row has the same bits whatever the other rows (on a CPU it always has). Raises
     ValueError, naming the cure, for what cannot be had.
     """
-    return _ops(torch.device(device).type, attention, exact)
+    return _ops(torch.device(device).type, attention, exact, dtype)
 
 
 @cache
-def _ops(kind: str, attention: str, exact: bool) -> Ops:
+def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype) -> Ops:
     if attention not in ("auto", "torch", "triton"):
         raise ValueError(
             f"There is no attention implementation {attention!r} of our own; there are auto, torch and triton."
@@ -112,7 +119,11 @@ def _ops(kind: str, attention: str, exact: bool) -> Ops:
     if kind != "cuda":
         if attention == "triton":
             raise ValueError("Triton's attention needs a CUDA device; a CPU has auto and torch.")
-        return reference_ops(PackedLinear)
+        library = cpu_library() if attention == "auto" and dtype == torch.bfloat16 else None
+        ops = reference_ops(cpu_linear)
+        return (
+            ops if library is None else replace(ops, attention="compiled", space_attention=CompiledAttention(library))
+        )
     if find_spec("triton") is None:
         if exact or attention == "triton":
             asked = "exact products on a GPU" if exact else "attention 'triton'"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from space_kernels.linear import PackedLinear
+from space_kernels.cpu_linear import cpu_linear
 
 
 class RowInvariantExperts(nn.Module):
@@ -19,8 +19,8 @@ class RowInvariantExperts(nn.Module):
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> None:
         """gate_up [experts, 2·width, hidden], down [experts, hidden, width]."""
         super().__init__()
-        self.gate_up = nn.ModuleList(PackedLinear(weight, None) for weight in gate_up)
-        self.down = nn.ModuleList(PackedLinear(weight, None) for weight in down)
+        self.gate_up = nn.ModuleList(cpu_linear(weight, None) for weight in gate_up)
+        self.down = nn.ModuleList(cpu_linear(weight, None) for weight in down)
         self.activation = activation
 
     def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from space_kernels.linear import PackedLinear
+from space_kernels.cpu_linear import cpu_linear, in_turn
 
 
 class GatedDelta:
@@ -20,8 +20,13 @@ class GatedDelta:
     has the same bits whatever the other rows.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], scale: float) -> None:
-        """`pairs`: a [rank, in] and b [out, rank] per linear, at least one; `sizes`: out of each linear."""
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], scale: float, *, turns: bool = False
+    ) -> None:
+        """`pairs`: a [rank, in] and b [out, rank] per linear, at least one; `sizes`: out of each linear.
+
+        `turns`: of two linears whose outputs take turns (`in_turn`).
+        """
         present = [pair for pair in pairs if pair is not None]
         a = torch.cat([pair[0] for pair in present])  # [ranks, in]
         b = a.new_zeros(sum(sizes), len(a))  # [outs, ranks]
@@ -32,7 +37,7 @@ class GatedDelta:
                 b[row : row + size, column : column + rank] = (pair[1].float() * scale).to(b.dtype)
                 column += rank
             row += size
-        self._a, self._b = _linear(a), _linear(b)
+        self._a, self._b = _linear(a), _linear(in_turn(b[: sizes[0]], b[sizes[0] :]) if turns else b)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, outs]"""
@@ -46,7 +51,7 @@ class GatedDelta:
 
 def _linear(weight: Tensor) -> nn.Module:
     if weight.device.type == "cpu":
-        return PackedLinear(weight, None)
+        return cpu_linear(weight, None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from space_kernels.cpu_library import cpu_library
 from space_kernels.dispatch import Ops
 from transformers import PreTrainedModel
 
 from space_model.gated_lora import GatedLora
+from space_model.llama_compiled_network import CompiledLlama
 from space_model.llama_cuda_network import LlamaCudaNetwork
 from space_model.llama_network import LlamaNetwork
 from space_model.model_facts import ModelFacts
@@ -26,6 +28,9 @@ def compact_network(
     """Takes `base` apart; None, and `base` as it was, where no compact network computes what it does."""
     sizes = facts.num_heads, facts.kv_heads, facts.head_dim
     if facts.device.type == "cpu":
+        library = cpu_library() if ops.attention == "compiled" else None
+        if library is not None and CompiledLlama.fits(base, facts.dtype, facts.head_dim):
+            return CompiledLlama(base, *sizes, library, adapters, prefix, ranks)
         if not LlamaNetwork.fits(base.config, facts.dtype):
             return None
         return LlamaNetwork(base, *sizes, adapters, prefix, ranks)

@@ -218,17 +218,22 @@ def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLo
     )
 
 
-def layer_deltas(adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int) -> LayerDeltas:
-    """One adapter's deltas in the layer at `path`. `sizes`: outputs of query, key and value."""
+def layer_deltas(
+    adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int, *, turns: bool = False
+) -> LayerDeltas:
+    """One adapter's deltas in the layer at `path`. `sizes`: outputs of query, key and value.
 
-    def delta(names: Sequence[str], outs: Sequence[int]) -> GatedDelta | None:
+    `turns`: outputs of gate and up take turns.
+    """
+
+    def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> GatedDelta | None:
         pairs = [adapter.pairs.get(f"{path}.{name}_proj") for name in names]
-        return None if not any(pairs) else GatedDelta(pairs, outs, adapter.scale)
+        return None if not any(pairs) else GatedDelta(pairs, outs, adapter.scale, turns=turns)
 
     return LayerDeltas(
         query_key_value=delta(["self_attn.q", "self_attn.k", "self_attn.v"], sizes),
         output=delta(["self_attn.o"], [hidden]),
-        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner]),
+        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner], turns=turns),
         down=delta(["mlp.down"], [hidden]),
     )
 

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     *,
     dtype: str = "auto",
     device: str = "cpu",
@@ -55,7 +55,7 @@ def load_model(
     adapters: Mapping[str, str | Path] | None = None,
     ranks: Ranks | None = None,
 ) -> SpaceModel:
-    """Load the checkpoint at `path` (a folder, a hub id, or `demo`).
+    """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
 
     `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
     `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
@@ -126,7 +126,10 @@ def load_model(
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
-        ops = ops_for(place, attention=attention, exact=exact) if choose_ops is None else choose_ops(facts)
+        if choose_ops is None:
+            ops = ops_for(place, attention=attention, exact=exact, dtype=number)
+        else:
+            ops = choose_ops(facts)
     except ValueError as error:
         raise InvalidSetting(str(error)) from error
     facts = replace(facts, attention=ops.attention)

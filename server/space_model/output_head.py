@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from space_kernels.cpu_library import cpu_library
+from space_kernels.cpu_linear import CompiledLinear
 from space_kernels.linear import PackedLinear, pad_rows
 from space_kernels.linear_cuda import CudaLinear
 from torch import Tensor, nn
@@ -38,7 +40,13 @@ class OutputHead:
         if packed and weight.device.type == "cpu":
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
-            self._product = PackedLinear(F.pad(self.weight, (0, 0, 0, missing)), padded_bias)
+            padded = F.pad(self.weight, (0, 0, 0, missing))
+            library = cpu_library() if CompiledLinear.takes(padded) else None
+            self._product = (
+                PackedLinear(padded, padded_bias)
+                if library is None
+                else CompiledLinear(library, padded, padded_bias, wide=True)
+            )
         else:
             self._product = linear(self.weight, self.bias)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
 from space_kernels.attention import space_attention
+from space_kernels.cpu_linear import cpu_linear
 from space_kernels.dispatch import Attention
 from space_kernels.experts import RowInvariantExperts
-from space_kernels.linear import PackedLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ def make_row_invariant(base: nn.Module, num_threads: int) -> None:
     for parent in list(base.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, cpu_linear(child.weight, child.bias))
             elif _is_activation(child):
                 setattr(parent, name, row_invariant(child, num_threads))
             elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):

@@ -148,11 +148,14 @@ def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = 
 
     Raises ValueError naming the cure. Where ranks share a model `auto` is not measured: they must all take the same.
     """
-    ops = ops_for(facts.device, exact=exact)
+    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype)
     if asked == "auto" and facts.num_ranks > 1:
         _log.info(
             "attention: %s, not measured: %d ranks share the model and must agree", ops.attention, facts.num_ranks
         )
+        return ops
+    if asked == "auto" and facts.device.type == "cpu":
+        _log.info("attention: %s", ops.attention)
         return ops
     choice = choose_attention(asked, facts, block_size=block_size, exact=exact)
     _log.info("%s", choice)

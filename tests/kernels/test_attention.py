@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from space_kernels import cpu_library
 from space_kernels.attention import space_attention
+from space_kernels.cpu_attention import CompiledAttention
+from space_kernels.dispatch import Attention
 from space_kernels.paging import StepRows
 from space_kernels.row_pattern import RowPattern
 from torch import Tensor
@@ -23,6 +26,14 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["torch", *cpu_library.own_kinds()])
+def attention(request: pytest.FixtureRequest) -> Attention:
+    """Each of those that a CPU may run: the compiled ones take bfloat16 alone, and leave the rest to torch."""
+    if request.param == "torch":
+        return space_attention
+    return CompiledAttention(cpu_library.library_for(request.param))
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Sequence_:
 
 def step(
     sequences: Sequence[Sequence_],
+    attention: Attention = space_attention,
     *,
     heads: int = 4,
     kv_heads: int = 2,
@@ -118,16 +130,24 @@ def step(
     key, value = rows_of("k", "mask_k"), rows_of("v", "mask_v")
     if spoil_masks:
         key[num_chain:] = value[num_chain:] = float("nan")
-    out = space_attention(
+    out = attention(
         rows_of("q", "mask_q"), key, value, key_pages, value_pages, rows, scale=0.3, window=window, softcap=softcap
     )
     assert out.dtype is dtype
     return [(out[list(c)], out[list(m)]) for c, m in zip(chain_runs, mask_runs, strict=True)]
 
 
-def dense(s: Sequence_, *, heads: int, kv_heads: int, window: int | None, softcap: float | None) -> Tensor:
-    """Every row's attention in float64, key by key."""
-    d = {name: tensor.double() for name, tensor in s.draw(heads, kv_heads).items()}
+def dense(
+    s: Sequence_,
+    *,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Every row's attention in float64, key by key, of numbers that are rounded to `dtype`."""
+    d = {name: tensor.to(dtype).double() for name, tensor in s.draw(heads, kv_heads).items()}
     k, v = torch.cat([d["old_k"], d["k"]]), torch.cat([d["old_v"], d["v"]])
     outputs = []
 
@@ -174,12 +194,26 @@ def test_unequal_sequences_equal_dense_attention(
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (300, 2.0)])
+def test_bfloat16_is_rounded_where_it_goes_in_and_out(
+    attention: Attention, heads: int, kv_heads: int, window: int | None, softcap: float | None
+) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads, "dtype": torch.bfloat16}
+    found = step(ALL, attention, window=window, softcap=softcap, **shape)  # type: ignore[arg-type]
+    for s, (chain, masks) in zip(ALL, found, strict=True):
+        wanted = dense(s, window=window, softcap=softcap, **shape)  # type: ignore[arg-type]
+        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=1e-5, rtol=2**-8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_a_row_has_the_same_bits_in_any_company(num_threads: int, dtype: torch.dtype, window: int | None) -> None:
-    together = step(ALL, dtype=dtype, window=window)
+def test_a_row_has_the_same_bits_in_any_company(
+    attention: Attention, num_threads: int, dtype: torch.dtype, window: int | None
+) -> None:
+    together = step(ALL, attention, dtype=dtype, window=window)
     for s, (chain, masks) in zip(ALL, together, strict=True):
-        ((alone, alone_masks),) = step([s], dtype=dtype, window=window)
+        ((alone, alone_masks),) = step([s], attention, dtype=dtype, window=window)
         assert torch.equal(chain, alone)
         assert torch.equal(masks, alone_masks)
 
@@ -187,11 +221,11 @@ def test_a_row_has_the_same_bits_in_any_company(num_threads: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [2, 4, 6])
 def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(
-    num_threads: int, dtype: torch.dtype, heads: int
+    attention: Attention, num_threads: int, dtype: torch.dtype, heads: int
 ) -> None:
     """Row i of a chain of 64 equals row i of the chain cut after i, with and without masks behind it."""
     whole = Sequence_(cached=230, num_chain=64, groups=[], pages=range(20), seed=7)
-    ((expected, _),) = step([whole], heads=heads, dtype=dtype)
+    ((expected, _),) = step([whole], attention, heads=heads, dtype=dtype)
     drawn = whole.draw
     for length in (*range(1, 12), 16, 33, 64):
         for groups in ([], [(length - 1, 3)]):
@@ -204,26 +238,31 @@ def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(
                     for name, tensor in drawn(h, g).items()
                 }
             )
-            ((found, _),) = step([part], heads=heads, dtype=dtype)
+            ((found, _),) = step([part], attention, heads=heads, dtype=dtype)
             assert torch.equal(found, expected[:length]), (length, groups)
 
 
-def test_what_lies_in_unwritten_slots_changes_nothing() -> None:
-    for (chain, masks), (other, other_masks) in zip(step(ALL), step(ALL, garbage=7.0), strict=True):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_in_unwritten_slots_changes_nothing(attention: Attention, dtype: torch.dtype) -> None:
+    clean, dirty = step(ALL, attention, dtype=dtype), step(ALL, attention, dtype=dtype, garbage=7.0)
+    for (chain, masks), (other, other_masks) in zip(clean, dirty, strict=True):
         assert torch.equal(chain, other)
         assert torch.equal(masks, other_masks)
 
 
-def test_a_mask_row_gone_wrong_leaves_the_chain_alone() -> None:
-    for (chain, _), (spoilt, _) in zip(step(ALL), step(ALL, spoil_masks=True), strict=True):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_row_gone_wrong_leaves_the_chain_alone(attention: Attention, dtype: torch.dtype) -> None:
+    right, wrong = step(ALL, attention, dtype=dtype), step(ALL, attention, dtype=dtype, spoil_masks=True)
+    for (chain, _), (spoilt, _) in zip(right, wrong, strict=True):
         assert torch.equal(chain, spoilt)
 
 
-def test_the_block_size_changes_no_bit() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_block_size_changes_no_bit(attention: Attention, dtype: torch.dtype) -> None:
     wide = [Sequence_(s.cached, s.num_chain, s.groups, range(40), s.seed) for s in (SPACE,)]
-    ((expected, _),) = step(wide, block_size=16)
+    ((expected, _),) = step(wide, attention, dtype=dtype, block_size=16)
     for block_size in (8, 32, 128, 256):
-        ((found, _),) = step(wide, block_size=block_size)
+        ((found, _),) = step(wide, attention, dtype=dtype, block_size=block_size)
         assert torch.equal(found, expected)
 
 

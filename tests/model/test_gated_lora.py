@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from space_kernels.linear import can_pack
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
 from space_model.gated_lora import GatedLora
+from space_model.llama_compiled_network import CompiledLlama
 from space_model.llama_network import LlamaNetwork
 from space_model.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection
@@ -26,6 +28,8 @@ from transformers import AutoModelForCausalLM
 
 COMPACT = ["llama", "mistral", "qwen2", "qwen3"]
 OTHERS = ["llama", "qwen3", "gemma2", "phi3", "starcoder2", "mixtral"]
+NETWORKS = {"compact": COMPACT, "transformers": OTHERS}
+BOTH = ["float32", "bfloat16"]
 BLOCK = 16
 
 
@@ -86,9 +90,12 @@ def masks(batch: ForwardBatch, hidden: Tensor, segment: int) -> Tensor:
     return hidden[[row for group in batch.mask_rows[segment] for row in group]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("network", "family"), [*(("compact", name) for name in COMPACT), *(("transformers", name) for name in OTHERS)]
+    ("network", "family", "dtype"),
+    [
+        *((network, name, dtype) for network, known in NETWORKS.items() for name, dtype in product(known, BOTH)),
+        *(("compiled", name, "bfloat16") for name in COMPACT),
+    ],
 )
 def test_chain_rows_have_the_base_s_bits_and_mask_rows_their_own_in_any_company(
     family: str,
@@ -100,9 +107,12 @@ def test_chain_rows_have_the_base_s_bits_and_mask_rows_their_own_in_any_company(
 ) -> None:
     if network == "transformers":
         monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
-    bare = load_model(checkpoint_of(family), dtype=dtype)
-    model = load_model(checkpoint_of(family), dtype=dtype, adapters=adapters_of(family))
+        monkeypatch.setattr(CompiledLlama, "fits", lambda base, dtype, head_dim: False)
+    attention = "torch" if network == "compact" else "auto"
+    bare = load_model(checkpoint_of(family), dtype=dtype, attention=attention)
+    model = load_model(checkpoint_of(family), dtype=dtype, attention=attention, adapters=adapters_of(family))
     assert isinstance(model._network, LlamaNetwork) == (network == "compact")
+    assert isinstance(model._network, CompiledLlama) == (network == "compiled")
 
     plain_batch, plain = step(bare, None)
     own = masks(plain_batch, plain, 0)

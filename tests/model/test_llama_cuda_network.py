@@ -62,7 +62,7 @@ def load_on(
 ) -> SpaceModel:
     with monkeypatch.context() as patch:
         patch.setattr(compact_network, "LlamaNetwork", OnOps(ops))
-        model = load.load_model(path, dtype=dtype, adapters=adapters)
+        model = load.load_model(path, dtype=dtype, attention="torch", adapters=adapters)
     assert isinstance(model._network, LlamaCudaNetwork)
     return model
 
@@ -103,7 +103,7 @@ def test_on_the_references_it_equals_the_transformers_network(
 ) -> None:
     fused = load_on(ops_for("cpu"), checkpoint_of(family), monkeypatch, dtype=dtype)
     monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
-    other = load.load_model(checkpoint_of(family), dtype=dtype)
+    other = load.load_model(checkpoint_of(family), dtype=dtype, attention="torch")
     assert isinstance(other._network, TransformersNetwork)
     tolerance = 2e-5 if dtype == "float32" else 0.1
     torch.testing.assert_close(run(fused, PREFILL, MIXED), run(other, PREFILL, MIXED), atol=tolerance, rtol=0)

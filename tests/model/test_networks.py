@@ -1,4 +1,4 @@
-"""The two networks of the Llama family say the same, and unknown attention keywords are refused."""
+"""The networks of the Llama family say the same, and unknown attention keywords are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
+from space_model.llama_compiled_network import CompiledLlama
 from space_model.llama_network import LlamaNetwork
 from space_model.load import load_model
 from space_model.model_error import UnsupportedModel
@@ -16,15 +17,27 @@ from space_model.paged_attention_interface import Step, paged_attention
 from space_model.transformers_network import TransformersNetwork
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("network", "dtype", "attention"),
+    [
+        (LlamaNetwork, "float32", "auto"),
+        (LlamaNetwork, "bfloat16", "torch"),
+        (CompiledLlama, "bfloat16", "auto"),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
-def test_the_compact_network_equals_the_transformers_one(
-    family: str, dtype: str, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_a_compact_network_equals_the_transformers_one(
+    family: str,
+    network: type,
+    dtype: str,
+    attention: str,
+    checkpoint_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compact = load_model(checkpoint_of(family), dtype=dtype)
-    assert isinstance(compact._network, LlamaNetwork)
+    compact = load_model(checkpoint_of(family), dtype=dtype, attention=attention)
+    assert isinstance(compact._network, network)
     monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
-    other = load_model(checkpoint_of(family), dtype=dtype)
+    other = load_model(checkpoint_of(family), dtype=dtype, attention="torch")
     assert isinstance(other._network, TransformersNetwork)
     ids = torch.randint(16, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     segment = Segment(ids, 0, range(3), DraftLayout.full(2, 3))

@@ -1,0 +1,58 @@
+// A Llama-like decoder between the embedded ids and the final norm, in one call.
+
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+namespace KIND {
+
+struct Layer {
+    const bf16* attention_norm;  // [hidden]
+    Linear query_key_value;
+    const bf16 *query_norm, *key_norm;  // [dim], or null
+    Linear output;
+    const bf16* mlp_norm;
+    Linear gate_up;  // panels of gate and up in turn
+    Linear down;
+    bf16 *key_pages, *value_pages;
+    int64_t window;
+};
+
+struct Network {
+    int64_t num_layers, hidden, inner;
+    Heads heads;
+    float eps, scale;
+    int64_t block_size;
+    const Layer* layers;
+    const bf16* norm;
+    const float *cos, *sin;  // [positions, dim/2]
+};
+
+struct Buffers {  // [rows, …]
+    bf16 *x, *normed, *fused, *attended, *inner;
+};
+
+// buffers.normed [rows, hidden] is the result.
+void forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
+
+// One thread's share of `count` things, in whole units.
+struct Share {
+    int64_t first, last;
+    explicit Share(int64_t count, int64_t unit = 1);
+};
+
+constexpr int64_t TOGETHER = 4;  // panels that a thread has at least
+
+// One thread's share of the rows: queries and keys normed (null: not) and turned (cos null: not), chain rows stored.
+// cos, sin [positions, dim/2]
+void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, const bf16* query_norm,
+                    const bf16* key_norm, float eps, const float* cos, const float* sin);
+
+// x / sqrt(mean(x²) + eps) · weight, in float32, rounded once.
+void norm_row(const bf16* x, const bf16* weight, int64_t width, float eps, bf16* out);
+
+// Each pair (i, i + dim/2) of a head turned by its angle, in float32, rounded once.
+void turn_head(bf16* head, const float* cos, const float* sin, int64_t dim);
+
+}  // namespace KIND

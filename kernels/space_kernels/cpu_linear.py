@@ -1,0 +1,93 @@
+"""Linear layers by the compiled product: weights read once at the speed of memory, row-invariant bitwise."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from space_kernels.cpu_library import CpuLibrary, cpu_library
+from space_kernels.cpu_structs import LinearStruct, ProductStruct
+from space_kernels.linear import PackedLinear
+
+LANES = 16
+"""Outputs of a panel."""
+
+
+class Then(IntEnum):
+    """What becomes of a product before it is rounded."""
+
+    NOTHING = 0
+    ADD = 1  # another tensor is added
+    SWIGLU = 2  # the panels are gate and up in turn: silu(gate)·up
+
+
+class CompiledLinear(nn.Module):
+    """x·Wᵀ + b in bfloat16 with float32 sums; a row's result does not depend on the other rows, nor on their number."""
+
+    def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> None:
+        """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
+
+        `wide`: results are float32.
+        """
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._library, self._wide = library, wide
+        num_panels = -(-self.out_features // LANES)
+        self.weight = torch.empty(num_panels * LANES, self.in_features, dtype=torch.bfloat16)
+        source = weight.detach().contiguous()
+        library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+        self.bias: Tensor | None = None
+        if bias is not None:
+            self.bias = torch.zeros(num_panels * LANES)
+            self.bias[: self.out_features] = bias.detach()
+        address = None if self.bias is None else self.bias.data_ptr()
+        self.struct = LinearStruct(self.weight.data_ptr(), address, num_panels, self.in_features, self.out_features)
+        self._here = byref(self.struct)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether it can be packed for the compiled product."""
+        return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        return self._product(x, Then.NOTHING, None, self.out_features)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
+        return self._product(x, Then.ADD, other, self.out_features)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate)·up, rounded once, of weights from `in_turn`: [..., in] -> [..., out/2]"""
+        return self._product(x, Then.SWIGLU, None, self.out_features // 2)
+
+    def _product(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"The compiled product takes bfloat16 rows; got {x.dtype}.")
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if self._wide else torch.bfloat16)
+        added = None if other is None else other.data_ptr()
+        rows = x.numel() // self.in_features
+        product = ProductStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
+        self._library.linear(self._here, byref(product), torch.get_num_threads())
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """[inner, in] twice, inner a multiple of 16 -> [2·inner, in]: sixteen outputs of gate, sixteen of up, …"""
+    inner, width = gate.shape
+    if inner % LANES:
+        raise ValueError(f"Gate and up have {inner} outputs; panels in turn need a multiple of {LANES}.")
+    return torch.stack([gate.view(-1, LANES, width), up.view(-1, LANES, width)], dim=1).reshape(2 * inner, width)
+
+
+def cpu_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The best linear layer for this weight on this processor."""
+    library = cpu_library() if CompiledLinear.takes(weight) else None
+    return PackedLinear(weight, bias) if library is None else CompiledLinear(library, weight, bias)

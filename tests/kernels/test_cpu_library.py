@@ -1,0 +1,83 @@
+"""The compiled operations: which kind a processor gets, how they are built, and what stands in for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from space_kernels import cpu_library, dispatch
+
+XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "sse4_2"}
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> None:
+    cpu_library.cpu_library.cache_clear()
+    dispatch._ops.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "kinds"),
+    [
+        ("x86_64", XEON, ["avx512_bf16", "avx2"]),
+        ("x86_64", XEON - {"avx512_bf16"}, ["avx2"]),
+        ("x86_64", {"sse4_2"}, []),
+        ("aarch64", {"asimd", "bf16", "fp"}, ["neon_bf16"]),
+        ("aarch64", {"asimd", "fp"}, []),
+        ("arm64", set(), []),  # macOS
+    ],
+)
+def test_a_processor_is_of_the_kinds_whose_instructions_it_has(machine: str, flags: set[str], kinds: list[str]) -> None:
+    assert cpu_library.kinds_of(machine, flags) == kinds
+
+
+def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = cpu_library.own_kinds()[-1]
+    built = cpu_library.library_for(kind)
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cpu_library.library_for(kind).path == built.path
+
+
+def test_without_a_compiler_torch_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert cpu_library.cpu_library() is None
+    assert "no C++ compiler is installed" in caplog.text
+    assert dispatch.ops_for("cpu", dtype=torch.bfloat16).attention == "torch"
+    cpu_library.cpu_library.cache_clear()
+    monkeypatch.setenv(cpu_library.SWITCH, "compiled")
+    with pytest.raises(ValueError, match="cannot be had: no C\\+\\+ compiler is installed"):
+        cpu_library.cpu_library()
+
+
+def test_what_the_compiler_says_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho no such standard >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    assert cpu_library.cpu_library() is None
+    assert "no such standard" in caplog.text
+    assert list((tmp_path / "spaceserve").iterdir()) == []
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dispatch.ops_for("cpu", dtype=torch.bfloat16).attention == "compiled"
+    assert dispatch.ops_for("cpu").attention == "torch"
+    assert dispatch.ops_for("cpu", attention="torch", dtype=torch.bfloat16).attention == "torch"
+    afresh_again = (cpu_library.cpu_library.cache_clear, dispatch._ops.cache_clear)
+    for clear in afresh_again:
+        clear()
+    monkeypatch.setenv(cpu_library.SWITCH, "torch")
+    assert dispatch.ops_for("cpu", dtype=torch.bfloat16).attention == "torch"
+    cpu_library.cpu_library.cache_clear()
+    monkeypatch.setenv(cpu_library.SWITCH, "fast")
+    with pytest.raises(ValueError, match="it must be auto, compiled or torch"):
+        cpu_library.cpu_library()

@@ -1,0 +1,114 @@
+"""The compiled product: the right numbers, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from space_kernels import cpu_library
+from space_kernels.cpu_library import CpuLibrary
+from space_kernels.cpu_linear import CompiledLinear, cpu_linear, in_turn
+from torch.nn import functional as F
+
+SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (48, 2)]
+
+
+@pytest.fixture(params=cpu_library.own_kinds())
+def library(request: pytest.FixtureRequest) -> CpuLibrary:
+    return cpu_library.library_for(request.param)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def draw(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, width, generator=generator) * width**-0.5
+    bias, x = torch.randn(out, generator=generator), torch.randn(200, width, generator=generator)
+    other = torch.randn(200, out, generator=generator)
+    return weight.bfloat16(), bias.bfloat16(), x.bfloat16(), other.bfloat16()
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_it_is_the_product_of_float32_sums_rounded_once(library: CpuLibrary, out: int, width: int) -> None:
+    weight, bias, x, other = draw(out, width)
+    wanted = F.linear(x.double(), weight.double(), bias.double())
+    wide = CompiledLinear(library, weight, bias, wide=True)(x)
+    assert wide.dtype is torch.float32
+    torch.testing.assert_close(wide.double(), wanted, atol=2e-5, rtol=0)
+    linear = CompiledLinear(library, weight, bias)
+    assert torch.equal(linear(x), wide.bfloat16())
+    assert torch.equal(linear.plus(x, other), (wide + other).bfloat16())
+    assert torch.equal(linear(x.view(4, 50, width)), wide.bfloat16().view(4, 50, out))
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
+    library: CpuLibrary, num_threads: int, out: int, width: int
+) -> None:
+    weight, bias, x, other = draw(out, width)
+    linear = CompiledLinear(library, weight, bias)
+    whole, summed = linear(x), linear.plus(x, other)
+    for rows in (*range(1, 65), 100):
+        assert torch.equal(linear(x[:rows]), whole[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
+        assert torch.equal(linear.plus(x[:rows], other[:rows]), summed[:rows]), rows
+
+
+def test_threads_change_no_bit(library: CpuLibrary) -> None:
+    weight, bias, x, _ = draw(704, 256)
+    linear = CompiledLinear(library, weight, bias)
+    before, found = torch.get_num_threads(), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(linear(x[:9]))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_gate_and_up_in_turn(library: CpuLibrary, num_threads: int) -> None:
+    weight, bias, x, _ = draw(2 * 176, 64)
+    gate, up = weight[:176], weight[176:]
+    gate_bias, up_bias = bias[:176, None], bias[176:, None]
+    linear = CompiledLinear(library, in_turn(gate, up), in_turn(gate_bias, up_bias)[:, 0])
+    whole = linear.swiglu(x)
+    wanted = F.silu(F.linear(x.double(), gate.double(), gate_bias[:, 0].double()))
+    wanted *= F.linear(x.double(), up.double(), up_bias[:, 0].double())
+    torch.testing.assert_close(whole.double(), wanted, atol=1e-5, rtol=2**-8)
+    for rows in range(1, 40):
+        assert torch.equal(linear.swiglu(x[:rows]), whole[:rows])
+    with pytest.raises(ValueError, match="100 outputs; panels in turn need a multiple of 16"):
+        in_turn(weight[:100], weight[100:200])
+
+
+def test_what_is_not_a_number_stays_in_its_row(library: CpuLibrary) -> None:
+    weight, bias, x, _ = draw(256, 256)
+    linear = CompiledLinear(library, weight, bias)
+    whole = linear(x)
+    x[3, 5], x[7, 0] = torch.nan, torch.inf
+    spoilt = linear(x)
+    assert spoilt[3].isnan().all()
+    assert not spoilt[7].isfinite().any()
+    others = [row for row in range(len(x)) if row not in (3, 7)]
+    assert torch.equal(spoilt[others], whole[others])
+
+
+def test_no_rows_are_no_result(library: CpuLibrary) -> None:
+    weight, bias, x, _ = draw(256, 256)
+    assert CompiledLinear(library, weight, bias)(x[:0]).shape == (0, 256)
+
+
+def test_other_numbers_are_refused_or_left_to_torch(library: CpuLibrary) -> None:
+    weight, bias, x, _ = draw(256, 256)
+    with pytest.raises(TypeError, match=r"takes bfloat16 rows; got torch\.float32"):
+        CompiledLinear(library, weight, bias)(x.float())
+    assert type(cpu_linear(weight, bias)) is CompiledLinear
+    assert type(cpu_linear(weight.float(), bias.float())) is not CompiledLinear
+    assert type(cpu_linear(weight[:, :255], bias)) is not CompiledLinear
