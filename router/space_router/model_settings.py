@@ -23,6 +23,37 @@ class ModelSettings:
     served_model_name: str | None = setting(
         None, _GROUP, "name clients use in `model`; default: the last part of --model", parse.text, "NAME"
     )
+    revision: str | None = setting(
+        None,
+        _GROUP,
+        "branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is "
+        "served cannot change",
+        parse.text,
+        "REVISION",
+    )
+    token_file: str | None = setting(
+        None,
+        _GROUP,
+        "file with a Hugging Face token for gated and private models; default: HF_TOKEN, or what `hf auth login` stored",
+        parse.text,
+        "PATH",
+    )
+    download_folder: str | None = setting(
+        None,
+        _GROUP,
+        "where downloaded models are kept, and taken from the next time; what was interrupted goes on where it was. "
+        "Default: hub in HF_HOME, or in ~/.cache/huggingface",
+        parse.text,
+        "FOLDER",
+    )
+    offline: str = setting(
+        "off",
+        _GROUP,
+        "on: serve a Hugging Face id from what was downloaded before, without asking the hub; HF_HUB_OFFLINE=1 does "
+        "the same",
+        parse.one_of("on", "off"),
+        "on|off",
+    )
     adapter: tuple[tuple[str, str], ...] = setting(
         (),
         _GROUP,

@@ -6,6 +6,7 @@ import hashlib
 import importlib.resources
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+Fetch = Callable[[str], Path]
+"""The folder of a hub id's files. Raises CheckpointNotFound."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,22 @@ class Checkpoint:
     home: Path  # of what the `space` section names: the folder itself, also where there is a base
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
-        """`demo`, a folder, or the id of a repository on the Hugging Face hub."""
-        folder = _folder(str(path))
+    def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
+        """`demo`, a folder, or the id of a repository on the Hugging Face hub, which `fetch` gets (None: its library).
+
+        One that is open already is itself.
+        """
+        if isinstance(path, Checkpoint):
+            return path
+        fetch = fetch or _from_the_hub
+        folder = _folder(str(path), fetch)
         config_file = folder / "config.json"
         if not config_file.is_file():
             raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
         config = _object(config_file)
         section = config.get("space")
         if isinstance(section, dict) and section.get("base") is not None:
-            return cls._on_base(str(path), folder, section)
+            return cls._on_base(str(path), folder, section, fetch)
         if "auto_map" in config:
             raise UnsupportedModel(
                 f"The checkpoint {path} brings its own code (auto_map in config.json); remote code is never run. "
@@ -47,7 +57,7 @@ class Checkpoint:
         return cls(str(path), folder, config, _weights(folder), folder)
 
     @classmethod
-    def _on_base(cls, name: str, home: Path, section: dict[str, Any]) -> Checkpoint:
+    def _on_base(cls, name: str, home: Path, section: dict[str, Any], fetch: Fetch) -> Checkpoint:
         """The checkpoint that `base` names (a path, seen from `home` too, a hub id, or demo), with this section."""
         where = section["base"]
         if not isinstance(where, str) or not where:
@@ -55,7 +65,7 @@ class Checkpoint:
                 f'"base" in the space section of {home} must be a path or a hub id; got {where!r}.'
             )
         try:
-            base = cls.open(home / where if (home / where).is_dir() else where)
+            base = cls.open(home / where if (home / where).is_dir() else where, fetch)
         except CheckpointNotFound as error:
             raise CheckpointNotFound(
                 f"{home} has no weights of its own, and its base cannot be had: {error}"
@@ -94,7 +104,7 @@ class Checkpoint:
 
 def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """The folder of a gated adapter, and its config; a folder as peft writes it needs no config.json."""
-    folder = _folder(str(path))
+    folder = _folder(str(path), _from_the_hub)
     if (folder / "config.json").is_file():
         return folder, _object(folder / "config.json")
     if (folder / "adapter_config.json").is_file():
@@ -113,7 +123,7 @@ def _object(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _folder(path: str) -> Path:
+def _folder(path: str, fetch: Fetch) -> Path:
     if path == "demo":
         return Path(str(importlib.resources.files("space_demo")))
     folder = Path(path).expanduser()
@@ -121,6 +131,10 @@ def _folder(path: str) -> Path:
         return folder
     if path.startswith(("/", ".", "~")) or path.count("/") != 1:
         raise CheckpointNotFound(f"There is no folder {path}, and it is no hub id (owner/name) either.")
+    return fetch(path)
+
+
+def _from_the_hub(path: str) -> Path:
     import huggingface_hub  # only here: a local checkpoint needs no network library
 
     try:

@@ -97,7 +97,7 @@ class Share:
         return replace(adapter, gated=gated)
 
 
-def check_ranks(path: str, size: int) -> None:
+def check_ranks(path: str | Checkpoint, size: int) -> None:
     """Whether `size` ranks can share the checkpoint at `path`, before any of them begins. Raises a ModelError."""
     check_size(family.read_config(Checkpoint.open(path)), size)
 

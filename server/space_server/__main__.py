@@ -43,6 +43,7 @@ from space_server.host_memory import keep_freed_memory
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.model_source import ModelSource
 from space_server.passing_thread import in_passing_thread
 from space_server.rank_place import RankPlace
 from space_server.rank_start import following, leading
@@ -77,15 +78,17 @@ def main(arguments: Sequence[str]) -> int:
         with ExitStack() as stack:
             # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+            source = ModelSource(config)
             lead = None
             if config.tensor_parallel > 1:
                 place = RankPlace.of(config.tensor_parallel, os.environ)
-                check_ranks(config.model, place.size)
+                check_ranks(source.checkpoint(), place.size)
+                load = functools.partial(_load, config, source)
                 if place.rank:
-                    following(config, place, functools.partial(_load, config))
+                    following(config, place, load)
                     return 0
-                lead = stack.enter_context(leading(config, arguments, place, functools.partial(_load, config)))
-            worker = in_passing_thread(lambda: build_worker(config, lead))
+                lead = stack.enter_context(leading(config, arguments, place, load))
+            worker = in_passing_thread(lambda: build_worker(config, lead, source))
             asyncio.run(_serve(worker, config, _meter(config, worker)))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
@@ -100,13 +103,16 @@ class _NoAddress(Exception):
     """The address to listen on cannot be had."""
 
 
-def _load(config: WorkerConfig, ranks: Ranks | None = None, device: str | None = None) -> SpaceModel:
+def _load(
+    config: WorkerConfig, source: ModelSource, ranks: Ranks | None = None, device: str | None = None
+) -> SpaceModel:
     """The model, or the part of it that this rank has. Raises ModelError."""
-    threads = config.num_threads or choose_threads(config.model)
+    checkpoint = source.checkpoint()
+    threads = config.num_threads or choose_threads(checkpoint)
     if threads is None and ranks is not None:
         threads = max(1, torch.get_num_threads() // ranks.size)  # they have one machine's cores together
     return load_model(
-        config.model,
+        checkpoint,
         dtype=config.dtype,
         device=device or config.device,
         mask_ids=config.space_mask_ids,
@@ -116,18 +122,19 @@ def _load(config: WorkerConfig, ranks: Ranks | None = None, device: str | None =
         ),
         max_model_len=config.max_model_len,
         num_threads=threads,
-        adapters=dict(config.adapters),
+        adapters=source.adapters(),
         ranks=ranks,
     )
 
 
-def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
-    """The model loaded, the pages allocated. `lead`: the model, where ranks share it.
+def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: ModelSource | None = None) -> Worker:
+    """The model loaded, the pages allocated. `lead`: the model, where ranks share it; `source`: of the model's files.
 
     Raises ModelError or NotEnoughMemory.
     """
     started = time.perf_counter()
-    model: StepModel = _load(config) if lead is None else lead
+    source = source or ModelSource(config)
+    model: StepModel = _load(config, source) if lead is None else lead
     facts = model.facts
     size = config.block_size
     if facts.device.type == "cuda":
@@ -173,7 +180,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
         controller=FixedLayout.full(fixed) if fixed else None,
         device_steps=steps != "host",
         eager=steps == "eager",
-        grammars=_grammars(config, facts),
+        grammars=_grammars(source.checkpoint(), facts),
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
@@ -196,10 +203,9 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None) -> Worker:
     return worker
 
 
-def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
+def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
     """Those of the checkpoint's tokenizer."""
-    folder = Checkpoint.open(config.model).folder
-    grammars = Grammars.of(folder, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
+    grammars = Grammars.of(checkpoint.folder, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
     if grammars.why_none is not None:
         _log.warning("requests with a grammar are refused: %s", grammars.why_none)
     return grammars
@@ -236,7 +242,7 @@ def choose_steps(asked: Steps, facts: ModelFacts, *, synthetic: bool) -> Literal
     return "device" if asked == "auto" else asked
 
 
-def choose_threads(model: str) -> int | None:
+def choose_threads(model: str | Checkpoint) -> int | None:
     """One thread for small weights; None, torch's own choice, for others."""
     size = sum(file.stat().st_size for file in Checkpoint.open(model).weights)
     return 1 if size < SMALL_WEIGHTS else None

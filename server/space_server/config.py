@@ -28,6 +28,10 @@ class WorkerConfig:
     """Every field is a flag of `python -m space_server`."""
 
     model: str  # a folder, a hub id, or `demo`
+    revision: str | None  # of a hub id: branch, tag or commit; None: main
+    token_file: Path | None  # with the hub's token
+    download_folder: Path | None  # of downloaded models; None: huggingface_hub's own
+    offline: bool  # ask no hub
     listen: str  # unix:PATH or HOST:PORT
     tls: Tls | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
@@ -67,6 +71,10 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     """The settings from the words of a command line. Exits with status 2 and one line if they make no sense."""
     parser = argparse.ArgumentParser(prog="python -m space_server", description="The worker: steps a model on pages.")
     parser.add_argument("--model", default="demo", help="a folder, a hub id, or `demo` (default: %(default)s)")
+    parser.add_argument("--revision", metavar="REVISION", help="of a hub id: branch, tag or commit (default: main)")
+    parser.add_argument("--token-file", type=Path, metavar="PATH", help="file with a token of the hub")
+    parser.add_argument("--download-folder", type=Path, metavar="FOLDER", help="of downloaded models")
+    parser.add_argument("--offline", choices=("on", "off"), default="off", help="on: ask no hub (default: %(default)s)")
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT; port 0 takes a free one")
     parser.add_argument("--tls-cert", metavar="PATH", help="certificate of this worker, PEM, which names its host")
     parser.add_argument("--tls-key", metavar="PATH", help="private key of --tls-cert, PEM")
@@ -183,7 +191,7 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
     options = vars(parser.parse_args(arguments))
-    options["exact"] = options["exact"] == "on"
+    options["exact"], options["offline"] = options["exact"] == "on", options["offline"] == "on"
     try:
         options["tls"] = Tls.read(*(options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca")))
     except ValueError as error:

@@ -1,14 +1,19 @@
 """Everything textual a checkpoint brings along."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from space_proto.hub import Hub
+
 from space_router.config import ServeConfig
 from space_router.text import chat_template, checkpoint
 from space_router.text.chat_template import ChatTemplate
 from space_router.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
@@ -25,7 +30,7 @@ class ModelText:
     @classmethod
     def load(cls, config: ServeConfig) -> "ModelText":
         """Raises ConfigError where a file is missing or unusable."""
-        folder = checkpoint.locate(config.model)
+        folder = checkpoint.locate(config.model, hub_of(config))
         tokenizer = Tokenizer.load(folder)
         tokens = {
             "bos_token": tokenizer.bos_token,
@@ -36,6 +41,17 @@ class ModelText:
         template = chat_template.find(folder, config.chat_template, tokens)
         defaults = _defaults(folder) if config.generation_config == "auto" else {}
         return cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
+
+
+def hub_of(config: ServeConfig) -> Hub:
+    """How models are fetched."""
+    return Hub(
+        revision=config.revision,
+        token_file=None if config.token_file is None else Path(config.token_file).expanduser(),
+        folder=None if config.download_folder is None else Path(config.download_folder).expanduser(),
+        offline=config.offline == "on",
+        say=log.info,
+    )
 
 
 def _defaults(folder: Path) -> dict[str, float]:

@@ -26,7 +26,14 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--prefill-budget": config.prefill_budget,
         "--calibration-seconds": config.calibration_seconds,
         "--log-level": config.log_level,
+        "--offline": config.offline,
     }
+    if config.revision is not None:
+        flags["--revision"] = config.revision
+    if config.token_file is not None:
+        flags["--token-file"] = config.token_file
+    if config.download_folder is not None:
+        flags["--download-folder"] = config.download_folder
     if config.kv_memory != "auto":
         flags["--kv-memory"] = config.kv_memory
     if config.num_blocks is not None:

@@ -47,7 +47,8 @@ class Supervisor:
     def __init__(
         self, command: Callable[[str], Sequence[str]], *, name: str, start_timeout: float, grace: float = GRACE
     ) -> None:
-        """`command`: the argument list for an address; the process must print `ready ADDRESS` when it listens.
+        """`command`: the argument list for an address; the process must print `ready ADDRESS` when it listens,
+        and may print `busy WHY` before, which gives it `start_timeout` anew.
         `start_timeout`: seconds it may take to; `grace`: seconds from SIGTERM to SIGKILL.
         """
         self.name = name
@@ -56,6 +57,7 @@ class Supervisor:
         self.num_starts = 0
         self._command = command
         self._start_timeout = start_timeout
+        self._last_busy = 0.0  # when the start of the process began, or it last said that it is busy
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
@@ -109,7 +111,10 @@ class Supervisor:
         ended = asyncio.create_task(process.wait())
         try:
             first: set[asyncio.Future[Any]] = {ready, ended}
-            await asyncio.wait(first, timeout=self._start_timeout, return_when=asyncio.FIRST_COMPLETED)
+            clock = asyncio.get_running_loop().time
+            self._last_busy = clock()
+            while not (ready.done() or ended.done()) and (left := self._last_busy + self._start_timeout - clock()) > 0:
+                await asyncio.wait(first, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 return ready.result()
             code = process.returncode
@@ -166,7 +171,9 @@ class Supervisor:
             if line.startswith("ready ") and not ready.done():
                 ready.set_result(line.removeprefix("ready ").strip())
             else:
-                logger.info("%s: %s", self.name, line)
+                if line.startswith("busy "):  # such as a download: its time is not the start's
+                    self._last_busy = asyncio.get_running_loop().time()
+                logger.info("%s: %s", self.name, line.removeprefix("busy "))
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         async for line in _lines(process.stderr):

@@ -128,6 +128,25 @@ def test_a_process_that_ends_before_it_is_ready_leaves_its_last_words() -> None:
     supervised("import sys; print('no model at /x', file=sys.stderr); sys.exit(3)", body)
 
 
+BUSY = """
+import sys, time
+for step in range(6):
+    print("busy with step", step, flush=True)
+    time.sleep(0.5)
+print("ready", sys.argv[1], flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_says_it_is_busy_has_its_time_anew() -> None:
+    """A download takes longer than a start may."""
+
+    async def body(supervisor: Supervisor) -> None:
+        assert (await supervisor.start()).startswith("unix:")
+
+    supervised(BUSY, body, start_timeout=2.5)
+
+
 def test_a_process_that_is_never_ready_is_ended_after_its_time() -> None:
     async def body(supervisor: Supervisor) -> None:
         with pytest.raises(WorkerDidNotStart, match=r"was not ready within 0\.05 s"):
