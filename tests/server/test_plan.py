@@ -61,6 +61,8 @@ class Slow(StepCost):
     def seconds(self, shape: StepShape) -> float:
         return 1e-3 * shape.num_rows
 
+    feared = seconds
+
 
 def test_drafts_wait_where_they_would_take_a_step_with_prompt_rows_over_its_seconds() -> None:
     drafting = sequence(2, 33, 32, num_pages=8)
