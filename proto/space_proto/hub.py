@@ -36,6 +36,16 @@ class HubError(Exception):
 
 
 @dataclass(frozen=True)
+class Missing:
+    """What a model still needs from the hub."""
+
+    num_files: int
+    num_bytes: int
+    folder: Path  # where it would go
+    free: int  # bytes there
+
+
+@dataclass(frozen=True)
 class Hub:
     """How models are fetched: `--revision`, `--token-file`, `--download-folder`, `--offline`."""
 
@@ -84,6 +94,34 @@ class Hub:
                         _all_at_once(wanted)
                 return Path(snapshot_download(model, **asked))
             return Path(snapshot_download(model, local_files_only=True, **asked))
+
+    def missing(self, model: str) -> Missing:
+        """What `fetch` would have to fetch. Raises HubError."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import DryRunError
+
+        asked: dict[str, Any] = {
+            "revision": self.revision,
+            "token": self._token(),
+            "cache_dir": self.folder,
+            "allow_patterns": [*SMALL_FILES, *WEIGHTS],
+            "ignore_patterns": list(SECOND_COPIES),
+        }
+        there = next(parent for parent in (self._where(), *self._where().parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        with self._named(model), _quiet():
+            if self._is_offline():
+                snapshot_download(model, local_files_only=True, **asked)
+                return Missing(0, 0, there, free)
+            try:
+                files = [file for file in snapshot_download(model, dry_run=True, **asked) if file.will_download]
+            except DryRunError as error:
+                try:
+                    snapshot_download(model, local_files_only=True, **asked)
+                except OSError:
+                    raise error.__cause__ or error from None
+                files = []
+        return Missing(len(files), sum(file.file_size or 0 for file in files), there, free)
 
     def _is_offline(self) -> bool:
         from huggingface_hub import constants

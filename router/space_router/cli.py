@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _become(programs[arguments[0]].module, arguments[1:])
     options = _parser(programs).parse_args(arguments)
     flags = {name: _text(getattr(options, name, None)) for name in settings()}
+    if options.command == "doctor":
+        from space_router.doctor import run
+
+        return run(flags, os.environ, as_json=options.json)
     try:
         config = build(flags, os.environ)
         if options.command == "router" and not config.worker_address:
@@ -121,6 +125,16 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
         formatter_class=_Teaching,
         allow_abbrev=False,
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="would the server start here with these flags? facts and cures on one page",
+        description="Looks at environment, GPU and driver, kernels, model, memory and ports, with the flags of `serve`,"
+        " and starts nothing. The exit code is 0 where the server would start, else 1.",
+        formatter_class=_Teaching,
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="the same for programs")
+    _add_flags(doctor, own_workers=True)
     _add_flags(serve, own_workers=True)
     _add_flags(router, own_workers=False)
     for name, program in programs.items():

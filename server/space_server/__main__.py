@@ -25,7 +25,7 @@ import torch
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
-from space_model.model_error import ModelError
+from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
@@ -42,6 +42,7 @@ from space_server.grammars import Grammars
 from space_server.host_memory import keep_freed_memory
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
+from space_server.machine_check import TorchBuild, check_gpu, check_shared_memory
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 from space_server.model_source import ModelSource
 from space_server.passing_thread import in_passing_thread
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         with ExitStack() as stack:
             # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+            _check_machine(config)
             source = ModelSource(config)
             lead = None
             if config.tensor_parallel > 1:
@@ -97,6 +99,17 @@ def main(arguments: Sequence[str]) -> int:
     except _NoAddress as error:
         return _fail(NO_ADDRESS, error)
     return 0
+
+
+def _check_machine(config: WorkerConfig) -> None:
+    """Say what slows or endangers this worker. Raises InvalidSetting where there is a GPU that cannot be used."""
+    gpu = check_gpu(config.device, TorchBuild.here())
+    if gpu.state == "fail":
+        raise InvalidSetting(gpu.sentence)
+    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    for finding in (gpu, check_shared_memory(config.tensor_parallel, on_gpu)):
+        if finding is not None and finding.state == "note":
+            _log.warning("%s", finding.sentence)
 
 
 class _NoAddress(Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from space_model.model_facts import ModelFacts
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _CPU_FRACTION = 0.5
@@ -19,6 +19,19 @@ _DEFAULT_SEQUENCES = 64
 """Sequences of a whole window that the default has room for ..."""
 _DEFAULT_BYTES = 1024**3
 """... as far as this goes on a CPU; a sequence seldom fills its window."""
+
+
+class PageNeed(Protocol):
+    """What pages depend on, of a model."""
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def kv_bytes_per_token(self) -> int: ...
 
 
 class NotEnoughMemory(ValueError):
@@ -86,7 +99,7 @@ def _container_bytes(cgroup: Path) -> list[int]:
     return found
 
 
-def check_num_blocks(facts: ModelFacts, *, num_blocks: int, block_size: int, available: int) -> int:
+def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, available: int) -> int:
     """`num_blocks`, as asked for by number. Raises NotEnoughMemory if they do not fit."""
     needed = num_blocks * block_size * facts.kv_bytes_per_token
     if needed > available:
@@ -96,7 +109,7 @@ def check_num_blocks(facts: ModelFacts, *, num_blocks: int, block_size: int, ava
     return num_blocks
 
 
-def choose_num_blocks(facts: ModelFacts, *, block_size: int, amount: int | float | None, available: int) -> int:
+def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float | None, available: int) -> int:
     """Blocks of `block_size` slots that fit in `amount` (bytes, a fraction of `available`, or None: a default).
 
     The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU; on a GPU 0.9 of what is

@@ -1,9 +1,13 @@
 """A model of the hub is fetched once, goes on where it was, and if it cannot be had one line says why."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from space_model.testing import tiny_checkpoint
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 FILES = {
@@ -190,3 +194,15 @@ def test_a_disk_that_is_too_small_is_known_before_the_download(hub: Any, model: 
 
     with pytest.raises(HubError, match=r"house/model needs .* GB more in .*, which has .* free: make room"):
         Hub()._check_space("house/model", tmp_path / "models--house--model", 10**18)
+
+
+def test_the_doctor_says_what_would_be_fetched_and_fetches_none_of_it(hub: Any, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "space_router", "doctor", "--json", "--port", "0", "--model", "house/tiny"]
+    folder = tiny_checkpoint(tmp_path / "tiny", "llama", words=True)
+    hub.models["house/tiny"] = type(hub.models["house/model"])({f.name: f.read_bytes() for f in folder.iterdir()})
+    done = subprocess.run(run, env=hub.environment(tmp_path / "home"), capture_output=True, text=True, timeout=100)
+    told = json.loads(done.stdout)
+    assert told["would_start"] is True, done.stdout
+    (note,) = [one["fact"] for one in told["findings"] if one["state"] == "note"]
+    assert note.startswith("house/tiny is not here yet: ")
+    assert "model.safetensors" not in [name for name, _ in hub.bodies()]

@@ -1,0 +1,169 @@
+"""`spaceserve doctor`: would the server start with these flags, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from importlib.metadata import version
+
+from space_proto.finding import Finding
+
+from space_router.config import ServeConfig, build
+from space_router.errors import ConfigError
+from space_router.workers.command import worker_command
+
+PARTS = ("settings", "environment", "gpu", "kernels", "model", "memory", "ports", "workers", "energy")
+FEW_FILES = 4096
+"""Open files below which many streams may meet the limit: one for each, and some more."""
+WORKER_SECONDS = 300.0
+
+
+def run(flags: Mapping[str, str | None], environment: Mapping[str, str], *, as_json: bool) -> int:
+    """Print what was found; 0 where the server would start, else 1."""
+    findings = sorted(examine(flags, environment), key=lambda finding: PARTS.index(finding.part))
+    sys.stdout.write((report(findings) if not as_json else _json(findings)) + "\n")
+    return 0 if would_start(findings) else 1
+
+
+def would_start(findings: Sequence[Finding]) -> bool:
+    return not any(finding.state == "fail" for finding in findings)
+
+
+def examine(
+    flags: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    ask_worker: Callable[[ServeConfig], Sequence[Finding]] | None = None,
+) -> Iterator[Finding]:
+    """Every part; `ask_worker`: what a worker's process finds, None: it is started and asked."""
+    try:
+        config = build(flags, environment)
+    except ConfigError as error:
+        yield Finding("settings", "fail", str(error))
+        return
+    said = [name for name, value in flags.items() if value is not None]
+    variables = sorted(name for name in environment if name.startswith("SPACESERVE_"))
+    told = ", ".join([*(f"--{name.replace('_', '-')}" for name in said), *variables]) or "none: all are defaults"
+    yield Finding("settings", "ok", f"spaceserve {version('spaceserve')}; settings given: {told}")
+    yield from _text(config)
+    yield from _ports(config)
+    yield _open_files()
+    if config.worker_address:
+        yield from map(_reachable, config.worker_address)
+    else:
+        yield from (ask_worker or _worker)(config)
+
+
+def _text(config: ServeConfig) -> Iterator[Finding]:
+    from space_router.text.model_text import ModelText
+
+    try:
+        text = ModelText.load(config)
+    except ConfigError as error:
+        yield Finding("model", "fail", str(error))
+        return
+    if text.chat_template is None:
+        yield Finding(
+            "model", "note", f"{config.model} has no chat template: /v1/chat/completions is refused.",
+            "Give --chat-template, a name or a file.",
+        )  # fmt: skip
+    else:
+        yield Finding("model", "ok", f"tokenizer and chat template of {text.name} can be read")
+
+
+def _ports(config: ServeConfig) -> Iterator[Finding]:
+    for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
+        if port is None:
+            continue
+        try:
+            kind, _, _, _, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
+            with closing(socket.socket(kind, socket.SOCK_STREAM)) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+                tried.listen(1)
+        except OSError as error:
+            yield Finding(
+                "ports", "fail", f"{config.host} {flag} {port} cannot be listened on: {error.strerror or error}.",
+                f"End who listens there (`ss -ltnp` shows it), or choose another {flag}.",
+            )  # fmt: skip
+        else:
+            yield Finding("ports", "ok", f"{config.host} {flag} {port} is free")
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        return Finding(
+            "ports", "note", f"{soft} files may be open at once, and each stream is one.", "ulimit -n 65536, or "
+            "LimitNOFILE= in a unit, or docker run --ulimit nofile=65536.",
+        )  # fmt: skip
+    return Finding("ports", "ok", "as many files as streams need may be open at once")
+
+
+def _reachable(address: str) -> Finding:
+    """A worker elsewhere: whether somebody listens there."""
+    try:
+        if address.startswith("unix:"):
+            with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as tried:
+                tried.settimeout(5.0)
+                tried.connect(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+    except (OSError, ValueError) as error:
+        return Finding(
+            "workers", "fail", f"Nobody answers at {address}: {error}.",
+            "Start `spaceserve worker --listen …` there, and open the port between the machines.",
+        )  # fmt: skip
+    return Finding("workers", "ok", f"{address} answers")
+
+
+def _worker(config: ServeConfig) -> Sequence[Finding]:
+    """What the worker's own process finds: only it may import torch."""
+    command = worker_command(config, "unix:/nowhere", module="space_server.doctor")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS)
+        return [Finding(**found) for found in json.loads(done.stdout)]
+    except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
+        words = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().splitlines()
+        last = words[-1] if words else str(error)
+        return [
+            Finding("workers", "fail", f"A worker's process cannot begin: {last}", "Install anew: docker/install.sh")
+        ]
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """One page."""
+    width = max(60, min(shutil.get_terminal_size((120, 40)).columns, 120))
+    lines = []
+    for part in PARTS:
+        here = [finding for finding in findings if finding.part == part]
+        for number, finding in enumerate(here):
+            head = part if number == 0 else ""
+            mark = {"ok": "ok  ", "note": "note", "fail": "FAIL"}[finding.state]
+            lines += _paragraph(f"{head:<12} {mark}  ", finding.fact, width)
+            if finding.cure:
+                lines += _paragraph(" " * 19 + "→ ", finding.cure, width)
+    num = sum(finding.state == "fail" for finding in findings)
+    things = "one thing" if num == 1 else f"{num} things"
+    verdict = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
+    return "\n".join([*lines, "", verdict])
+
+
+def _paragraph(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _json(findings: Sequence[Finding]) -> str:
+    told = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
+    return json.dumps({"version": version("spaceserve"), **told}, indent=1)

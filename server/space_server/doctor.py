@@ -1,0 +1,252 @@
+"""`python -m space_server.doctor` with a worker's flags: what it would meet at its start, as JSON. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
+from space_model import family
+from space_model.checkpoint import Checkpoint
+from space_model.model_error import CheckpointNotFound, ModelError
+from space_model.precision import choose_device, choose_dtype
+from space_model.quantized_format import read_format
+from space_model.space_section import SpaceSection
+from space_proto.finding import Finding
+from space_proto.hub import Hub, HubError, Missing, is_hub_id
+
+from space_server.calibration import cache_folder
+from space_server.config import WorkerConfig, parse
+from space_server.energy import Meter, find_sensors
+from space_server.machine_check import TorchBuild, check_compiler, check_gpu, check_shared_memory
+from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+
+GIB = 1024**3
+OLDEST_CAPABILITY = (8, 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    config = parse(arguments)
+    json.dump([asdict(finding) for finding in examine(config)], sys.stdout)
+    return 0
+
+
+def examine(config: WorkerConfig) -> Iterator[Finding]:
+    """Part by part; what cannot be known for want of something before is left out."""
+    yield from _environment()
+    build = TorchBuild.here()
+    gpu = check_gpu(config.device, build)
+    yield gpu
+    try:
+        device = choose_device(config.device)
+    except ModelError as error:
+        if gpu.state != "fail":
+            yield Finding("gpu", "fail", str(error))
+        return
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        yield from _capability(config, device)
+    yield check_compiler(on_gpu)
+    shared = check_shared_memory(config.tensor_parallel, on_gpu)
+    if shared is not None:
+        yield shared
+    yield from _model(config, device)
+    yield _cache()
+    yield _energy(config)
+
+
+def _environment() -> Iterator[Finding]:
+    yield Finding("environment", "ok", f"Python {platform.python_version()}, {platform.platform()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding(
+        "environment",
+        "ok",
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {cores} cores, "
+        f"{free_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory free",
+    )
+
+
+def _capability(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+    capability = torch.cuda.get_device_capability(device)
+    shown = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < OLDEST_CAPABILITY:
+        yield Finding(
+            "gpu", "fail", f"{shown}: the kernels need 8.0 (A100, RTX 30) or newer.", "Serve on the CPU: --device cpu."
+        )
+    found = torch.cuda.device_count()
+    if config.tensor_parallel > found:
+        yield Finding(
+            "gpu",
+            "fail",
+            f"--tensor-parallel {config.tensor_parallel} needs as many GPUs; torch sees {found}.",
+            f"Lower it to {found}, or give the container more GPUs.",
+        )
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What pages depend on, of a model that is not loaded."""
+
+    window: int
+    device: torch.device
+    kv_bytes_per_token: int
+
+
+def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+    hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
+    missing: Missing | None = None
+    try:
+        if is_hub_id(config.model) and not Path(config.model).is_dir():
+            missing = hub.missing(config.model)
+            if missing.num_files:
+                yield _download(config.model, missing)
+                checkpoint = _without_weights(config.model, hub.fetch(config.model, weights=False))
+            else:
+                checkpoint = Checkpoint.open(config.model, hub.fetch)
+        else:
+            checkpoint = Checkpoint.open(config.model, hub.fetch)
+        model = family.read_config(checkpoint)
+        dtype, reason = choose_dtype(config.dtype, device, getattr(model, "dtype", None))
+        section = SpaceSection.parse(
+            checkpoint.config,
+            mask_ids=config.space_mask_ids,
+            num_masks=config.space_num_masks,
+            vocab_size=int(model.vocab_size),
+        )
+        form = read_format(checkpoint.config, checkpoint.name)
+    except (ModelError, HubError) as error:
+        yield Finding("model", "fail", str(error))
+        return
+    kept = "" if form is None else f", quantised ({form.name})"
+    drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
+    yield Finding(
+        "model",
+        "ok",
+        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in "
+        f"{str(dtype).removeprefix('torch.')} ({reason}){kept}; {drafts}",
+    )
+    num_heads, kv_heads, head_dim = family.sizes(model)
+    yield _attention(config, device, dtype, num_heads, kv_heads, head_dim)
+    stored = sum(file.stat().st_size for file in checkpoint.weights) + (missing.num_bytes if missing else 0)
+    own = getattr(model, "dtype", None)
+    growth = dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1.0
+    per_token = 2 * int(model.num_hidden_layers) * kv_heads * head_dim * dtype.itemsize // config.tensor_parallel
+    trained = int(getattr(model, "max_position_embeddings", 0) or 0)
+    window = config.max_model_len or trained
+    if window < 1:
+        cure = "Give --max-model-len."
+        yield Finding("memory", "fail", "config.json does not say how many positions the model has.", cure)
+        return
+    if trained and window > trained:
+        yield Finding("memory", "fail", f"--max-model-len {window}: the model has {trained} positions.", "Lower it.")
+        return
+    yield _memory(config, _Need(window, device, per_token), int(stored * growth) // config.tensor_parallel)
+
+
+def _without_weights(name: str, folder: Path) -> Checkpoint:
+    """What can be known of a model before its weights are here."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointNotFound(f"{name} has no config.json.")
+    return Checkpoint(name, folder, json.loads(file.read_text(encoding="utf-8")), (), folder)
+
+
+def _download(model: str, missing: Missing) -> Finding:
+    fact = (
+        f"{model} is not here yet: {missing.num_files} files, {missing.num_bytes / 1e9:.1f} GB, are fetched at the "
+        f"first start; {missing.folder} has {missing.free / 1e9:.1f} GB free."
+    )
+    if missing.num_bytes > missing.free:
+        return Finding("model", "fail", fact, "Make room, or choose another folder with --download-folder.")
+    return Finding("model", "note", fact)
+
+
+def _attention(
+    config: WorkerConfig, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
+) -> Finding:
+    need = AttentionNeed.on(
+        device,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+        exact=config.exact,
+    )
+    if config.attention != "auto":
+        try:
+            return Finding("kernels", "ok", f"attention: {named(config.attention, need).name}, as asked.")
+        except UnusableAttention as error:
+            return Finding("kernels", "fail", str(error))
+    if device.type == "cpu":
+        return Finding("kernels", "ok", "attention: torch, as on every CPU.")
+    can, cannot = usable(need)
+    others = "; ".join(f"{name} {why}" for name, why in cannot.items() if name != "torch")
+    fact = f"attention: the fastest at start of {', '.join(backend.name for backend in can)}."
+    return Finding("kernels", "ok", fact, f"Not used: {others}." if others else "")
+
+
+def _memory(config: WorkerConfig, need: _Need, weights: int) -> Finding:
+    free = free_bytes(need.device)
+    left = free - weights
+    of = f"{_size(free)} are free on {need.device}; the weights take {_size(weights)}"
+    if left <= 0:
+        return Finding(
+            "memory",
+            "fail",
+            f"{of}.",
+            "End what else uses the memory, take a quantised checkpoint, or share the model among GPUs with "
+            "--tensor-parallel.",
+        )
+    size = config.block_size
+    try:
+        if config.num_blocks is None:
+            blocks = choose_num_blocks(need, block_size=size, amount=config.kv_memory, available=left)
+        else:
+            blocks = check_num_blocks(need, num_blocks=config.num_blocks, block_size=size, available=left)
+    except NotEnoughMemory as error:
+        return Finding("memory", "fail", f"{of}. {error}", "Or lower --max-model-len.")
+    used = blocks * size * need.kv_bytes_per_token
+    return Finding(
+        "memory",
+        "ok",
+        f"{of}. {blocks} pages of {size} tokens take {_size(used)}: {blocks * size / need.window:.1f} whole windows of "
+        f"{need.window}" + ("." if need.device.type == "cpu" else ", less what the largest step needs."),
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:.0f} MiB"
+
+
+def _cache() -> Finding:
+    """Measured costs of steps are kept there."""
+    folder = cache_folder()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if os.access(there, os.W_OK):
+        return Finding("environment", "ok", f"Measured costs are kept in {folder}.")
+    cure = "Set XDG_CACHE_HOME to a folder that may be written."
+    return Finding("environment", "note", f"{there} may not be written: costs are measured at every start.", cure)
+
+
+def _energy(config: WorkerConfig) -> Finding:
+    devices = Meter(find_sensors([], powercap=config.powercap)).devices
+    if devices:
+        return Finding("energy", "ok", f"Counted of {', '.join(devices)}.")
+    return Finding(
+        "energy",
+        "ok",
+        f"No counter of a processor may be read in {config.powercap}; a GPU's is asked at start.",
+        "docker/README.md, Energy." if config.powercap.is_dir() and any(config.powercap.glob("intel-rapl:*")) else "",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

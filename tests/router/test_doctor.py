@@ -1,0 +1,100 @@
+"""`spaceserve doctor`: facts and cures on one page, and an exit code that can be relied on."""
+
+import json
+import socket
+from collections.abc import Sequence
+
+import pytest
+from space_proto.finding import Finding
+from space_router import doctor
+from space_router.cli import main
+from space_router.config import ServeConfig
+
+HEALTHY = [Finding("gpu", "ok", "There is none."), Finding("memory", "ok", "There is enough.")]
+
+
+def found(worker: Sequence[Finding] = HEALTHY, /, **flags: str) -> list[Finding]:
+    def ask(config: ServeConfig) -> Sequence[Finding]:
+        return worker
+
+    return list(doctor.examine({"port": "0", **flags}, {}, ask))
+
+
+def failures(worker: Sequence[Finding] = HEALTHY, /, **flags: str) -> list[Finding]:
+    return [finding for finding in found(worker, **flags) if finding.state == "fail"]
+
+
+def test_where_all_is_well_the_server_would_start() -> None:
+    told = found()
+    assert doctor.would_start(told)
+    assert {finding.part for finding in told} >= {"settings", "model", "ports", "gpu", "memory"}
+    assert doctor.report(told).endswith("The server would start.")
+
+
+def test_what_the_worker_found_decides_too() -> None:
+    told = found([Finding("gpu", "fail", "The driver is too old.", "Install driver 580.")])
+    assert not doctor.would_start(told)
+    page = doctor.report(told)
+    assert "FAIL  The driver is too old." in page
+    assert "→ Install driver 580." in page
+    assert page.endswith("The server would not start: one thing marked FAIL.")
+
+
+def test_a_note_keeps_nobody_from_starting() -> None:
+    told = found([Finding("memory", "note", "Shared memory is small.", "--shm-size 1g")])
+    assert doctor.would_start(told)
+    assert "note  Shared memory is small." in doctor.report(told)
+
+
+def test_a_flag_that_cannot_be_used_is_the_only_thing_that_is_said() -> None:
+    (told,) = found(speculation="sometimes")
+    assert (told.part, told.state) == ("settings", "fail")
+    assert "--speculation='sometimes'" in told.fact
+
+
+def test_a_port_that_is_taken_is_named_with_the_way_to_find_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (told,) = failures(port=str(taken.getsockname()[1]))
+    assert told.part == "ports"
+    assert "ss -ltnp" in told.cure
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    (told,) = failures(model="/no/such/folder")
+    assert "there is no such folder" in told.fact
+
+
+def test_workers_elsewhere_are_called_and_none_is_looked_for_here() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        there = f"127.0.0.1:{worker.getsockname()[1]}"
+        told = found([Finding("gpu", "fail", "is not asked")], worker_address=there)
+        assert doctor.would_start(told)
+        assert Finding("workers", "ok", f"{there} answers") in told
+    (gone,) = failures(worker_address=there)
+    assert f"Nobody answers at {there}" in gone.fact
+    (nowhere,) = failures(worker_address="unix:/no/such/socket")
+    assert "unix:/no/such/socket" in nowhere.fact
+
+
+def test_a_worker_that_cannot_even_begin_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "worker_command", lambda *_, **__: ["sh", "-c", "echo no torch here >&2; exit 1"])
+    (told,) = doctor._worker(ServeConfig())
+    assert told.state == "fail"
+    assert "no torch here" in told.fact
+
+
+def test_programs_get_json_and_the_exit_code_says_it_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_worker", lambda config: HEALTHY)
+    assert main(["doctor", "--json", "--port", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["would_start"] is True
+    assert main(["doctor", "--json", "--port", "0", "--model", "/no/such/folder"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["would_start"] is False
+    assert [one["part"] for one in told["findings"] if one["state"] == "fail"] == ["model"]
+
+
+def test_a_page_is_no_wider_than_a_terminal() -> None:
+    long = Finding("energy", "ok", "word " * 60, "cure " * 60)
+    assert max(map(len, doctor.report([long]).splitlines())) <= 120

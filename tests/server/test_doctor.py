@@ -1,0 +1,80 @@
+"""What the worker's half of `spaceserve doctor` says, and that a worker agrees."""
+
+import json
+from pathlib import Path
+
+import pytest
+from space_model.testing import tiny_checkpoint
+from space_proto.finding import Finding
+from space_server.__main__ import main as serve
+from space_server.config import parse
+from space_server.doctor import examine, main
+
+WORDS = ["--listen", "unix:/nowhere", "--device", "cpu"]
+
+
+def found(*words: str) -> list[Finding]:
+    return list(examine(parse([*WORDS, *words])))
+
+
+def failures(*words: str) -> list[Finding]:
+    return [finding for finding in found(*words) if finding.state == "fail"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2", window=512)
+
+
+def test_every_part_of_a_machine_that_can_serve_has_its_fact(tiny: Path) -> None:
+    told = found("--model", str(tiny))
+    assert {finding.part for finding in told} == {"environment", "gpu", "kernels", "model", "memory", "energy"}
+    assert [finding.fact for finding in told if finding.state != "ok"] == []
+    (model,) = [finding.fact for finding in told if finding.part == "model"]
+    assert "qwen2, 2 layers, held in float32" in model
+    (memory,) = [finding.fact for finding in told if finding.part == "memory"]
+    assert "64.0 whole windows of 512" in memory
+
+
+def test_it_is_told_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--model", str(tiny)]) == 0
+    told = [Finding(**one) for one in json.loads(capsys.readouterr().out)]
+    assert {finding.state for finding in told} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("words", "part", "fact"),
+    [
+        (["--model", "/no/such/folder"], "model", "There is no folder /no/such/folder"),
+        (["--max-model-len", "100000"], "memory", "the model has 1024 positions"),
+        (["--kv-memory", "100000GiB"], "memory", "--kv-memory asks for"),
+        (["--num-blocks", "1000000000"], "memory", "--num-blocks 1000000000 needs"),
+        (["--attention", "triton"], "kernels", "--attention triton: needs an NVIDIA GPU"),
+        (["--space-mask-ids", "1,2", "--space-num-masks", "3"], "model", "mask"),
+        (["--device", "warp"], "gpu", "no device that torch knows"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_keeps_a_worker_from_starting_is_found_and_a_worker_says_so_too(
+    words: list[str], part: str, fact: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = failures(*words)
+    assert [finding.part for finding in told] == [part]
+    assert fact in told[0].fact
+    assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (failure,) = failures("--model", str(tmp_path))
+    assert "has no model.safetensors" in failure.fact
+
+
+def test_weights_that_do_not_fit_leave_nothing_for_pages(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from space_server import doctor
+
+    monkeypatch.setattr(doctor, "free_bytes", lambda device: 1000)
+    (failure,) = failures("--model", str(tiny))
+    assert failure.part == "memory"
+    assert "--tensor-parallel" in failure.cure
