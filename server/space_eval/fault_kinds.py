@@ -9,12 +9,11 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from enum import Enum
-from pathlib import Path
 
 import grpc.aio
 from space_proto import worker_pb2
 
-from space_eval.bench_server import ServerProcess
+from space_eval.fault_lane import Lane, socket_of
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -44,7 +43,7 @@ def planned(number: int, source: random.Random) -> list[Fault]:
     return plan
 
 
-async def commit(fault: Fault, server: ServerProcess, worker: int, source: random.Random) -> None:
+async def commit(fault: Fault, lane: Lane, worker: int, source: random.Random) -> None:
     """Do it to the worker with this process id; returns once it is done, not once it is mended."""
     match fault:
         case Fault.KILL:
@@ -55,7 +54,8 @@ async def commit(fault: Fault, server: ServerProcess, worker: int, source: rando
             os.kill(worker, signal.SIGSEGV)
         case Fault.LOADING:
             os.kill(worker, signal.SIGKILL)
-            fresh = await _next_worker(server, worker)
+            while (fresh := await lane.worker()) == worker:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             await asyncio.sleep(source.uniform(0.0, 1.0))
             with suppress(ProcessLookupError):
                 os.kill(fresh, signal.SIGKILL)
@@ -64,22 +64,6 @@ async def commit(fault: Fault, server: ServerProcess, worker: int, source: rando
                 await _shout(socket_of(worker), source)
         case Fault.INTRUDER:
             await _intrude(socket_of(worker), source)
-
-
-def socket_of(worker: int) -> str:
-    """The path of the Unix socket that a worker listens on."""
-    words = Path(f"/proc/{worker}/cmdline").read_bytes().decode().split("\0")
-    return words[words.index("--listen") + 1].removeprefix("unix:")
-
-
-async def _next_worker(server: ServerProcess, worker: int) -> int:
-    """The process that is started in this one's place."""
-    async with asyncio.timeout(60):
-        while True:
-            pids = [pid for pid in server.worker_pids() if pid != worker]
-            if pids:
-                return pids[-1]
-            await asyncio.sleep(0.01)
 
 
 async def _shout(path: str, source: random.Random) -> None:

@@ -19,9 +19,8 @@ class Mended:
     """A fault that is over."""
 
     fault: Fault
-    up_seconds: float  # until another worker was up; of garbage: until it was sent
-    seconds: float  # until some stream got tokens from it
-    num_tokens: int  # that came meanwhile
+    up_seconds: float  # until another worker was connected in its place; of garbage: until it was sent
+    seconds: float  # until some stream got tokens after that
 
     def __str__(self) -> str:
         return f"{self.fault.value}, tokens again after {self.seconds:.2f} s"
@@ -32,6 +31,7 @@ def record(
     facts: Mapping[str, Any],
     streams: Streams,
     num_streams: int,
+    num_workers: int,
     mended: Sequence[Mended],
     leaked: int,
     seconds: float,
@@ -55,10 +55,12 @@ def record(
         "num_pages_leaked": leaked,
         "lost": streams.lost[:20],
         "seconds": seconds,
+        "num_workers": num_workers,
         "recovery_seconds": {
             "all kills and hangs": _spread(sorted(lost)),
             **{fault.value: _spread(found) for fault, found in times.items() if found},
         },
+        "longest_pause_seconds": _spread(sorted(streams.pauses)),
         "router_resident_bytes": [before.resident_bytes, after.resident_bytes],
         "router_files": [before.num_files, after.num_files],
         "each": [[one.fault.value, round(one.up_seconds, 4), round(one.seconds, 4)] for one in mended],
@@ -88,15 +90,15 @@ def markdown(made: Mapping[str, Any]) -> str:
         "",
         f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}",
         "",
-        f"{made['num_kills_and_hangs']} kills and hangs of the worker, {made['num_faults']} faults in all, under "
-        f"{made['num_streams_at_once']} streams at once for {made['seconds']:.0f} s: {made['num_streams']} streams, "
-        f"{made['num_tokens']} tokens.",
+        f"{made['num_kills_and_hangs']} kills and hangs of {made['num_workers']} worker(s), "
+        f"{made['num_faults']} faults in all, under {made['num_streams_at_once']} streams at once for "
+        f"{made['seconds']:.0f} s: {made['num_streams']} streams, {made['num_tokens']} tokens.",
         "",
         "| streams lost | tokens different | pages leaked |",
         "|---:|---:|---:|",
         f"| {made['num_streams_lost']} | {made['num_tokens_different']} | {made['num_pages_leaked']} |",
         "",
-        "Seconds from the fault until some stream has tokens again:",
+        "Seconds from the fault until the worker is back and a stream has tokens; the longest pause of each stream:",
         "",
         "| fault | number | least | median | p90 | p99 | most |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -104,6 +106,9 @@ def markdown(made: Mapping[str, Any]) -> str:
     for name, spread in made["recovery_seconds"].items():
         figures = [f"{spread[key]:.2f}" for key in ("least", "median", "p90", "p99", "most") if key in spread]
         lines.append(f"| {name} | {' | '.join([str(spread['number']), *figures])} |")
+    pauses = made["longest_pause_seconds"]
+    figures = [f"{pauses[key]:.2f}" for key in ("least", "median", "p90", "p99", "most") if key in pauses]
+    lines.append(f"| longest pause of a stream | {' | '.join([str(pauses['number']), *figures])} |")
     before, after = (size / 2**20 for size in made["router_resident_bytes"])
     files = made["router_files"]
     lines += [

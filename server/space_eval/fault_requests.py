@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from space_eval.bench_prompts import built_in
@@ -21,6 +22,7 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     finish: str | None
+    longest_pause: float = field(default=0.0, compare=False)  # seconds between two events
 
     def num_different(self, other: Answer) -> int:
         """Tokens at which the two differ, those that one of them lacks included; a text that differs counts once."""
@@ -59,8 +61,12 @@ async def ask(endpoint: Endpoint, body: Mapping[str, Any], heard: Sequence[Any] 
     """The streamed answer; each of `heard` is called with the number of tokens of an event. Raises LoadError."""
     ids: list[int] = []
     text, finish, is_done = "", None, False
+    clock = asyncio.get_running_loop().time
+    last, longest = None, 0.0
     async with aclosing(stream_events(endpoint, PATH, body)) as events:
         async for together in events:
+            now = clock()
+            last, longest = now, max(longest, 0.0 if last is None else now - last)
             for event in together:
                 if event == b"[DONE]":
                     is_done = True
@@ -76,4 +82,4 @@ async def ask(endpoint: Endpoint, body: Mapping[str, Any], heard: Sequence[Any] 
                         listener(len(choice.get("token_ids") or ()))
     if not is_done:
         raise LoadError("The stream ended without [DONE].")
-    return Answer(tuple(ids), text, finish)
+    return Answer(tuple(ids), text, finish, longest)

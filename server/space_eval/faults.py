@@ -11,7 +11,9 @@ import asyncio
 import functools
 import json
 import random
+import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 from space_eval.bench_facts import facts
 from space_eval.bench_server import ServerError, ServerProcess
 from space_eval.bench_watch import idle
-from space_eval.fault_kinds import LOSSES, Fault, commit, planned
+from space_eval.fault_kinds import Fault, commit, planned
+from space_eval.fault_lane import Lane, lanes_of
 from space_eval.fault_report import Mended, markdown, record
 from space_eval.fault_requests import Answer, ask, bodies
 from space_eval.load_client import Endpoint, LoadError, get_json
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kills and hangs; an eighth as many others come with them [200]",
     )
     parser.add_argument("--streams", type=int, default=32, metavar="N", help="streams at any time [32]")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers, each with faults of its own [1]")
     parser.add_argument("--tokens", type=int, default=384, metavar="N", help="longest answer [384]")
     parser.add_argument(
         "--pause", type=float, default=1.0, metavar="SECONDS", help="longest undisturbed time between two faults [1]"
@@ -50,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Exit status 0: nothing was lost."""
-    flags = ["--model", options.model, "--worker-timeout", "3", *options.serve_flags]
+    flags = ["--model", options.model, "--worker-timeout", "3", "--workers", str(options.workers), *options.serve_flags]
     try:
         with ServerProcess(flags) as server:
             made = asyncio.run(Run(server, options).whole())
@@ -76,6 +80,7 @@ class Streams:
     num_tokens: int = 0
     num_different: int = 0  # tokens that are not those of the solo run
     lost: list[str] = field(default_factory=list)  # streams that ended otherwise, in the server's words
+    pauses: list[float] = field(default_factory=list)  # the longest of each stream, in seconds
     silent: set[int] = field(default_factory=set)  # places whose stream has had no tokens since they were put here
     news: asyncio.Event = field(default_factory=asyncio.Event)  # some stream has got tokens
 
@@ -98,42 +103,51 @@ class Run:
         self._alone: list[Answer] = []
         self._streams = Streams()
         self._over = False
+        self._stop = asyncio.Event()  # told to end: what there is so far is reported
+        self._crashing = asyncio.Lock()
 
     async def whole(self) -> dict[str, Any]:
         """The record."""
         info = await get_json(self._endpoint, "/info")
-        for number, body in enumerate(self._bodies, start=1):
-            _say(f"alone: {number} of {len(self._bodies)}")
+        for place, body in enumerate(self._bodies, start=1):
+            _say(f"alone: {place} of {len(self._bodies)}")
             self._alone.append(await ask(self._endpoint, body))
         await idle(self._endpoint, is_ours=True)
         before = ProcessFigures.of(self._server.pid)
         clock = asyncio.get_running_loop().time
         begun = clock()
         mended: list[Mended] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         async with asyncio.TaskGroup() as group:
             for place in range(self._options.streams):
                 group.create_task(self._stream(place))
             plan = planned(self._options.faults, self._source)
             try:
-                for number, fault in enumerate(plan, start=1):
-                    mended.append(await self._fault(fault))
-                    lost, different = len(self._streams.lost), self._streams.num_different
-                    _say(f"{number} of {len(plan)}: {mended[-1]}; {lost} streams lost, {different} tokens different")
+                await asyncio.gather(*(self._lane(lane, plan, mended) for lane in lanes_of(self._server)))
             finally:
                 self._over = True
         seconds = clock() - begun
-        await idle(self._endpoint, is_ours=True)
+        await self._whole_again()
         load = await get_json(self._endpoint, "/load")
-        leaked = info["num_blocks"] - load["blocks_free"] - load["blocks_cached"]
+        leaked = load["num_workers_up"] * info["num_blocks"] - load["blocks_free"] - load["blocks_cached"]
         return record(
             facts=facts(info),
             streams=self._streams,
             num_streams=self._options.streams,
+            num_workers=self._options.workers,
             mended=mended,
             leaked=leaked,
             seconds=seconds,
             router=(before, ProcessFigures.of(self._server.pid)),
         )
+
+    async def _whole_again(self) -> None:
+        """Until every worker is up, and nothing runs or holds a block."""
+        async with asyncio.timeout(MENDING_SECONDS):
+            while (await get_json(self._endpoint, "/load"))["num_workers_up"] < self._options.workers:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await idle(self._endpoint, is_ours=True)
 
     async def _stream(self, place: int) -> None:
         """One answer after the other, from this place of the list on."""
@@ -147,39 +161,40 @@ class Run:
                 streams.lost.append(str(error))
             else:
                 streams.num_whole += 1
+                streams.pauses.append(answer.longest_pause)
                 streams.num_different += answer.num_different(self._alone[number])
             number += 1
 
-    async def _fault(self, fault: Fault) -> Mended:
-        """Commit it under load, and wait until tokens come from a worker that is whole."""
+    async def _lane(self, lane: Lane, plan: list[Fault], mended: list[Mended]) -> None:
+        """Faults of one worker, as long as any are left of the plan that all lanes share."""
+        while plan and not self._stop.is_set():
+            fault = plan.pop()
+            # Of a crash any request may be the cause: each is tried alone. Whose worker crashed by our hand meanwhile
+            # would have seen two, the last one alone, and would be refused, rightly.
+            async with self._crashing if fault is Fault.CRASH else nullcontext():
+                mended.append(await self._fault(lane, fault))
+                if fault is Fault.CRASH:
+                    self._streams.silent = set(range(self._options.streams))
+                    while self._streams.silent:
+                        await self._tokens()
+            lost, different = len(self._streams.lost), self._streams.num_different
+            _say(f"{len(mended)}: {mended[-1]}; {lost} streams lost, {different} tokens different")
+
+    async def _fault(self, lane: Lane, fault: Fault) -> Mended:
+        """Commit it under load, and wait until the worker, or the next in its place, is back and streams go on."""
         clock = asyncio.get_running_loop().time
         await asyncio.sleep(self._source.uniform(0.05, self._options.pause))
         await self._tokens()
-        (worker,) = self._server.worker_pids()[-1:]
-        before = self._streams.num_tokens
+        worker = await lane.worker()
         begun = clock()
-        await commit(fault, self._server, worker, self._source)
-        if fault in LOSSES or fault is Fault.INTRUDER:
-            await self._replaced(worker)
+        await commit(fault, lane, worker, self._source)
+        if fault is not Fault.GARBAGE:
+            async with asyncio.timeout(MENDING_SECONDS):
+                while await lane.worker() == worker or not lane.is_connected():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
         up = clock()
         await self._tokens()
-        mended = Mended(fault, up - begun, clock() - begun, self._streams.num_tokens - before)
-        if fault is Fault.CRASH:
-            # Of a crash any request may be the cause: each is tried alone. Whose worker is killed meanwhile by us has
-            # seen two that crashed, the last one alone: it would be refused, and rightly.
-            self._streams.silent = set(range(self._options.streams))
-            while self._streams.silent:
-                await self._tokens()
-        return mended
-
-    async def _replaced(self, worker: int) -> None:
-        """Until the router has another worker than this one, and it is up."""
-        async with asyncio.timeout(MENDING_SECONDS):
-            while True:
-                pids = self._server.worker_pids()
-                if worker not in pids and pids and (await get_json(self._endpoint, "/load"))["num_workers_up"]:
-                    return
-                await asyncio.sleep(0.02)
+        return Mended(fault, up - begun, clock() - begun)
 
     async def _tokens(self) -> None:
         """Until some stream gets tokens. Raises LoadError if none does."""

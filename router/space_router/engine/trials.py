@@ -10,6 +10,7 @@ from space_router.engine.live_request import LiveRequest
 from space_router.engine.queue import RequestQueue
 from space_router.engine.scheduler import Scheduler
 
+PATIENCE = 10.0  # seconds that suspects wait for a worker that is missing, before one that runs others is emptied
 GROWTH = 16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
 
 
@@ -25,6 +26,7 @@ class Trials:
         self._queue, self._admission = queue, admission
         self._suspects: list[LiveRequest] = []  # oldest first
         self._held: list[LiveRequest] = []  # cleared, or in the way
+        self._since: float | None = None  # seconds on the engine's clock: suspects wait, and no worker tries them
 
     def suspect(self, live: LiveRequest) -> WorkerFailed | None:
         """The worker that ran this request has ended by itself; what to tell it if it was the one, alone on trial."""
@@ -47,10 +49,10 @@ class Trials:
     def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | TurnedAway]:
         """All that can go now: the next suspect to a worker of its own, and others to the other workers.
 
-        `complete`: no worker is missing; else one is about to come that is empty, and suspects wait for it.
+        `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
         """
         self._let_go(schedulers)
-        court = self._court(schedulers) if complete else None
+        court = self._court(schedulers, now, complete=complete)
         if court is None:
             yield from self._admission.admit(schedulers, now, complete=complete)
             return
@@ -81,14 +83,18 @@ class Trials:
         """Suspects that could be tried now; one whose reader is too far behind could not go on."""
         return [live for live in self._suspects if live in self._queue and not live.lagging]
 
-    def _court(self, schedulers: Sequence[Scheduler]) -> Scheduler | None:
+    def _court(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:
         """The worker that tries suspects: one that does, else the least busy one, from which all are taken off."""
         waiting = self._waiting()
         trying = [scheduler for scheduler in schedulers if scheduler.tries]
         if trying or not waiting or not schedulers:
+            self._since = None
             return trying[0] if trying else None
         fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0])]
         court = min(fit or schedulers, key=lambda scheduler: scheduler.num_running)
+        self._since = now if self._since is None else self._since
+        if court.num_running and not complete and now - self._since < PATIENCE:
+            return None
         self._held += [sequence.live for sequence in court.running if court.recall(sequence.live)]
         return court
 
