@@ -76,6 +76,8 @@ class _FinishEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Finish.ValueTy
     """max_tokens or the window is reached"""
     FINISH_ERROR: _Finish.ValueType  # 4
     """`error` says why; only this sequence is harmed"""
+    FINISH_RETURNED: _Finish.ValueType  # 5
+    """not begun, for the worker drains: run it elsewhere, and send no more"""
 
 class Finish(_Finish, metaclass=_FinishEnumTypeWrapper):
     """Why a sequence ended."""
@@ -90,6 +92,8 @@ FINISH_LENGTH: Finish.ValueType  # 3
 """max_tokens or the window is reached"""
 FINISH_ERROR: Finish.ValueType  # 4
 """`error` says why; only this sequence is harmed"""
+FINISH_RETURNED: Finish.ValueType  # 5
+"""not begun, for the worker drains: run it elsewhere, and send no more"""
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 class _DraftSource:
@@ -555,7 +559,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """Finish all sequences, then exit 0. New Admits are answered with an error report."""
+    """Finish all sequences, then exit 0. New Admits are handed back: FINISH_RETURNED."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

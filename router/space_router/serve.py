@@ -21,6 +21,7 @@ from space_router.engine.model_facts import ModelFacts
 from space_router.grpc_face.server import GrpcServer
 from space_router.listening import curl, listening, url
 from space_router.metrics import Metrics
+from space_router.output import let_go, say
 from space_router.text.model_text import ModelText
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ def run(config: ServeConfig) -> int:
             pass
     here = listening(config.host, config.port, buffer=config.client_buffer)
     with here as bound, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(config, text, bound, _say))
+        code = runner.run(serve(config, text, bound, _say))
+    let_go()
+    return code
 
 
 async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say: Callable[[str], None]) -> int:
@@ -159,5 +162,4 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"spaceserve: {line}\n" if not line.startswith(" ") else f"{line}\n")
-    sys.stdout.flush()
+    say(line if line.startswith(" ") else f"spaceserve: {line}")

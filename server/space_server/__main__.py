@@ -8,6 +8,7 @@ sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
@@ -287,8 +288,9 @@ async def _serve(worker: Worker, config: WorkerConfig, meter: Meter) -> None:
         _log.warning("%s is open to whoever reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
     gc.collect()
     gc.freeze()  # the model's objects are never collected: do not walk them between steps
-    sys.stdout.write(f"ready {address}\n")
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk, or nobody who reads
+        sys.stdout.write(f"ready {address}\n")
+        sys.stdout.flush()
     await service.finished.wait()
     await server.stop(grace=1.0)
 
@@ -320,5 +322,16 @@ def _fail(status: int, error: Exception) -> int:
     return status
 
 
+def _let_go() -> None:
+    """Give up what could not be written, for Python would make an exit code of it."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, None)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    _let_go()
+    sys.exit(status)

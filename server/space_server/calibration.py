@@ -5,6 +5,7 @@ The sequences go through whole steps of a worker, on the pages that nobody uses 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -227,13 +228,15 @@ def load_or_measure(file: Path | None, measure: Callable[[], list[Point]]) -> li
             pass  # none yet, or of another make
     points = measure()
     if file is not None and points:
+        partial = file.with_suffix(f".{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(write_points(points)))
             partial.replace(file)
         except OSError as error:
             _log.info("what steps cost is measured again at the next start: %s", error)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
     return points
 
 

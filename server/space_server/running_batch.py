@@ -40,6 +40,11 @@ class RunningBatch:
         self._running.pop(seq_id, None)
         self._ended.add(seq_id)
 
+    def hand_back(self, seq_id: int) -> None:
+        """This sequence, which was never admitted, is to run elsewhere."""
+        self.end(seq_id)
+        self._failed.append(pb.SequenceReport(seq_id=seq_id, finish=pb.FINISH_RETURNED))
+
     def fail(self, seq_id: int, error: str) -> None:
         """This sequence, running or never admitted, ends with an error."""
         sequence = self._running.get(seq_id)

@@ -32,7 +32,7 @@ from space_server.synthetic import SyntheticAcceptance
 from space_server.waiting import Waiting
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 MAX_PREFILL_ROWS = 512
 """Prompt rows per step while no router says otherwise."""
 
@@ -199,7 +199,7 @@ class Worker:
         if message.seq_id in self.batch:
             raise ProtocolError(f"The router used the sequence number {message.seq_id} twice.")
         if self.draining:
-            self.batch.fail(message.seq_id, "The worker is draining and takes no new sequences.")
+            self.batch.hand_back(message.seq_id)
         elif len(self.batch) >= self.max_sequences:
             self.batch.fail(message.seq_id, f"The worker runs {self.max_sequences} sequences already, its most.")
         else:

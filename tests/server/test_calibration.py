@@ -1,5 +1,6 @@
 """What steps cost is measured on whole steps, kept between starts, and never stands in the way of serving."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement_a_start(model: Spac
     (tmp_path / "file").write_text("")
     points = [(StepShape.plain(1), 0.5)]
     assert load_or_measure(tmp_path / "file" / "cost.json", lambda: points) == points
+
+
+def test_a_full_disk_leaves_no_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    points = [(StepShape.plain(1), 0.5)]
+    assert load_or_measure(tmp_path / "costs.json", lambda: points) == points
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_dtype_or_batch_or_other_cases_are_measured_anew(

@@ -50,6 +50,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # those that are not released
         self.num_preemptions = 0
+        self.closing = False  # the worker finishes what it runs and takes no more
         bound = facts.max_draft_length if max_draft_length is None else max_draft_length
         self.max_draft_length = min(bound, facts.max_draft_length)
         self._max_prefill_rows = max_prefill_rows
@@ -83,7 +84,7 @@ class Scheduler:
         """Where `live` would stand if it were admitted now; None where there is no room yet."""
         if live is self._blocked or len(self.sequences) >= self.facts.max_sequences or not self.fits(live):
             return None
-        if self.tries or (live.is_suspect and self.sequences):
+        if self.closing or self.tries or (live.is_suspect and self.sequences):
             return None
         placement = self._placement(live)
         if placement is None:
@@ -169,7 +170,11 @@ class Scheduler:
         released = [check_released(seq_id, self.sequences.get(seq_id)) for seq_id in report.released]
         outcome = Outcome()
         for sequence, part in parts:
-            outcome.advances.append(self._advance(sequence, part))
+            if part.finish == worker_pb2.FINISH_RETURNED:
+                self.closing = True
+                self.recall(sequence.live)
+            else:
+                outcome.advances.append(self._advance(sequence, part))
         for sequence in released:
             self._released(sequence, outcome)
         self.feed()

@@ -79,7 +79,7 @@ class ScriptedBatch:
             raise Violation(f"seq_id {admit.seq_id} is used again")
         self._seen.add(admit.seq_id)
         if self.draining:
-            report = worker_pb2.SequenceReport(seq_id=admit.seq_id, finish=worker_pb2.FINISH_ERROR, error="draining")
+            report = worker_pb2.SequenceReport(seq_id=admit.seq_id, finish=worker_pb2.FINISH_RETURNED)
             self._failed.append(report)
             return
         if len(self.sequences) >= self.script.max_sequences:

@@ -178,7 +178,8 @@ class Supervisor:
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         async for line in _lines(process.stderr):
             self._last_words.append(line)
-            sys.stderr.write(f"{self.name}: {line}\n")
+            with contextlib.suppress(OSError):  # a full disk: if nobody read on, the worker would stop at its pipe
+                sys.stderr.write(f"{self.name}: {line}\n")
 
     def _obituary(self, code: int | None) -> str:
         how = (

@@ -201,6 +201,34 @@ def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
     asyncio.run(whole())
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_a_draining_worker_hands_back_runs_elsewhere(num_workers: int, request_of: Make, answer: Answer) -> None:
+    from space_router.config import ServeConfig
+    from space_router.metrics import Metrics
+
+    async def whole() -> None:
+        async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(step_seconds=0.001)) as two:
+            addresses = (one.address, two.address)[:num_workers]
+            async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
+                async with asyncio.timeout(10):
+                    while engine.load().num_workers_up < num_workers:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                for conversation in one._conversations:
+                    conversation._batch.draining = True
+                requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
+
+                async def text(request: ValidRequest) -> tuple[int, ...]:
+                    async with engine.submit(request) as stream:
+                        return tuple([token async for delta in stream for token in delta.tokens])
+
+                assert await asyncio.gather(*map(text, requests)) == [answer(one_, one.script) for one_ in requests]
+                engine.check()
+            one.check()
+            two.check()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
 def an_engine(address: str, **fields: Any) -> Engine:
     from space_router.config import ServeConfig
     from space_router.metrics import Metrics
