@@ -196,14 +196,15 @@ def test_unequal_sequences_equal_dense_attention(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (300, 2.0)])
-def test_bfloat16_is_rounded_where_it_goes_in_and_out(
+def test_bfloat16_is_as_near_as_its_roundings(
     attention: Attention, heads: int, kv_heads: int, window: int | None, softcap: float | None
 ) -> None:
     shape = {"heads": heads, "kv_heads": kv_heads, "dtype": torch.bfloat16}
     found = step(ALL, attention, window=window, softcap=softcap, **shape)  # type: ignore[arg-type]
     for s, (chain, masks) in zip(ALL, found, strict=True):
         wanted = dense(s, window=window, softcap=softcap, **shape)  # type: ignore[arg-type]
-        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=1e-5, rtol=2**-8)
+        # weights are rounded to bfloat16 as values are
+        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,9 +7,9 @@ namespace KIND {
 
 namespace {
 
-constexpr int BLOCK = 64;                // positions joined at once
-constexpr int GROUPS = BLOCK / LANES;    // of 16 keys
-constexpr float FLOOR = -1e30f;          // least running maximum: e^(FLOOR - anything seen) is 0
+constexpr int BLOCK = 64;        // positions joined at once
+constexpr int64_t FEW = 3;      // query rows up to which keys and values are read as they lie
+constexpr float FLOOR = -1e30f;  // least running maximum: e^(FLOOR - anything seen) is 0
 
 // 32 numbers: the first `n` of a load from (16 - n) are those of the front half
 struct Fence {
@@ -24,18 +24,20 @@ int within(int64_t n) { return int(std::clamp<int64_t>(n, 0, LANES)); }
 Lanes ones_up_to(int64_t n) { return load(FENCE.one + LANES - within(n)); }
 Lanes bound_up_to(int64_t n) { return load(FENCE.bound + LANES - within(n)); }
 
-// What the query heads of one row have come to: greatest score, sum of weights, weighted values.
+// What one query head of one row has come to: greatest score, sum of weights, weighted values.
 struct State {
     float peak, sum;
-    float* out;      // [dim]
+    float* out;         // [dim]
     const bf16* query;  // [dim]
 };
 
-// Keys of a block, so that 16 are one vector, and values in float32.
+// A block as it lies in the pages, and as it is read by many: 16 keys side by side, two values side by side.
 struct Block {
-    bf16* keys;     // [16-groups][dim/2][16] pairs
-    float* values;  // [keys][dim]
+    const bf16* key[BLOCK];
+    const bf16* value[BLOCK + 1];  // behind the last: zeros
     int64_t count;
+    bf16* keys;    // [16-groups][dim/2][16] pairs, or null
+    bf16* values;  // [keys/2][dim] pairs
 };
 
 #if defined(__AVX512F__)
@@ -82,23 +84,28 @@ void turn(const bf16* const* from, int64_t at, int64_t count, bf16* to) {
 constexpr int64_t TURNED = 16;
 #endif
 
-void fill(Block& block, const bf16* const* keys, const bf16* const* values, int64_t count, int64_t dim) {
-    block.count = count;
-    for (int64_t g = 0; g * LANES < count; ++g) {
-        bf16* to = block.keys + g * LANES * dim;
-        const int64_t left = count - g * LANES;
+// Keys so that sixteen are one vector.
+void lay_out_keys(Block& block, int64_t dim) {
+    for (int64_t first = 0; first < block.count; first += LANES) {
+        bf16* to = block.keys + first * dim;
+        const int64_t left = block.count - first;
         int64_t at = 0;
-        for (; at + TURNED <= dim; at += TURNED) turn(keys + g * LANES, at, left, to + at * LANES);
+        for (; at + TURNED <= dim; at += TURNED) turn(block.key + first, at, left, to + at * LANES);
         for (; at < dim; at += 2)
             for (int64_t i = 0; i < LANES; ++i) {
                 if (i < left)
-                    std::memcpy(to + at * LANES + 2 * i, keys[g * LANES + i] + at, 4);
+                    std::memcpy(to + at * LANES + 2 * i, block.key[first + i] + at, 4);
                 else
                     std::memset(to + at * LANES + 2 * i, 0, 4);
             }
     }
-    for (int64_t j = 0; j < count; ++j)
-        for (int64_t d = 0; d < dim; d += LANES) store(block.values + j * dim + d, load(values[j] + d));
+}
+
+// Values so that those of two keys are pairs; where there is an odd one, the last is paired with zeros.
+void lay_out_values(Block& block, int64_t dim) {
+    for (int64_t j = 0; j < block.count; j += 2)
+        for (int64_t d = 0; d < dim; d += LANES)
+            store_pairs(block.values + j * dim + 2 * d, beside(block.value[j] + d, block.value[j + 1] + d));
 }
 
 Lanes capped(Lanes s, float cap) {  // cap · tanh(s / cap)
@@ -106,45 +113,91 @@ Lanes capped(Lanes s, float cap) {  // cap · tanh(s / cap)
     return mul(same(cap), sub(same(1.0f), div(same(2.0f), add(e, same(1.0f)))));
 }
 
-// Scores of up to 4 rows against the block: [row][64], those outside [from, to) of a row -inf.
-template <int N>
-void score(const Block& block, State* const* states, const int64_t* from, const int64_t* to, const Attention& a,
-           int64_t dim, float (*scores)[BLOCK]) {
-    for (int64_t g = 0; g * LANES < block.count; ++g) {
-        Lanes sum[N];
-        for (int i = 0; i < N; ++i) sum[i] = zeros();
-        const bf16* keys = block.keys + g * LANES * dim;
-        for (int64_t d = 0; d < dim; d += 2) {
-            Pairs column = pairs(keys + d * LANES);
-            for (int i = 0; i < N; ++i) sum[i] = dot(sum[i], column, same_pair(states[i]->query + d));
-        }
-        for (int i = 0; i < N; ++i) {
-            Lanes s = mul(sum[i], same(a.scale));
-            if (a.softcap > 0) s = capped(s, a.softcap);
-            s = min(s, bound_up_to(to[i] - g * LANES));
-            if (from[i] > g * LANES) s = min(s, sub(zeros(), bound_up_to(from[i] - g * LANES)));
-            store(scores[i] + g * LANES, s);
-        }
+// A score has sixteen sums, of the pairs 0, 16, 32, … of query and key, of 1, 17, 33, … and so on, added as `total16`
+// does. So it can be made of sixteen keys side by side, one lane each, or of one key alone, one sum a lane.
+Lanes total16(const Lanes* sum) {
+    Lanes four[4];
+    for (int i = 0; i < 4; ++i) four[i] = add(add(sum[4 * i], sum[4 * i + 2]), add(sum[4 * i + 1], sum[4 * i + 3]));
+    return add(add(four[0], four[2]), add(four[1], four[3]));
+}
+
+Lanes score_beside(const bf16* keys, const bf16* query, int64_t dim) {
+    Lanes sum[LANES];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; ++i) {
+        sum[i] = zeros();
+        for (int64_t d = 2 * i; d < dim; d += 2 * LANES)
+            sum[i] = dot(sum[i], pairs(keys + d * LANES), same_pair(query + d));
+    }
+    return total16(sum);
+}
+
+#if defined(__AVX512F__)
+// Sixteen keys as they lie; dim a multiple of 32. Lane by lane what `total16` adds.
+Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
+    __m512 sum[16], half[8], quarter[4];
+    for (int i = 0; i < 16; ++i) {
+        Lanes one = zeros();
+        for (int64_t d = 0; d < dim; d += 2 * LANES) one = dot(one, pairs(key[i] + d), pairs(query + d));
+        sum[i] = one.v;
+    }
+    for (int i = 0; i < 8; ++i)
+        half[i] = _mm512_add_ps(_mm512_unpacklo_ps(sum[2 * i], sum[2 * i + 1]),
+                                _mm512_unpackhi_ps(sum[2 * i], sum[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+        __m512d a = _mm512_castps_pd(half[2 * i]), b = _mm512_castps_pd(half[2 * i + 1]);
+        quarter[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                   _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));  // of 4 keys, in each fourth
+    }
+    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x44),
+                             _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xee));  // fourths 0+2, 1+3
+    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x44),
+                             _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xee));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))};
+}
+constexpr bool CAN_SCORE_ALONE = true;
+#else
+Lanes score_alone(const bf16* const*, const bf16*, int64_t) { return zeros(); }
+constexpr bool CAN_SCORE_ALONE = false;
+#endif
+
+// Scores of a row against the block; those outside [from, to) -inf.
+void score(const Block& block, const State& state, int64_t from, int64_t to, const Attention& a, int64_t dim,
+           float* scores) {
+    for (int64_t first = from / LANES * LANES; first < to; first += LANES) {
+        Lanes s = block.keys ? score_beside(block.keys + first * dim, state.query, dim)
+                             : score_alone(block.key + first, state.query, dim);
+        s = mul(s, same(a.scale));
+        if (a.softcap > 0) s = capped(s, a.softcap);
+        if (to < first + LANES) s = min(s, bound_up_to(to - first));
+        if (from > first) s = min(s, sub(zeros(), bound_up_to(from - first)));
+        store(scores + first, s);
     }
 }
 
-// out = out·shrink + Σ weight·value over [from, to), ascending: `WIDTH` vectors of it.
+// out = out·shrink + Σ weight·value over the pairs of keys [from, to), ascending: WIDTH vectors of it.
 template <int WIDTH>
-void weigh(State& state, const Block& block, const float* weights, int64_t from, int64_t to, float shrink, int64_t dim,
+void weigh(State& state, const Block& block, const bf16* weights, int64_t from, int64_t to, float shrink, int64_t dim,
            int64_t at) {
     Lanes out[WIDTH];
     for (int i = 0; i < WIDTH; ++i) out[i] = mul(load(state.out + at + i * LANES), same(shrink));
-    for (int64_t j = from; j < to; ++j) {
-        Lanes weight = same(weights[j]);
-        const float* value = block.values + j * dim + at;
-        for (int i = 0; i < WIDTH; ++i) out[i] = fma(weight, load(value + i * LANES), out[i]);
+    for (int64_t j = from; j < to; j += 2) {
+        Pairs weight = same_pair(weights + j);
+        for (int i = 0; i < WIDTH; ++i) {
+            const int64_t d = at + i * LANES;
+            Pairs both = block.values ? pairs(block.values + j * dim + 2 * d)
+                                      : beside(block.value[j] + d, block.value[j + 1] + d);
+            out[i] = dot(out[i], both, weight);
+        }
     }
     for (int i = 0; i < WIDTH; ++i) store(state.out + at + i * LANES, out[i]);
 }
 
-void join(State& state, const Block& block, float* scores, int64_t from, int64_t to, int64_t dim) {
-    if (from >= to) return;
+void join(State& state, const Block& block, int64_t from, int64_t to, const Attention& a, int64_t dim) {
+    float scores[BLOCK];
+    bf16 weights[BLOCK];
     const int64_t first = from / LANES * LANES;
+    score(block, state, from, to, a, dim, scores);
     Lanes top = same(FLOOR);
     for (int64_t j = first; j < to; j += LANES) top = max(top, load(scores + j));
     const float peak = std::max(state.peak, greatest(top));
@@ -152,50 +205,54 @@ void join(State& state, const Block& block, float* scores, int64_t from, int64_t
     for (int64_t j = first; j < to; j += LANES) {
         Lanes weight = mul(exp(sub(load(scores + j), same(peak))), ones_up_to(to - j));
         if (from > j) weight = mul(weight, sub(same(1.0f), ones_up_to(from - j)));
-        store(scores + j, weight);
-        sum = add(sum, weight);
+        store(weights + j, weight);
+        sum = add(sum, load(weights + j));  // as they are rounded
     }
     float lane[LANES];
     store(lane, exp(same(state.peak - peak)));
     const float shrink = state.peak == FLOOR ? 0.0f : lane[0];
     state.sum = state.sum * shrink + total(sum);
     state.peak = peak;
+    const int64_t begin = from / 2 * 2;  // a hidden partner has weight 0
     int64_t at = 0;
-    for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4>(state, block, scores, from, to, shrink, dim, at);
-    for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2>(state, block, scores, from, to, shrink, dim, at);
-    for (; at < dim; at += LANES) weigh<1>(state, block, scores, from, to, shrink, dim, at);
+    for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4>(state, block, weights, begin, to, shrink, dim, at);
+    for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2>(state, block, weights, begin, to, shrink, dim, at);
+    for (; at < dim; at += LANES) weigh<1>(state, block, weights, begin, to, shrink, dim, at);
 }
 
 struct Seen {
     int64_t from, to;
 };
 
-// All states through a block; `seen[i]` of state i.
-void join_all(std::vector<State>& states, const std::vector<Seen>& seen, const Block& block, const Attention& a,
-              int64_t dim) {
-    float scores[4][BLOCK];
-    State* few[4];
-    int64_t from[4], to[4];
-    int n = 0;
-    auto flush = [&] {
-        if (n == 4) score<4>(block, few, from, to, a, dim, scores);
-        if (n == 3) score<3>(block, few, from, to, a, dim, scores);
-        if (n == 2) score<2>(block, few, from, to, a, dim, scores);
-        if (n == 1) score<1>(block, few, from, to, a, dim, scores);
-        for (int i = 0; i < n; ++i) join(*few[i], block, scores[i], from[i], to[i], dim);
-        n = 0;
-    };
-    for (size_t i = 0; i < states.size(); ++i) {
-        if (seen[i].from >= seen[i].to) continue;
-        few[n] = &states[i], from[n] = seen[i].from, to[n] = seen[i].to;
-        if (++n == 4) flush();
+// Every state through the block; `seen[i]` of state i.
+void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a, int64_t dim,
+              const bf16* none) {
+    block.value[block.count] = none;
+    if (block.keys) lay_out_keys(block, dim);
+    if (block.values) lay_out_values(block, dim);
+    if (!block.keys)
+        for (int64_t j = block.count; j % LANES; ++j) block.key[j] = none;
+    for (size_t i = 0; i < states.size(); ++i)
+        if (seen[i].from < seen[i].to) join(states[i], block, seen[i].from, seen[i].to, a, dim);
+}
+
+// Keys and values of a head at positions [begin, end) on their way into the cache: a page is too short for the
+// processor to notice that it is read from end to end.
+void fetch(const Heads& heads, const Attention& a, const int64_t* pages, int64_t head, int64_t begin, int64_t end) {
+    while (begin < end) {
+        const int64_t slot = begin % a.block_size, count = std::min(a.block_size - slot, end - begin);
+        const int64_t at = ((pages[begin / a.block_size] * heads.kv + head) * a.block_size + slot) * heads.dim;
+        for (int64_t i = 0; i < count * heads.dim; i += 32) {
+            __builtin_prefetch(a.key_pages + at + i);
+            __builtin_prefetch(a.value_pages + at + i);
+        }
+        begin += count;
     }
-    flush();
 }
 
 struct Scratch {
-    std::vector<bf16> keys, mask_keys;
-    std::vector<float> values, out;
+    std::vector<bf16> keys, values, mask_keys, none;
+    std::vector<float> out;
     std::vector<State> states;
     std::vector<Seen> seen;
 };
@@ -231,7 +288,7 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
     const int64_t sequence = rows.owner[members[0]], start = rows.starts[sequence];
     const int64_t* pages = rows.pages + sequence * rows.most_pages;
 
-    scratch.keys.resize(BLOCK * dim), scratch.values.resize(BLOCK * dim);
+    scratch.keys.resize(BLOCK * dim), scratch.values.resize(BLOCK * dim), scratch.none.assign(dim, 0);
     scratch.out.assign(count * sharing * dim, 0.0f);
     scratch.states.clear(), scratch.seen.resize(count * sharing);
     int64_t furthest = 0, oldest = INT64_MAX;
@@ -243,16 +300,23 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
             scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + (m * sharing + q) * dim,
                                       a.query + row * a.query_stride + (head * sharing + q) * dim});
     }
-    Block block{scratch.keys.data(), scratch.values.data(), 0};
-    const bf16 *keys[BLOCK], *values[BLOCK];
-    for (int64_t begin = std::max<int64_t>(oldest, 0) / BLOCK * BLOCK; begin < furthest; begin += BLOCK) {
+    const bool many = count * sharing > FEW;
+    const bool alone = CAN_SCORE_ALONE && !many && dim % (2 * LANES) == 0;
+    Block block{{}, {}, 0, alone ? nullptr : scratch.keys.data(), many ? scratch.values.data() : nullptr};
+    const int64_t first_block = std::max<int64_t>(oldest, 0) / BLOCK * BLOCK;
+    for (int64_t begin = first_block; begin < furthest; begin += BLOCK) {
         const int64_t size = std::min<int64_t>(BLOCK, furthest - begin);
-        for (int64_t j = 0; j < size; ++j) {
-            const int64_t position = begin + j, page = pages[position / a.block_size];
-            const int64_t at = ((page * heads.kv + head) * a.block_size + position % a.block_size) * dim;
-            keys[j] = a.key_pages + at, values[j] = a.value_pages + at;
+        for (int64_t j = 0; j < size;) {  // page by page, or a part of a larger one
+            const int64_t position = begin + j, page = pages[position / a.block_size], slot = position % a.block_size;
+            int64_t at = ((page * heads.kv + head) * a.block_size + slot) * dim;
+            for (int64_t n = std::min(a.block_size - slot, size - j); n; --n, ++j, at += dim)
+                block.key[j] = a.key_pages + at, block.value[j] = a.value_pages + at;
         }
-        fill(block, keys, values, size, dim);
+        block.count = size;
+        if (begin + BLOCK < furthest)
+            fetch(heads, a, pages, head, begin + BLOCK, std::min(begin + 2 * BLOCK, furthest));
+        else if (head + 1 < heads.kv)  // the next item, most often
+            fetch(heads, a, pages, head + 1, first_block, std::min(first_block + BLOCK, furthest));
         for (int64_t m = 0; m < count; ++m) {
             const int64_t row = members[m];
             const int64_t first = a.window ? start + rows.offsets[row] + 1 - a.window : 0;
@@ -260,7 +324,7 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
                             std::clamp<int64_t>(start + rows.reach[row] - begin, 0, size)};
             for (int64_t q = 0; q < sharing; ++q) scratch.seen[m * sharing + q] = seen;
         }
-        join_all(scratch.states, scratch.seen, block, a, dim);
+        join_all(scratch.states, scratch.seen, block, a, dim, scratch.none.data());
     }
     for (int64_t m = 0; m < count;) {  // mask groups, one after the other; longer ones than a block in parts
         const int64_t group = rows.peers[members[m]];
@@ -279,9 +343,9 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
                     store(key + d, finite(load(a.key + (begin + j) * a.kv_stride + head * dim + d)));
                     store(value + d, finite(load(a.value + (begin + j) * a.kv_stride + head * dim + d)));
                 }
-                keys[j] = key, values[j] = value;
+                block.key[j] = key, block.value[j] = value;
             }
-            fill(block, keys, values, size, dim);
+            block.count = size;
             std::fill(scratch.seen.begin(), scratch.seen.end(), Seen{0, 0});
             for (int64_t i = m; i < end; ++i) {
                 const int64_t row = members[i];  // positions of a group are consecutive
@@ -290,7 +354,7 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
                                 std::clamp<int64_t>(row + 1 - begin, 0, size)};
                 for (int64_t q = 0; q < sharing; ++q) scratch.seen[i * sharing + q] = seen;
             }
-            join_all(scratch.states, scratch.seen, block, a, dim);
+            join_all(scratch.states, scratch.seen, block, a, dim, scratch.none.data());
         }
         m = end;
     }
@@ -299,7 +363,8 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
             const State& state = scratch.states[m * sharing + q];
             bf16* out = a.out + (members[m] * heads.query + head * sharing + q) * dim;
             const Lanes share = same(1.0f / state.sum);
-            for (int64_t d = 0; d < dim; d += LANES) store(out + d, mul(load(state.out + d), share));
+            // + 0: the sign of a zero may have come from a hidden partner
+            for (int64_t d = 0; d < dim; d += LANES) store(out + d, add(mul(load(state.out + d), share), zeros()));
         }
 }
 

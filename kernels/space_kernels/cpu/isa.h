@@ -88,6 +88,13 @@ static inline Pairs same_pair(const bf16* p) {
     std::memcpy(&bits, p, 4);
     return {_mm512_set1_epi32(bits)};
 }
+static inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+// 16 of each, pair by pair
+static inline Pairs beside(const bf16* first, const bf16* second) {
+    __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
+    __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
+    return {_mm512_or_si512(a, _mm512_slli_epi32(b, 16))};
+}
 // sum[i] + a[2i]·b[2i] + a[2i+1]·b[2i+1], in one fixed order
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -161,6 +168,18 @@ static inline Pairs same_pair(const bf16* p) {
     __m256i all = _mm256_set1_epi32(bits);
     return {all, all};
 }
+static inline void store_pairs(bf16* p, Pairs a) {
+    _mm256_storeu_si256((__m256i*)p, a.low);
+    _mm256_storeu_si256((__m256i*)(p + 16), a.high);
+}
+static inline __m256i beside8(const bf16* first, const bf16* second) {
+    __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)first));
+    __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)second));
+    return _mm256_or_si256(a, _mm256_slli_epi32(b, 16));
+}
+static inline Pairs beside(const bf16* first, const bf16* second) {
+    return {beside8(first, second), beside8(first + 8, second + 8)};
+}
 static inline __m256 dot8(__m256 sum, __m256i a, __m256i b) {
     const __m256i front = _mm256_set1_epi32(int(0xffff0000));
     __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), odd = _mm256_castsi256_ps(_mm256_and_si256(a, front));
@@ -226,6 +245,18 @@ static inline Pairs same_pair(const bf16* p) {
     std::memcpy(&bits, p, 4);
     Pairs r;
     for (int i = 0; i < 4; ++i) r.v[i] = vreinterpretq_bf16_u32(vdupq_n_u32(bits));
+    return r;
+}
+static inline void store_pairs(bf16* p, Pairs a) {
+    for (int i = 0; i < 4; ++i) vst1q_u16(p + 8 * i, vreinterpretq_u16_bf16(a.v[i]));
+}
+static inline Pairs beside(const bf16* first, const bf16* second) {
+    Pairs r;
+    for (int i = 0; i < 4; ++i) {
+        uint16x4_t a = vld1_u16(first + 4 * i), b = vld1_u16(second + 4 * i);
+        uint16x4x2_t both = vzip_u16(a, b);
+        r.v[i] = vreinterpretq_bf16_u16(vcombine_u16(both.val[0], both.val[1]));
+    }
     return r;
 }
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i], a.v[i], b.v[i])); }
