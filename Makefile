@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard bench gpu-check lock
+.PHONY: help install serve test lint types unit matrix clients page dashboard bench gpu-check fuzz lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ page: install  ## the page in headless Chromium, in front of a real server (Debi
 dashboard: install  ## a real Prometheus scrapes a real server, every panel is asked and drawn (Debian: apt-get install prometheus)
 	@echo "pytest tests/dashboard" && SPACESERVE_TEST_SECONDS=90 SPACESERVE_TEST_PICTURE=docker/grafana/dashboard.png \
 		$(PYTEST) -m slow tests/dashboard tests/house/test_alerts.py
+
+fuzz: install  ## 101,000 hostile inputs: requests, messages, checkpoints, templates, grammars (FLAGS="--seed 7 --count 1000 --only templates")
+	@$(PYTHON_IN_VENV) -m space_eval.fuzz $(FLAGS)
 
 bench: install  ## tokens per second and latency of the embedded model, with and without drafts
 	@$(VENV)/bin/spaceserve bench

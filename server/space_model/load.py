@@ -22,7 +22,13 @@ from space_model.checkpoint import Checkpoint
 from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_linear import attach
-from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
+from space_model.model_error import (
+    CheckpointNotFound,
+    InvalidSetting,
+    InvalidSpaceSection,
+    UnsupportedModel,
+    malformed_is_unsupported,
+)
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
@@ -40,6 +46,7 @@ from space_model.uncompiled import without_compiler
 _log = logging.getLogger(__name__)
 
 
+@malformed_is_unsupported()
 def load_model(
     path: str | Path | Checkpoint,
     *,

@@ -11,6 +11,7 @@ from space_router.api.service import Service
 from space_router.errors import ConfigError
 from space_router.grpc_face import health
 from space_router.grpc_face.access import Access
+from space_router.grpc_face.readable import Readable
 from space_router.grpc_face.service import GenerateService
 
 GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["Generate"].full_name
@@ -31,7 +32,7 @@ class GrpcServer:
         """`port` 0: any that is free. Raises ConfigError for one that cannot be had."""
         keys = service.keys
         self._server = grpc.aio.server(
-            interceptors=[Access(keys, service.metrics)],
+            interceptors=[Access(keys, service.metrics), Readable(service.metrics)],
             options=[
                 ("grpc.max_receive_message_length", service.config.max_body),
                 ("grpc.max_send_message_length", MAX_MESSAGE),

@@ -87,7 +87,12 @@ def _tool(tool: generate_pb2.Tool, place: str) -> dict[str, Any]:
 
 
 def _choice(choice: generate_pb2.ToolChoice) -> str | dict[str, Any]:
-    mode = _MODES[choice.mode]
+    mode = _MODES.get(choice.mode)
+    if mode is None:
+        names = ", ".join(generate_pb2.ToolMode.Name(known) for known in _MODES)
+        raise InvalidRequest(
+            f"`tool_choice.mode` must be one of {names}; got {choice.mode}.", param="tool_choice", code="invalid_value"
+        )
     if not choice.names:
         return mode
     named = [{"type": "function", "function": {"name": name}} for name in choice.names]

@@ -1,7 +1,8 @@
 """Messages to one prompt, by the checkpoint's Jinja template or one of ours, in a sandbox."""
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -17,7 +18,7 @@ from jinja2.parser import Parser
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
 from space_router.text.checkpoint import read_json
-from space_router.text.template_budget import Budget, check_operands, metered
+from space_router.text.template_budget import Budget, check_arguments, check_operands, check_result, metered
 
 _MAX_PROMPT = 16 * 1024**2  # characters a template may produce: far above any window, below harm
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # what is passed to every template
@@ -32,12 +33,31 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.filters["tojson"] = _to_json
+        self.filters = {name: _bounded(name, one) for name, one in self.filters.items()}
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: jinja2.runtime.Context, function: Any, *arguments: Any, **named: Any) -> Any:
+        name = getattr(function, "__name__", "")
+        on = getattr(function, "__self__", None)
+        check_arguments(name, (on, *arguments) if isinstance(on, str) else arguments, named)
+        return check_result(name, super().call(context, function, *arguments, **named))
+
+
+def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that refuses to make much of little."""
+
+    @functools.wraps(apply)  # with the mark that says what Jinja is to pass first
+    def checked(*arguments: Any, **named: Any) -> Any:
+        given = [one for one in arguments if not isinstance(one, jinja2.Environment | jinja2.runtime.Context)]
+        check_arguments(name, given, named)
+        return check_result(name, apply(*arguments, **named))
+
+    return checked
 
 
 class _Generation(Extension):
@@ -84,8 +104,9 @@ class ChatTemplate:
             known = environment.globals.keys() | _GIVEN | self._tokens.keys()
             self.variables = frozenset(meta.find_undeclared_variables(parsed) - known)
             self._template = environment.from_string(metered(environment, parsed))
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"{name} is no valid Jinja template: {error}.") from error
+        except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+            # A `break` outside a loop, for one, is found by Python only.
+            raise ConfigError(f"{name} is no valid Jinja template: {str(error)[:300]}.") from error
 
     def of(self, tools: Sequence[object]) -> "ChatTemplate":
         """The template for a request with these tools."""
@@ -123,8 +144,8 @@ class ChatTemplate:
                 if length > _MAX_PROMPT:
                     raise InvalidRequest(f"The messages give more than {_MAX_PROMPT} characters.", param="messages")
         except (
-            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
-            MemoryError,
+            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
+            AssertionError, MemoryError,
         ) as error:  # fmt: skip
             raise InvalidRequest(
                 f"The chat template does not take these messages: {str(error)[:300]}", param="messages"

@@ -1,7 +1,8 @@
 """Everything textual a checkpoint brings along."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from space_proto.hub import Hub
 
 from space_router.config import ServeConfig
+from space_router.errors import ConfigError
 from space_router.text import chat_template, checkpoint
 from space_router.text.chat_template import ChatTemplate
 from space_router.text.tokenizer import Tokenizer
@@ -16,6 +18,18 @@ from space_router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+
+@contextmanager
+def malformed_is_unusable() -> Iterator[None]:
+    """A checkpoint's files may say anything: what Python says to that is a reason to refuse it, and no crash."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"A text file of the model says what cannot be: {type(error).__name__}: {words}. Fetch it again."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,7 @@ class ModelText:
     sampling_defaults: Mapping[str, float]
 
     @classmethod
+    @malformed_is_unusable()
     def load(cls, config: ServeConfig) -> "ModelText":
         """Raises ConfigError where a file is missing or unusable."""
         folder = checkpoint.locate(config.model, hub_of(config))

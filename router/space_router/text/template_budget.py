@@ -6,6 +6,7 @@ so every turn of a loop, every call of a macro and every text it writes, also in
 
 import re
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -20,6 +21,11 @@ STEP, WROTE = "_template_step", "_template_wrote"
 """Names under which a metered template finds its budget's methods."""
 
 _LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
+_LONG_FIELD = re.compile(r"\{[^}]*:[^}]*(\d{5,}|\{)")
+_PADDING = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "lipsum"}
+)
+"""Calls and filters whose result has a size that is named."""
 
 
 class Budget:
@@ -40,7 +46,7 @@ class Budget:
         self._steps -= 1
         if self._steps < 0:
             raise SecurityError(f"it loops more than {MAX_STEPS} times.")
-        if self._steps % 64 == 0 and time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline:
             raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds.")
         self._spend(num_literal)
 
@@ -117,3 +123,36 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         size = len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 0
     if size > MAX_OPERAND:
         raise SecurityError(f"`{operator}` would give something larger than {MAX_OPERAND} characters.")
+
+
+def check_arguments(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Refuse a call or filter whose result would be far larger than what goes in. Raises SecurityError.
+
+    `arguments`: with what it is called on, first.
+    """
+    given = [*arguments, *named.values()]
+    size = 0
+    if name in _PADDING:
+        size = max((abs(one) for one in given if isinstance(one, int)), default=0)
+        if name in ("indent", "expandtabs", "tojson") and given:
+            size *= max(1, len(given[0]) if hasattr(given[0], "__len__") else 1)
+    elif name == "replace":
+        texts = [one for one in given if isinstance(one, str)]
+        if len(texts) >= 3:
+            size = len(texts[0]) + len(texts[2]) * (texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1)
+    elif name == "join":
+        glue = next((one for one in given if isinstance(one, str)), "")
+        most = max((len(one) for one in given if isinstance(one, list | tuple)), default=0)
+        size = len(glue) * most
+    elif name in ("format", "format_map"):
+        text = given[0] if given and isinstance(given[0], str) else ""
+        size = MAX_WRITTEN if _LONG_FORMAT.search(text) or _LONG_FIELD.search(text) else 0
+    if size > MAX_OPERAND:
+        raise SecurityError(f"`{name}` would give something larger than {MAX_OPERAND} characters.")
+
+
+def check_result(name: str, value: Any) -> Any:
+    """The value, which is not too large. Raises SecurityError."""
+    if isinstance(value, str | bytes | list | tuple | dict) and len(value) > MAX_OPERAND:
+        raise SecurityError(f"`{name}` gives something larger than {MAX_OPERAND} characters.")
+    return value

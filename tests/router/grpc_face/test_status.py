@@ -289,3 +289,22 @@ async def idle(router: Any) -> None:
             return
         await asyncio.sleep(0.005)
     pytest.fail(f"still busy: {load}")
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(router: Any, method: str) -> None:
+    make = router.channel.unary_stream if method == "Generate" else router.channel.unary_unary
+    call = make(f"/spaceserve.v1.Generate/{method}")(b"\xff\xff not a message")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method == "Generate" else call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be read" in (caught.value.details() or "")
+    assert router.value("spaceserve_rejected_total", reason="invalid") == 1
+
+
+async def test_a_tool_mode_of_a_later_protocol_is_refused_by_name(router: Any) -> None:
+    error = await router.refusal(
+        messages=[generate_pb2.ChatMessage(role="user", content="x")], tool_choice=generate_pb2.ToolChoice(mode=9)
+    )
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "TOOL_MODE_AUTO" in (error.details() or "")

@@ -1,6 +1,7 @@
 """Messages become the prompt their model was trained on; templates can do no harm."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,34 @@ def test_chatml_shows_tools_calls_and_results() -> None:
     assert f"<|im_start|>assistant\n{written}\n{written}<|im_end|>\n" in text
     response = "\n<tool_response>\n1\n</tool_response>"
     assert text.endswith(f"<|im_start|>user{response}{response}<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ('a' * 1000) | replace('a', 'b' * 100000) }}",
+        "{{ ('a' * 1000).replace('a', 'b' * 100000) }}",
+        "{{ 'a' | center(99999999) }}",
+        "{{ 'a'.ljust(99999999) }}",
+        "{{ ('x\n' * 1000) | indent(99999) }}",
+        "{{ '%99999999d' | format(1) }}",
+        "{{ '{:>99999999}'.format(1) }}",
+        "{{ [1] | batch(99999999, 'x') | list }}",
+        "{{ {'a': [1]} | tojson(indent=99999999) }}",
+        "{{ ('y' * 100000).join(['x'] * 1000) }}",
+        "{{ ['x'] * 1000 | join('y' * 100000) }}",
+        "{% for x in ('a' * 1000) | replace('a', 'b' * 100000) recursive %}{{ loop(x) }}{% endfor %}",
+    ],
+)
+def test_little_is_not_made_much_by_a_filter_or_a_method(source: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+    assert time.process_time() - begun < 2.0
+
+
+def test_what_only_python_finds_wrong_in_a_template_is_a_wrong_template() -> None:
+    with pytest.raises(ConfigError, match="no valid Jinja template"):
+        ChatTemplate("{% break %}", {})
+    with pytest.raises(InvalidRequest, match="expected length"):
+        ChatTemplate("{{ 'x' | truncate(-1) }}", {}).render([{"role": "user", "content": "hi"}])
