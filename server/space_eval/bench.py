@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "space_eval.make_model",
         "a checkpoint with random weights, to measure a size that one has no model of",
     ),
+    "product": ("space_eval.product", "the CPU's product of few rows, beside memory's speed and torch's own"),
     "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
@@ -79,6 +80,7 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
         num_warm_up=settings.num_warm_up,
         limits=settings.limits,
         baselines=baselines,
+        carbon_intensity=settings.carbon_intensity,
     )
     measured = await measure(sides_of, work, plan, processes(found))
     known = facts(next(iter(infos.values())))
@@ -92,6 +94,9 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
     if known["synthetic_acceptance"]:
         print(f"{known['synthetic_acceptance']}\n")
     print(table(measured.rows))
+    if settings.carbon_intensity is not None and not any(row.joules_per_token for row in measured.rows):
+        _say("--carbon-intensity: no energy was counted: the server has no sensor it may read (docker/README.md), or "
+             "rounds are shorter than a second.")  # fmt: skip
     for name, moments in measured.moments.items():
         for one in moments[1:]:
             print(f"{name}: {one.arm} is below {moments[0].arm} in {one.share_below:.0%} of its moments.")

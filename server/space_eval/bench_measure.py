@@ -38,6 +38,7 @@ class Plan:
     num_warm_up: int | None  # requests before the first round; None: one for each stream
     limits: Limits | None
     baselines: int  # of the first arms, those that all others are compared with
+    carbon_intensity: float | None = None  # grams of CO2e for a kWh
 
     def requests(self, shape: Shape) -> int | None:
         """Of a round; None where time ends it."""
@@ -126,6 +127,7 @@ async def measure(
                 baselines=plan.baselines,
                 same_work=same_work,
                 limits=plan.limits,
+                carbon_intensity=plan.carbon_intensity,
             )
             if isinstance(shape, Swing):
                 timelines[shape.name] = moments(shape, rounds)
@@ -159,5 +161,6 @@ def shown(plan: Plan, work: Work) -> dict[str, Any]:
         "output_tokens": work.output_tokens.form,
         "prompts_are": "token ids" if work.ids else "text",
         "seed": work.seed,
+        "carbon_intensity": plan.carbon_intensity,
         "limits_seconds": None if plan.limits is None else dict(plan.limits.seconds),
     }

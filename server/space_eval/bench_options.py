@@ -78,6 +78,7 @@ class Settings:
     limits: Limits | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     api_key_file: Path | None = None
+    carbon_intensity: float | None = None  # grams of CO2e for a kWh
     out: Path | None = None
 
     @property
@@ -209,6 +210,10 @@ def _parser(commands: str) -> argparse.ArgumentParser:
         help="goodput counts requests within ttft=…, itl=… (mean per token), gap=… (longest silence), e2e=…",
     )  # fmt: skip
     group.add_argument(
+        "--carbon-intensity", type=_grams, metavar="G", help="of your grid, in g CO2e per kWh: adds g CO2e per million "
+        "tokens, where the server counts energy"
+    )  # fmt: skip
+    group.add_argument(
         "--out", type=Path, metavar="FOLDER", help="report.json, report.md, plots; FILE.json: that alone"
     )
     group.add_argument("--smoke", action="store_true", help="a few seconds: 1 and 4 streams, 1 pair, 16 tokens")
@@ -266,6 +271,16 @@ def _rates(text: str) -> tuple[float | None, ...]:
     if not all(0 < rate < 1e6 for rate in rates):
         raise argparse.ArgumentTypeError(f"must be numbers above 0, in requests per second, or `file`; got {text!r}")
     return rates
+
+
+def _grams(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be grams of CO2e per kWh, from 0 to 10000; got {text!r}")
+    return value
 
 
 def _temperature(text: str) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from space_eval.bench_energy import JOULES_PER_KWH
 from space_eval.bench_limits import Limits
 from space_eval.bench_round import Round, compared
 from space_eval.bench_statistics import Ratio, percentile
@@ -62,6 +63,9 @@ class Row:
     cpu_shares: Mapping[str, float]  # processor seconds per second: medians over the rounds
     identical: str | None  # answers equal to the first arm's, of those that can be compared; None of none
     phases: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)  # of a swing: low and high, by arm
+    watts: Spread | None = None  # of all devices that the server counts; None of none
+    joules_per_token: Spread | None = None  # generated, the reading of prompts included
+    grams_per_million_tokens: Spread | None = None  # CO2e, at the carbon intensity that was given
 
 
 def rows(
@@ -72,9 +76,11 @@ def rows(
     baselines: int = 1,
     same_work: bool = True,
     limits: Limits | None = None,
+    carbon_intensity: float | None = None,
 ) -> list[Row]:
     """One row for each arm. `rounds`: in each round, every arm's, in the arms' order; the `baselines` first arms are
-    compared with. `same_work`: the arms were asked the same, and their answers can be compared.
+    compared with. `same_work`: the arms were asked the same, and their answers can be compared. `carbon_intensity`:
+    grams of CO2e for a kWh.
     """
     made = []
     for place, by_round in enumerate(zip(*rounds, strict=True)):
@@ -83,8 +89,20 @@ def rows(
         latency_ratios = _ratios(rounds, place, baselines, "request_seconds") if is_open else {}
         firsts = [one[0] for one in rounds]
         identical = _identical(firsts, by_round) if same_work else None
-        made.append(_row(shape, by_round, speculation[place], ratios, latency_ratios, identical, limits))
+        row = _row(shape, by_round, speculation[place], ratios, latency_ratios, identical, limits)
+        made.append(_with_energy(row, by_round, carbon_intensity))
     return made
+
+
+def _with_energy(row: Row, rounds: Sequence[Round], carbon_intensity: float | None) -> Row:
+    joules = [one.joules_per_token for one in rounds]
+    grams = [] if carbon_intensity is None else [one for one in joules if one is not None]
+    return replace(
+        row,
+        watts=_spread([one.watts for one in rounds]),
+        joules_per_token=_spread(joules),
+        grams_per_million_tokens=_spread([1e6 * one / JOULES_PER_KWH * (carbon_intensity or 0.0) for one in grams]),
+    )
 
 
 def _identical(firsts: Sequence[Round], others: Sequence[Round]) -> str | None:
@@ -164,6 +182,7 @@ NOTES = (
     "time: the mean whole answer over another arm's within the same round; below 1 is faster.",
     "ms: p50/p90/p99 over all requests; per token: the gap before an event, shared among its tokens; "
     "silence: the gap before an event, whatever it carries.",
+    "J/token: what the server's devices drew, whoever used them, over generated tokens; median (min–max).",
 )
 
 
@@ -189,6 +208,9 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         "errors",
         "late ms",
         "CPU",
+        "W",
+        "J/token",
+        "g CO2e/M tokens",
         "same",
     ]
     lines = [_cells(row, baselines, latencies) for row in rows]
@@ -216,6 +238,9 @@ def _cells(row: Row, baselines: Sequence[str], latencies: Sequence[str]) -> list
         " ".join(f"{status}×{count}" for status, count in row.errors.items()) or "–",
         f"{row.late_ms:.1f}" if is_open else "–",
         " ".join(f"{name} {share:.2f}" for name, share in row.cpu_shares.items()) or "–",
+        "–" if row.watts is None else row.watts.shown(1),
+        "–" if row.joules_per_token is None else row.joules_per_token.shown(4),
+        "–" if row.grams_per_million_tokens is None else row.grams_per_million_tokens.shown(1),
         "–" if row.identical is None else row.identical,
     ]
 

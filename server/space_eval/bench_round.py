@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from space_eval.bench_energy import metered
 from space_eval.bench_watch import Watch, watched
 from space_eval.load_arm import Arm
 from space_eval.load_client import LoadError
@@ -24,6 +25,7 @@ class Round:
     exchanges: Sequence[Exchange]  # by request number
     cpu_shares: Mapping[str, float]  # processor seconds per second, by process
     watch: Sequence[Watch] = ()  # what the server's own figures said meanwhile
+    watts: float | None = None  # what its devices drew; None where nothing is counted, or for too short a time
 
     @property
     def answered(self) -> list[Exchange]:
@@ -47,6 +49,11 @@ class Round:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Of what came, the reading of prompts included."""
+        return self.watts * self.seconds / self.num_tokens if self.watts is not None and self.num_tokens else None
 
     @property
     def request_seconds(self) -> float:
@@ -113,7 +120,8 @@ async def run_round(
             done()
 
     cpu_before = cpu_seconds()
-    async with watched(arm.endpoint, watch_every) as looks:
+    counting = metered(arm.endpoint if arm.counts_energy else None)
+    async with watched(arm.endpoint, watch_every) as looks, counting as meter:
         begun = clock()
         await shape.run(asks, send, seconds)
         taken = clock() - begun
@@ -122,7 +130,7 @@ async def run_round(
         raise LoadError(f"{arm.name}: none of {len(exchanges)} requests was answered ({', '.join(map(str, failed))}).")
     cpu_after = cpu_seconds()
     shares = {name: (cpu_after[name] - used) / taken for name, used in cpu_before.items()}
-    return Round(arm.name, taken, exchanges, shares, looks)
+    return Round(arm.name, taken, exchanges, shares, looks, meter.watts)
 
 
 def compared(ones: Round, others: Round) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from space_eval.bench_energy import joules
 from space_eval.load_client import Endpoint, LoadError, get_json, post_json, stream_events
 from space_eval.load_dialect import Ask, Dialect, Sampling, merged, parsed
 from space_eval.load_exchange import Exchange
@@ -22,6 +23,7 @@ class Arm:
     dialect: Dialect
     sampling: Sampling
     is_ours: bool = False  # spaceserve: it takes our fields and tells tokens and steps
+    counts_energy: bool = False  # its /metrics tell joules
     speculation: str | int | None = None  # as each request says; None: the server's default
     model: str | None = None  # as each request says
     window: int | None = None  # prompt and answer together, in tokens
@@ -71,7 +73,8 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
         window = info.get("max_total_tokens")
         if window is None:
             raise LoadError(f"{arm.name} is not ready: it does not know its model yet.")
-        return replace(arm, is_ours=True, window=window), info
+        counts = await joules(arm.endpoint) is not None
+        return replace(arm, is_ours=True, window=window, counts_energy=counts), info
     model = arm.model
     if model is None and arm.dialect.name != "tgi":
         model = await _only_model(arm.endpoint)

@@ -102,6 +102,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         clock = asyncio.get_running_loop().time
         self._meter.drawn()  # what was drawn for nobody, or for another router
         measured = clock()
+        if self._meter.devices:  # known from the first moment on, though nothing is drawn yet
+            report_no = 1
+            await context.write(pb.WorkerMessage(report=pb.StepReport(report_no=1, energy=self._meter.drawn())))
         while (message := await conversation.message(self._heartbeat_seconds)) is not None:
             if message.HasField("report"):
                 report_no += 1
