@@ -53,7 +53,7 @@ _NEEDS = {
 }
 """What the kernel of the operating system calls what they need."""
 
-_SOURCE_FILES = ("linear.cpp", "attention.cpp", "network.cpp", "api.cpp")
+_SOURCE_FILES = ("linear.cpp", "attention.cpp", "network.cpp", "api.cpp", "probe.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
 """Longest that the compiler may take."""
@@ -69,9 +69,9 @@ class CpuLibrary:
         self.kind, self.path = kind, path
         library = ctypes.CDLL(str(path))
 
-        def function(name: str, *arguments: Any) -> Any:
+        def function(name: str, *arguments: Any, result: Any = None) -> Any:
             found = getattr(library, f"space_{name}_{kind}")
-            found.argtypes, found.restype = arguments, None
+            found.argtypes, found.restype = arguments, result
             return found
 
         rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
@@ -80,6 +80,8 @@ class CpuLibrary:
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
         self.attend = function("attend", rows, heads, attention, c_int)
+        self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
+        self.dots = function("dots", c_int64, c_int, result=c_float)
         self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int)
 
 

@@ -40,16 +40,20 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 
 @pytest.fixture(scope="session")
-def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[[str, str], Subject]:
-    """(family or `embedded`, dtype) -> the model and its plain texts, once per session."""
-    subjects: dict[tuple[str, str], Subject] = {}
+def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Subject]:
+    """(family or `embedded`, dtype) -> the model and its plain texts, once per session.
 
-    def find(name: str, dtype: str) -> Subject:
+    `attention` "torch": with torch's operations where else compiled ones would be taken.
+    """
+    subjects: dict[tuple[str, str, str], Subject] = {}
+
+    def find(name: str, dtype: str, attention: str = "auto") -> Subject:
         if name == "embedded" and not resources.files("space_demo").joinpath("config.json").is_file():
             pytest.skip("the embedded model has no weights in this checkout")
-        if (name, dtype) not in subjects:
+        key = name, dtype, attention
+        if key not in subjects:
             path = "demo" if name == "embedded" else checkpoint_of(name)
-            subjects[name, dtype] = Subject(name, load_model(path, dtype=dtype))
-        return subjects[name, dtype]
+            subjects[key] = Subject(name, load_model(path, dtype=dtype, attention=attention))
+        return subjects[key]
 
     return find

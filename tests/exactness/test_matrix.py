@@ -9,7 +9,7 @@ from space_eval.equivalence import Subject, check_cell
 from space_eval.equivalence_cell import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell
 from space_eval.pairwise import covering_cases
 
-Subjects = Callable[[str, str], Subject]
+Subjects = Callable[..., Subject]
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
 FEW_LAWS = {"temperature": (0.0, 0.8), "processor": ("none", "repetition", "top_p"), "context": ("short",)}
@@ -49,6 +49,16 @@ def test_space_is_plain_bit_by_bit(model: str, cell: Cell, subject_of: Subjects)
 @pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=name_of)
 def test_space_is_plain_bit_by_bit_with_the_embedded_model(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_it_is_so_with_compiled_operations_and_without(
+    model: str, cell: Cell, attention: str, subject_of: Subjects
+) -> None:
+    subject = subject_of(model, cell.dtype, attention)
+    assert subject.model.facts.attention == ("compiled" if attention == "auto" else "torch")
+    check_cell(subject, cell)
 
 
 @pytest.mark.slow

@@ -1,0 +1,193 @@
+"""`spaceserve bench product`: the compiled product of few rows beside what the processor can and what torch does.
+
+Each shape has so many copies of its weights that none stays in the cache: what is measured is reading them. The arms
+take turns, copy by copy of the table, so that a machine that gets slower slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from space_kernels.cpu_library import CpuLibrary, cpu_library
+from space_kernels.cpu_linear import CompiledLinear
+from space_kernels.linear import PackedLinear, can_pack, pad_rows
+from torch import Tensor
+from torch.nn import functional as F
+
+from space_eval.bench_facts import commit, machine
+
+SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
+ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
+_WORKING_SET = 320 << 20
+"""Bytes of weights gone through before the first ones come again: more than caches hold."""
+_DOTS = 24_000_000
+
+Arm = Callable[[Tensor, int], object]
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the processor reads, and how many bfloat16 products and sums it makes, per second."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, size: int, flops: float) -> float:
+        """The least that a product can take."""
+        return max(size / self.bytes, flops / self.flops)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape with one number of rows: medians over the rounds."""
+
+    outputs: int
+    inputs: int
+    rows: int
+    seconds: float
+    share_of_bandwidth: float  # weights read per second, of what memory gives
+    share_of_ceiling: float  # of whichever of memory and arithmetic is the limit
+    over_plain: float  # F.linear's time over ours
+    over_packed: float | None  # the library's prepacked product's; None: this torch has none
+    error: float  # greatest, against float64 of the same bfloat16 numbers, over the greatest result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 after a measurement, 2 where there is nothing to measure."""
+    options = _parser().parse_args(argv)
+    library = cpu_library()
+    if library is None:
+        print("spaceserve bench product: this machine has no compiled operations; the log says why.", file=sys.stderr)
+        return 2
+    torch.set_num_threads(options.num_threads)
+    ceiling = measure_ceiling(library, options.num_threads, options.rounds)
+    found = []
+    for outputs, inputs in options.shapes:
+        print(f"{outputs} x {inputs}", file=sys.stderr)
+        found += measure(library, outputs, inputs, options.rows, options.rounds, ceiling)
+    record = {
+        "machine": machine(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "kind": library.kind,
+        "threads": options.num_threads,
+        "rounds": options.rounds,
+        "ceiling": asdict(ceiling),
+        "rows": [asdict(row) for row in found],
+    }
+    print(markdown(record))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "product.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (options.out / "product.md").write_text(markdown(record), encoding="utf-8")
+    return 0
+
+
+def measure_ceiling(library: CpuLibrary, num_threads: int, rounds: int) -> Ceiling:
+    """The best of the rounds."""
+    numbers = torch.zeros(_WORKING_SET // 4)
+    reads = [_seconds(lambda: library.read(numbers.data_ptr(), len(numbers), num_threads)) for _ in range(rounds + 1)]
+    dots = [_seconds(lambda: library.dots(_DOTS, num_threads)) for _ in range(rounds + 1)]
+    return Ceiling(bytes=_WORKING_SET / min(reads), flops=_DOTS * 64 * num_threads / min(dots))
+
+
+def measure(
+    library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int], rounds: int, ceiling: Ceiling
+) -> list[Row]:
+    """One shape, all arms in turn for every number of rows, `rounds` times."""
+    size = outputs * inputs * 2
+    copies = max(2, _WORKING_SET // size)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
+    ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
+    packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
+    plain = [weight.clone() for _ in range(copies)]
+    arms: dict[str, Arm] = {"ours": lambda x, n: ours[n](x), "plain": lambda x, n: F.linear(x, plain[n])}
+    if packed:
+        arms["packed"] = lambda x, n: packed[n](pad_rows(x))
+    found = []
+    for count in rows:
+        x = torch.randn(count, inputs, generator=generator).bfloat16()
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(rounds):
+            names = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
+            for name in names:
+                times[name].append(_through_all(arms[name], x, copies))
+        wanted = x.double() @ weight.double().T
+        error = (CompiledLinear(library, weight, None, wide=True)(x).double() - wanted).abs().max() / wanted.abs().max()
+        seconds = statistics.median(times["ours"])
+        least = ceiling.seconds(size, 2.0 * count * outputs * inputs)
+        ratio = {
+            name: statistics.median(a / b for a, b in zip(times[name], times["ours"], strict=True)) for name in arms
+        }
+        found.append(
+            Row(
+                outputs, inputs, count, seconds, size / seconds / ceiling.bytes, least / seconds, ratio["plain"],
+                ratio.get("packed"), float(error),
+            )
+        )  # fmt: skip
+    return found
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table, with what it must be read with."""
+    ceiling = record["ceiling"]
+    lines = [
+        f"The product of few rows, {record['kind']}, {record['threads']} threads, {record['machine']}, torch "
+        f"{record['torch']}, commit {record['commit']}; medians of {record['rounds']} rounds, arms in turn. It "
+        f"reads {ceiling['bytes'] / 1e9:.1f} GB/s and makes {ceiling['flops'] / 1e9:.0f} GFLOP/s of bfloat16 pairs: "
+        "the ceiling is whichever takes longer.",
+        "",
+        "| weights | rows | µs | of bandwidth | of ceiling | F.linear / ours | prepacked / ours | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        packed = "–" if row["over_packed"] is None else f"{row['over_packed']:.2f}"
+        lines.append(
+            f"| {row['outputs']}×{row['inputs']} | {row['rows']} | {row['seconds'] * 1e6:.0f} | "
+            f"{row['share_of_bandwidth']:.0%} | {row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {packed} | "
+            f"{row['error']:.0e} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _through_all(arm: Arm, x: Tensor, copies: int) -> float:
+    """Seconds a product, over all copies of the weights."""
+    return _seconds(lambda: [arm(x, number) for number in range(copies)]) / copies
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def _shape(text: str) -> tuple[int, int]:
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdigit() and inputs.isdigit()) or int(outputs) < 1 or int(inputs) < 2 or int(inputs) % 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; one is OUTPUTSxINPUTS, inputs even, like 2048x2048")
+    return int(outputs), int(inputs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve bench product",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: spaceserve bench product --rows 1 8 16 --num-threads 2 --out product",
+    )
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=SHAPES, help="OUTPUTSxINPUTS (768x768 …)")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="numbers of rows (1 … 64)")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each arm (7)")
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="threads (as torch has them)")
+    parser.add_argument("--out", type=Path, help="folder for product.json and .md")
+    return parser
