@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard bench gpu-check fuzz lock
+.PHONY: help install serve test lint types unit matrix clients page dashboard bench faults gpu-check fuzz lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ fuzz: install  ## 101,000 hostile inputs: requests, messages, checkpoints, templ
 
 bench: install  ## tokens per second and latency of the embedded model, with and without drafts
 	@$(VENV)/bin/spaceserve bench
+
+faults: install  ## kill, stop and crash the worker 200 times under 32 streams: nothing may be lost (FLAGS="--faults 20")
+	@$(VENV)/bin/spaceserve eval faults $(FLAGS)
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
 gpu-check: export PYTHONPATH := kernels:proto:server$(if $(PYTHONPATH),:$(PYTHONPATH))

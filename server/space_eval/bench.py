@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "product": ("space_eval.product", "the CPU's product of few rows, beside memory's speed and torch's own"),
     "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
+    "soak": ("space_eval.soak", "mixed load for an hour: does memory, latency or anything else grow"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }

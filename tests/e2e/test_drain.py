@@ -59,7 +59,11 @@ def over_grpc(channel: grpc.Channel, seed: int, begun: Callable[[], None] | None
     return ids
 
 
-@pytest.mark.parametrize("worker_dies", [False, True], ids=["in peace", "while its worker is killed"])
+@pytest.mark.parametrize(
+    "worker_dies",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["in peace", "while its worker is killed"],
+)
 def test_every_stream_ends_whole_after_sigterm_under_load(serve: Serve, worker_dies: bool) -> None:
     begun = threading.Semaphore(0)
     with (

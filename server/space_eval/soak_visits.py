@@ -1,0 +1,163 @@
+"""Who comes during a soak: readers, leavers, slow ones, long prompts, grammars, predictions, choices, mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from space_eval.fault_requests import PATH
+from space_eval.load_client import Endpoint, LoadError, post_json, stream_events
+
+SLOW_SECONDS = 5.0
+"""After which a slow reader has had enough."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Guests:
+    """What became of them, by kind."""
+
+    num_done: dict[str, int] = field(default_factory=dict)
+    num_refused: dict[str, int] = field(default_factory=dict)  # 429: the queue was full, as it may be
+    wrong: list[str] = field(default_factory=list)  # what should not have happened
+
+    def note(self, kind: str, where: dict[str, int]) -> None:
+        where[kind] = where.get(kind, 0) + 1
+
+
+class Visits:
+    """Draws one visit after the other; the same seed brings the same."""
+
+    def __init__(self, endpoint: Endpoint, *, window: int, text: str, seed: int) -> None:
+        """`text`: what prompts are cut from; `window`: of the model, in tokens."""
+        self.guests = Guests()
+        self._endpoint = endpoint
+        self._window = window
+        self._text = text
+        self._source = random.Random(seed)
+        self._kinds: Mapping[str, tuple[int, Callable[[], Awaitable[None]]]] = {
+            "stream": (30, self._stream),
+            "whole answer": (10, self._whole),
+            "cancelled": (15, self._cancelled),
+            "slow reader": (5, self._slow),
+            "long prompt": (8, self._long),
+            "grammar": (8, self._grammar),
+            "prediction": (8, self._prediction),
+            "several choices": (8, self._choices),
+            "mistake": (8, self._mistake),
+        }
+
+    async def one(self) -> None:
+        """One visit, whatever comes of it."""
+        kinds = list(self._kinds)
+        (kind,) = self._source.choices(kinds, [self._kinds[name][0] for name in kinds])
+        try:
+            await self._kinds[kind][1]()
+        except LoadError as error:
+            if error.status == 429:
+                self.guests.note(kind, self.guests.num_refused)
+                await asyncio.sleep(0.5)
+            else:
+                self.guests.wrong.append(f"{kind}: {error}")
+            return
+        self.guests.note(kind, self.guests.num_done)
+
+    def _prompt(self, num_characters: int) -> str:
+        start = self._source.randrange(len(self._text) - num_characters)
+        return self._text[start : start + num_characters]
+
+    def _body(self, **fields: Any) -> dict[str, Any]:
+        return {
+            "prompt": self._prompt(self._source.randint(20, 200)),
+            "max_tokens": self._source.randint(8, 96),
+            "temperature": self._source.choice([0.0, 0.8]),
+            "seed": self._source.randrange(1 << 32),
+            "speculation": self._source.choice(["auto", "auto", "off", 2]),
+            **fields,
+        }
+
+    async def _events(self, body: Mapping[str, Any], leave_after: int | None = None) -> None:
+        """Read a stream to its end, or leave it after so many events."""
+        num_events, is_done = 0, False
+        async with aclosing(stream_events(self._endpoint, PATH, {**body, "stream": True})) as events:
+            async for together in events:
+                num_events += len(together)
+                is_done = is_done or together[-1] == b"[DONE]"
+                if any(b'"error"' in event for event in together):
+                    raise LoadError(f"The stream ended with an error: {together[-1]!r}")
+                if leave_after is not None and num_events >= leave_after:
+                    return
+        if not is_done:
+            raise LoadError("The stream ended without [DONE].")
+
+    async def _stream(self) -> None:
+        await self._events(self._body())
+
+    async def _whole(self) -> None:
+        await post_json(self._endpoint, PATH, self._body())
+
+    async def _cancelled(self) -> None:
+        await self._events(self._body(max_tokens=200, ignore_eos=True), self._source.randint(1, 30))
+
+    async def _long(self) -> None:
+        body = self._body(prompt=self._prompt(8 * self._window), truncate_prompt_tokens=self._window * 3 // 4)
+        await self._events({**body, "max_tokens": 16})
+
+    async def _grammar(self) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "item", "schema": SCHEMA}}
+        answer = await post_json(self._endpoint, PATH, self._body(response_format=form, max_tokens=96))
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] == "stop":
+            json.loads(choice["text"])
+
+    async def _prediction(self) -> None:
+        text = self._prompt(150)
+        await self._events(self._body(prompt=text, prediction={"type": "content", "content": text}))
+
+    async def _choices(self) -> None:
+        await post_json(self._endpoint, PATH, self._body(n=self._source.randint(2, 4), temperature=1.0))
+
+    async def _mistake(self) -> None:
+        """What cannot be served must be refused in words, with a status of its own."""
+        wrong: list[dict[str, Any]] = [
+            {"prompt": 5.5},
+            {"max_tokens": -1},
+            {"temperature": "warm"},
+            {"prompt": [2**31]},
+            {"prompt": self._prompt(8 * self._window), "truncate_prompt_tokens": None},
+            {"structured_outputs": {"regex": "("}},
+        ]
+        try:
+            await post_json(self._endpoint, PATH, self._body(**self._source.choice(wrong)))
+        except LoadError as error:
+            if error.status is None or not 400 <= error.status < 500:
+                raise
+        else:
+            raise LoadError("A request that cannot be served was answered with 200.")
+
+    async def _slow(self) -> None:
+        """A few bytes at a time through a small buffer; then the client goes."""
+        body = json.dumps(self._body(max_tokens=400, ignore_eos=True, stream=True)).encode()
+        loop = asyncio.get_running_loop()
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        with connection, suppress(ConnectionError):
+            await loop.sock_connect(connection, (self._endpoint.host, self._endpoint.port))
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            await loop.sock_sendall(connection, f"{head}\r\n\r\n".encode() + body)
+            end = loop.time() + SLOW_SECONDS
+            while loop.time() < end and await loop.sock_recv(connection, 64):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
