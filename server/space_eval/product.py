@@ -29,21 +29,10 @@ SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
 _WORKING_SET = 320 << 20
 """Bytes of weights gone through before the first ones come again: more than caches hold."""
-_DOTS = 24_000_000
+_PAIRS = 16
+"""Of bfloat16, that one instruction multiplies and adds up."""
 
 Arm = Callable[[Tensor, int], object]
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """What the processor reads, and how many bfloat16 products and sums it makes, per second."""
-
-    bytes: float
-    flops: float
-
-    def seconds(self, size: int, flops: float) -> float:
-        """The least that a product can take."""
-        return max(size / self.bytes, flops / self.flops)
 
 
 @dataclass(frozen=True)
@@ -54,8 +43,10 @@ class Row:
     inputs: int
     rows: int
     seconds: float
-    share_of_bandwidth: float  # weights read per second, of what memory gives
-    share_of_ceiling: float  # of whichever of memory and arithmetic is the limit
+    bandwidth: float  # bytes per second that nothing but reading reached in between
+    arithmetic: float  # multiplications and additions per second of nothing but these
+    share_of_bandwidth: float
+    share_of_ceiling: float  # of whichever of the two is the limit
     over_plain: float  # F.linear's time over ours
     over_packed: float | None  # the library's prepacked product's; None: this torch has none
     error: float  # greatest, against float64 of the same bfloat16 numbers, over the greatest result
@@ -69,11 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("spaceserve bench product: this machine has no compiled operations; the log says why.", file=sys.stderr)
         return 2
     torch.set_num_threads(options.num_threads)
-    ceiling = measure_ceiling(library, options.num_threads, options.rounds)
     found = []
     for outputs, inputs in options.shapes:
         print(f"{outputs} x {inputs}", file=sys.stderr)
-        found += measure(library, outputs, inputs, options.rows, options.rounds, ceiling)
+        found += measure(library, outputs, inputs, options.rows, options.rounds)
     record = {
         "machine": machine(),
         "commit": commit(),
@@ -81,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kind": library.kind,
         "threads": options.num_threads,
         "rounds": options.rounds,
-        "ceiling": asdict(ceiling),
         "rows": [asdict(row) for row in found],
     }
     print(markdown(record))
@@ -92,17 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_ceiling(library: CpuLibrary, num_threads: int, rounds: int) -> Ceiling:
-    """The best of the rounds."""
-    numbers = torch.zeros(_WORKING_SET // 4)
-    reads = [_seconds(lambda: library.read(numbers.data_ptr(), len(numbers), num_threads)) for _ in range(rounds + 1)]
-    dots = [_seconds(lambda: library.dots(_DOTS, num_threads)) for _ in range(rounds + 1)]
-    return Ceiling(bytes=_WORKING_SET / min(reads), flops=_DOTS * 64 * num_threads / min(dots))
-
-
-def measure(
-    library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int], rounds: int, ceiling: Ceiling
-) -> list[Row]:
+def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int], rounds: int) -> list[Row]:
     """One shape, all arms in turn for every number of rows, `rounds` times."""
     size = outputs * inputs * 2
     copies = max(2, _WORKING_SET // size)
@@ -111,7 +90,13 @@ def measure(
     ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
-    arms: dict[str, Arm] = {"ours": lambda x, n: ours[n](x), "plain": lambda x, n: F.linear(x, plain[n])}
+    threads = torch.get_num_threads()
+    arms: dict[str, Arm] = {
+        "ours": lambda x, n: ours[n](x),
+        "plain": lambda x, n: F.linear(x, plain[n]),
+        "read": lambda x, n: library.read(plain[n].data_ptr(), size // 4, threads),
+        "dots": lambda x, n: library.dots(len(x) * outputs * inputs // (2 * _PAIRS * threads), threads),
+    }
     if packed:
         arms["packed"] = lambda x, n: packed[n](pad_rows(x))
     found = []
@@ -124,37 +109,48 @@ def measure(
                 times[name].append(_through_all(arms[name], x, copies))
         wanted = x.double() @ weight.double().T
         error = (CompiledLinear(library, weight, None, wide=True)(x).double() - wanted).abs().max() / wanted.abs().max()
-        seconds = statistics.median(times["ours"])
-        least = ceiling.seconds(size, 2.0 * count * outputs * inputs)
-        ratio = {
-            name: statistics.median(a / b for a, b in zip(times[name], times["ours"], strict=True)) for name in arms
-        }
+        seconds = {name: statistics.median(of_arm) for name, of_arm in times.items()}
+
+        def over_ours(*names: str, times: dict[str, list[float]] = times) -> float:
+            """The median over the rounds: the longest of these arms over ours."""
+            least = map(max, zip(*(times[name] for name in names), strict=True))
+            return float(statistics.median(other / own for other, own in zip(least, times["ours"], strict=True)))
+
         found.append(
             Row(
-                outputs, inputs, count, seconds, size / seconds / ceiling.bytes, least / seconds, ratio["plain"],
-                ratio.get("packed"), float(error),
+                outputs=outputs,
+                inputs=inputs,
+                rows=count,
+                seconds=seconds["ours"],
+                bandwidth=size / seconds["read"],
+                arithmetic=2.0 * count * outputs * inputs / seconds["dots"],
+                share_of_bandwidth=over_ours("read"),
+                share_of_ceiling=over_ours("read", "dots"),
+                over_plain=over_ours("plain"),
+                over_packed=over_ours("packed") if packed else None,
+                error=float(error),
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def markdown(record: dict[str, Any]) -> str:
     """The table, with what it must be read with."""
-    ceiling = record["ceiling"]
     lines = [
         f"The product of few rows, {record['kind']}, {record['threads']} threads, {record['machine']}, torch "
-        f"{record['torch']}, commit {record['commit']}; medians of {record['rounds']} rounds, arms in turn. It "
-        f"reads {ceiling['bytes'] / 1e9:.1f} GB/s and makes {ceiling['flops'] / 1e9:.0f} GFLOP/s of bfloat16 pairs: "
-        "the ceiling is whichever takes longer.",
+        f"{record['torch']}, commit {record['commit']}; medians of {record['rounds']} rounds, arms in turn. Two of the "
+        "arms do nothing but read as many bytes, and nothing but multiply as often: the ceiling is the longer of them.",
         "",
-        "| weights | rows | µs | of bandwidth | of ceiling | F.linear / ours | prepacked / ours | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| weights | rows | µs | GB/s there are | GFLOP/s there are | of bandwidth | of ceiling | F.linear / ours "
+        "| prepacked / ours | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         packed = "–" if row["over_packed"] is None else f"{row['over_packed']:.2f}"
         lines.append(
             f"| {row['outputs']}×{row['inputs']} | {row['rows']} | {row['seconds'] * 1e6:.0f} | "
-            f"{row['share_of_bandwidth']:.0%} | {row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {packed} | "
+            f"{row['bandwidth'] / 1e9:.1f} | {row['arithmetic'] / 1e9:.0f} | {row['share_of_bandwidth']:.0%} | "
+            f"{row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {packed} | "
             f"{row['error']:.0e} |"
         )
     return "\n".join(lines) + "\n"

@@ -12,21 +12,14 @@ def test_a_small_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product, "_WORKING_SET", 1 << 20)
-    monkeypatch.setattr(product, "_DOTS", 120_000)
     flags = ["--shapes", "64x32", "--rows", "1", "5", "--rounds", "3", "--num-threads", "1", "--out", str(tmp_path)]
     assert product.main(flags) == 0
     record = json.loads((tmp_path / "product.json").read_text())
     assert [(row["outputs"], row["inputs"], row["rows"]) for row in record["rows"]] == [(64, 32, 1), (64, 32, 5)]
     assert all(0 < row["error"] < 1e-6 for row in record["rows"])
     assert all(row["seconds"] > 0 and row["over_plain"] > 0 for row in record["rows"])
-    assert record["ceiling"]["bytes"] > 0
+    assert all(row["bandwidth"] > 0 and row["arithmetic"] > 0 for row in record["rows"])
     assert "| 64×32 | 5 |" in capsys.readouterr().out
-
-
-def test_the_ceiling_is_whichever_takes_longer() -> None:
-    ceiling = product.Ceiling(bytes=10.0, flops=100.0)
-    assert ceiling.seconds(20, 100.0) == 2.0
-    assert ceiling.seconds(20, 300.0) == 3.0
 
 
 def test_without_compiled_operations_there_is_nothing_to_measure(
