@@ -33,7 +33,7 @@ class DraftHeadForm(StrEnum):
 class LawColumns:
     """What the choice among candidates needs of S laws, on the device. [S, 1] each; None: neutral for all."""
 
-    greedy: Tensor | None  # bool; None: all are
+    greedy: Tensor | None  # bool; None: all are, and the others are empty
     divisor: Tensor
     top_k: Tensor | None  # as many as there are candidates where it is off
     top_p: Tensor
@@ -41,12 +41,15 @@ class LawColumns:
 
     @classmethod
     def of(cls, laws: Sequence[Law], device: torch.device) -> LawColumns:
-        """Float64, the precision of the choice."""
+        """Float64, the precision of the choice. Of greedy laws nothing else is asked."""
+        if all(law.greedy for law in laws):
+            none = torch.empty(0, 1, dtype=torch.float64, device=device)
+            return cls(greedy=None, divisor=none, top_k=None, top_p=none, min_p=none)
         values = [[float(law.greedy), law.divisor, law.top_k or math.inf, law.top_p, law.min_p] for law in laws]
         columns = torch.tensor(values, dtype=torch.float64, device=device)  # [S, 5]
         greedy, divisor, top_k, top_p, min_p = columns.T[:, :, None]
         return cls(
-            greedy=None if all(law.greedy for law in laws) else greedy > 0,
+            greedy=greedy > 0,
             divisor=divisor,
             top_k=top_k if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws) else None,
             top_p=top_p,

@@ -46,7 +46,8 @@ def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
 
 def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
     """Bias, allowed and banned ids, grammar, min_tokens, bad words, penalties; in place."""
-    edited = RowRuns.of(rows).rows(_edits)
+    runs = RowRuns.of(rows)
+    edited = runs.rows(_edits) if runs.run_laws.edits else []
     if edited:
         _add_bias(logits, edited)
         _keep_allowed(logits, edited)
@@ -139,14 +140,14 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
 
 def divide(logits: Tensor, rows: RowRuns) -> None:
     """÷ temperature, in place; rows at temperature 0 stay as they are."""
-    if any(run.law.divisor != 1.0 for run in rows.runs):
+    if rows.run_laws.divides:
         divisors = [law.divisor for law in rows.laws()]
         logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
 def truncate(z: Tensor, rows: RowRuns) -> None:
     """top-k, top-p, min-p, typical-p; in place, on rows already divided by their temperature."""
-    if not any(run.law.truncates for run in rows.runs):
+    if not rows.run_laws.truncates:
         return
     if nucleus := rows.numbers(_has_nucleus):
         z[nucleus] = _keep_first(z[nucleus], rows.laws(_has_nucleus))

@@ -68,38 +68,67 @@ class Row:
         return [*before, *behind] == list(head)
 
 
-@dataclass(slots=True)
-class RowRun:
-    """Choices of one sequence at consecutive positions, without their prefixes: few laws look at those."""
+class Laws(Sequence[Law]):
+    """The laws of a step's sequences, and what of all of them together is asked at each step. Not to be changed."""
 
-    law: Law
-    position: int  # absolute index of the first token being chosen
-    count: int
-    row: Callable[[int], Row]  # the choice of that number, from 0
+    def __init__(self, laws: Sequence[Law]) -> None:
+        self._laws = laws
+        self.edits = any(law.edits for law in laws)
+        self.divides = any(law.divisor != 1.0 for law in laws)
+        self.truncates = any(law.truncates for law in laws)
+        self.samples = not all(law.greedy for law in laws)
+        self.keys = np.array([law.key for law in laws], dtype=np.int64)
 
     @classmethod
-    def of_one(cls, row: Row) -> RowRun:
-        """A single choice."""
-        return cls(row.law, row.position, 1, lambda _: row)
+    def of(cls, laws: Sequence[Law]) -> Laws:
+        """These laws."""
+        return laws if isinstance(laws, Laws) else cls(laws)
+
+    def __len__(self) -> int:
+        return len(self._laws)
+
+    def __iter__(self) -> Iterator[Law]:
+        return iter(self._laws)
+
+    @overload
+    def __getitem__(self, number: int) -> Law: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Law]: ...
+
+    def __getitem__(self, number: int | slice) -> Law | Sequence[Law]:
+        return self._laws[number]
 
 
 class RowRuns(Sequence[Row]):
-    """The choices of a step, sequence after sequence. What is asked of all of them is answered run by run."""
+    """The choices of a step: runs of consecutive positions, one for each sequence, sequence after sequence.
 
-    def __init__(self, runs: Sequence[RowRun]) -> None:
-        self.runs = runs
-        self._count = sum(run.count for run in runs)
+    What is asked of all of them is answered run by run, and a `Row` is made only where a law looks at its prefix.
+    """
+
+    def __init__(
+        self, laws: Sequence[Law], positions: Sequence[int], counts: Sequence[int], row: Callable[[int, int], Row]
+    ) -> None:
+        """By run: the law, the absolute index of the first token being chosen, and how many choices.
+
+        row(run, number): that choice of that run, both from 0.
+        """
+        self.run_laws = Laws.of(laws)
+        self.run_positions, self.run_counts, self._row = positions, counts, row
+        self._count = sum(counts)
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> RowRuns:
         """These choices; each is a run of its own where nothing else is known."""
-        return rows if isinstance(rows, RowRuns) else cls([RowRun.of_one(row) for row in rows])
+        if isinstance(rows, RowRuns):
+            return rows
+        return cls([row.law for row in rows], [row.position for row in rows], [1] * len(rows), lambda run, _: rows[run])
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Row]:
-        return (run.row(number) for run in self.runs for number in range(run.count))
+        return (self._row(run, number) for run, count in enumerate(self.run_counts) for number in range(count))
 
     @overload
     def __getitem__(self, number: int) -> Row: ...
@@ -111,32 +140,34 @@ class RowRuns(Sequence[Row]):
         if isinstance(number, slice):
             return list(self)[number]
         behind = number if number >= 0 else number + self._count
-        for run in self.runs:
-            if 0 <= behind < run.count:
-                return run.row(behind)
-            behind -= run.count
+        for run, count in enumerate(self.run_counts):
+            if 0 <= behind < count:
+                return self._row(run, behind)
+            behind -= count
         raise IndexError(f"There are {self._count} rows; asked for row {number}.")
 
     def positions(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[int]:
         """Absolute indices of the tokens that rows with such a law choose."""
-        places = (range(run.position, run.position + run.count) for run in self.runs if wanted(run.law))
-        return list(chain.from_iterable(places))
+        runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
+        return list(chain.from_iterable(range(first, first + count) for law, first, count in runs if wanted(law)))
 
     def laws(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[Law]:
         """The law of each row whose law is such a one."""
-        return list(chain.from_iterable([run.law] * run.count for run in self.runs if wanted(run.law)))
+        runs = zip(self.run_laws, self.run_counts, strict=True)
+        return list(chain.from_iterable([law] * count for law, count in runs if wanted(law)))
 
     def numbers(self, wanted: Callable[[Law], bool]) -> list[int]:
         """Rows with such a law."""
         found: list[int] = []
         first = 0
-        for run in self.runs:
-            if wanted(run.law):
-                found.extend(range(first, first + run.count))
-            first += run.count
+        for law, count in zip(self.run_laws, self.run_counts, strict=True):
+            if wanted(law):
+                found.extend(range(first, first + count))
+            first += count
         return found
 
     def rows(self, wanted: Callable[[Law], bool]) -> list[tuple[int, Row]]:
         """Rows with such a law, and their numbers."""
-        made = (run.row(number) for run in self.runs if wanted(run.law) for number in range(run.count))
+        runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
+        made = (self._row(run, number) for run, (law, count) in runs if wanted(law) for number in range(count))
         return list(zip(self.numbers(wanted), made, strict=True))

@@ -41,8 +41,8 @@ def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choi
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
     usable = logits.gather(1, first)[:, 0].isfinite()
     chosen = first[:, 0]
-    laws = runs.laws(_is_sampled)
-    if laws:
+    if runs.run_laws.samples:
+        laws = runs.laws(_is_sampled)
         keys = torch.tensor([law.key for law in laws], device=logits.device)
         positions = torch.tensor(runs.positions(_is_sampled), device=logits.device)
         if len(laws) == len(runs):

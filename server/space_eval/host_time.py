@@ -11,7 +11,6 @@ processor time, which other programs on the machine do not lengthen, or with --c
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from space_model.load import load_model
 from space_model.model_error import ModelError
+from space_server.host_memory import collect_seldom, keep_freed_memory
 
 from space_eval.bench_facts import commit, machine
 from space_eval.host_time_run import PARTS, Cell, Clock, HostSeconds, HostTimeError, run_cell
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> Found:
     """All cells in turn, as often as there are rounds: a machine that gets slower slows all of them."""
+    keep_freed_memory()  # these two as the worker process does
     model = load_model(options.model, dtype=options.dtype, num_threads=options.num_threads)
-    gc.collect()
-    gc.freeze()  # as the worker process does
+    collect_seldom()
     layouts = [0] if model.facts.num_masks == 0 else options.drafts
     cells = [Cell(batch, k, options.temperature) for batch in options.batches for k in layouts]
     found: Found = {cell: [] for cell in cells}

@@ -100,9 +100,9 @@ class _WatchedWorker(Worker):
         self._cell = cell
         self._last_ended: float | None = None
 
-    def step(self) -> pb.StepReport | None:
+    def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
         began = self._clock()
-        report = super().step()
+        report = super().step(report)
         ended = self._clock()
         watched, last = self._watched, self._last_ended
         if report is not None:

@@ -60,9 +60,9 @@ class _TimedWorker(Worker):
     seconds = 0.0
     num_rows = 0
 
-    def step(self) -> pb.StepReport | None:
+    def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
         started = self.clock()
-        report = super().step()
+        report = super().step(report)
         if report is not None and report.stepped:
             self.seconds += self.clock() - started
             if any(sequence.decoded for sequence in report.sequences):

@@ -19,6 +19,9 @@ ROW_MULTIPLE = 4
 SegmentShape = tuple[int, DraftLayout, int | None]
 """A segment without its ids and place: how many chain rows, the layout, the adapter."""
 
+ShapeRun = tuple[SegmentShape, int]
+"""A shape, and how many segments in a row have it: in most steps all of them."""
+
 
 @dataclass(frozen=True)
 class GatedRows:
@@ -47,12 +50,13 @@ class BatchPattern:
 
 @lru_cache(maxsize=64)
 def batch_pattern(
-    shapes: tuple[SegmentShape, ...],
+    runs: tuple[ShapeRun, ...],
     mask_ids: tuple[int, ...],
     adapter_masks: tuple[int, ...],
     device: torch.device,
 ) -> BatchPattern:
     """Lay out segments of these shapes. Raises ValueError for one with more masks than its owner has."""
+    shapes = [shape for shape, count in runs for _ in range(count)]
     chain_rows: list[range] = []
     offsets: list[int] = []
     for num_chain, _, _ in shapes:

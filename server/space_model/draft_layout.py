@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,12 @@ class GroupChoice:
         return range(self.first_mask, self.first_mask + self.num_drafts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftLayout:
-    """Which drafts and mask tokens one sequence lays out in one step."""
+    """Which drafts and mask tokens one sequence lays out in one step.
+
+    There are few, and steps take them by the thousand: `of` makes each of them once, and what follows from it is kept.
+    """
 
     num_drafts: int  # live drafts in the chain behind the root
     masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
@@ -39,6 +43,11 @@ class DraftLayout:
                 f"got masks={self.masks}."
             )
 
+    @staticmethod
+    def of(num_drafts: int, masks: tuple[int, ...]) -> DraftLayout:
+        """The layout of these, always the same one."""
+        return _layout(num_drafts, masks)
+
     @classmethod
     def plain(cls) -> DraftLayout:
         """The root alone: plain decoding, and a prefill chunk."""
@@ -47,7 +56,7 @@ class DraftLayout:
     @classmethod
     def full(cls, num_drafts: int, num_masks: int) -> DraftLayout:
         """Every group whole. With num_drafts == num_masks == k these are the (k+1)² rows of the paper."""
-        return cls(num_drafts, (num_masks,) * (num_drafts + 1))
+        return _layout(num_drafts, (num_masks,) * (num_drafts + 1))
 
     @classmethod
     def pruned(cls, num_drafts: int, num_masks: int, num_kept: int, reach: Sequence[float]) -> DraftLayout:
@@ -70,7 +79,7 @@ class DraftLayout:
         counts = [0] * (num_drafts + 1)
         for _, group, _ in ranked[:num_kept]:
             counts[group] += 1
-        return cls(num_drafts, tuple(counts))
+        return _layout(num_drafts, tuple(counts))
 
     def within(self, root_position: int, window: int) -> DraftLayout:
         """This layout without the drafts and masks whose position would reach the window."""
@@ -79,13 +88,13 @@ class DraftLayout:
             return self
         num_drafts = min(self.num_drafts, max(room, 0))
         masks = tuple(max(0, min(self.masks[g], room - g)) for g in range(num_drafts + 1))
-        return DraftLayout(num_drafts, masks)
+        return _layout(num_drafts, masks)
 
     def with_drafts(self, num_drafts: int) -> DraftLayout:
         """This layout for a sequence with fewer live drafts: the groups behind the last draft go."""
-        return self if num_drafts >= self.num_drafts else DraftLayout(num_drafts, self.masks[: num_drafts + 1])
+        return self if num_drafts >= self.num_drafts else _layout(num_drafts, self.masks[: num_drafts + 1])
 
-    @property
+    @cached_property
     def num_masks(self) -> int:
         """Mask rows, over all groups."""
         return sum(self.masks)
@@ -105,11 +114,23 @@ class DraftLayout:
         The largest group g <= accepted that has masks left: its masks from accepted-g+1 on predict the positions behind
         the bonus. An earlier group in place of group `accepted` gives fewer drafts, never wrong ones.
         """
-        for group in range(accepted, -1, -1):
-            first = accepted - group + 1
-            if self.masks[group] >= first:
-                return GroupChoice(group, first, self.masks[group] - first + 1)
-        return None
+        return self._choices[accepted]
+
+    @cached_property
+    def _choices(self) -> tuple[GroupChoice | None, ...]:
+        """By how many drafts were accepted."""
+        found: list[GroupChoice | None] = []
+        for accepted in range(self.num_drafts + 1):
+            groups = (group for group in range(accepted, -1, -1) if self.masks[group] > accepted - group)
+            group = next(groups, None)
+            first = 0 if group is None else accepted - group + 1
+            found.append(None if group is None else GroupChoice(group, first, self.masks[group] - first + 1))
+        return tuple(found)
 
 
-_PLAIN = DraftLayout(0, (0,))
+@lru_cache(maxsize=4096)
+def _layout(num_drafts: int, masks: tuple[int, ...]) -> DraftLayout:
+    return DraftLayout(num_drafts, masks)
+
+
+_PLAIN = _layout(0, (0,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from space_kernels.row_pattern import Ints
 from space_kernels.step_tables import StepTables
 from torch import Tensor
 
-from space_model.batch_pattern import BatchPattern, GatedRows, batch_pattern
+from space_model.batch_pattern import BatchPattern, GatedRows, SegmentShape, batch_pattern
 from space_model.draft_layout import DraftLayout
 
 __all__ = ["ForwardBatch", "GatedRows", "Segment"]
@@ -103,7 +103,7 @@ class ForwardBatch:
         `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` how many masks adapter n has. Every chain row's position
         must lie in `pages`: a ValueError names the first segment for which that is not so.
         """
-        shapes = []
+        shapes: list[SegmentShape] = []
         for number, segment in enumerate(segments):
             count, layout = len(segment.ids), segment.layout
             if count <= layout.num_drafts or segment.start + count > len(segment.pages) * block_size:
@@ -113,8 +113,9 @@ class ForwardBatch:
                     f"chain rows than drafts, and a slot for each."
                 )
             shapes.append((count, layout, segment.adapter))
+        runs = tuple((shape, len([*alike])) for shape, alike in groupby(shapes))
         device = torch.device(device)
-        pattern = batch_pattern(tuple(shapes), tuple(mask_ids), tuple(adapter_masks), device)
+        pattern = batch_pattern(runs, tuple(mask_ids), tuple(adapter_masks), device)
         rows = StepRows(
             pattern=pattern.rows,
             starts=np.array([segment.start for segment in segments], dtype=np.int64),
@@ -124,8 +125,9 @@ class ForwardBatch:
         )
         num_chain_rows, num_rows = pattern.rows.num_chain_rows, len(pattern.rows.offsets)
         packed = np.zeros((2, pattern.rows.num_padded), dtype=np.int64)  # ids, positions
-        packed[0, :num_chain_rows] = list(chain.from_iterable(segment.ids for segment in segments))
+        ids_of_chains = chain.from_iterable([segment.ids for segment in segments])
+        packed[0, :num_chain_rows] = np.fromiter(ids_of_chains, np.int64, num_chain_rows)
         packed[0, num_chain_rows:] = pattern.mask_ids
         packed[1, :num_rows] = rows.positions
-        ids, positions = torch.from_numpy(packed).to(device)
+        ids, positions = torch.from_numpy(packed).to(device).unbind()
         return cls(ids=ids, positions=positions, pattern=pattern, rows=rows, segments=segments)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import os
 import signal
@@ -40,7 +39,7 @@ from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
 from space_server.energy import Meter, find_sensors
 from space_server.grammars import Grammars
-from space_server.host_memory import keep_freed_memory
+from space_server.host_memory import collect_seldom, keep_freed_memory
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.machine_check import TorchBuild, check_gpu, check_shared_memory
@@ -286,8 +285,7 @@ async def _serve(worker: Worker, config: WorkerConfig, meter: Meter) -> None:
         raise _NoAddress(str(error)) from error
     if config.tls is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
         _log.warning("%s is open to whoever reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
-    gc.collect()
-    gc.freeze()  # the model's objects are never collected: do not walk them between steps
+    collect_seldom()
     with contextlib.suppress(OSError):  # a full disk, or nobody who reads
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()

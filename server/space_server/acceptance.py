@@ -74,14 +74,17 @@ class AcceptanceShape:
         """p_depth of a sequence of this level."""
         return 1.0 / (1.0 + math.exp(-self.log_odds(depth) - level / LEVELS_PER_UNIT))
 
-    def learn(self, depth: int, accepted: bool) -> None:
-        """One verdict."""
+    def learn(self, depth: int, accepted: bool) -> float:
+        """One verdict; p_depth as it was before, off 0 and 1."""
         at = min(depth, len(self._verified)) - 1
-        self._accepted[at] = SHAPE_MEMORY * self._accepted[at] + accepted
-        self._verified[at] = SHAPE_MEMORY * self._verified[at] + 1.0
+        num_accepted, num_verified = self._accepted[at], self._verified[at]
+        self._accepted[at] = SHAPE_MEMORY * num_accepted + accepted
+        self._verified[at] = SHAPE_MEMORY * num_verified + 1.0
         self._num_learnt += 1
         if self._num_learnt % SNAPSHOT_EVERY == 0 or self._num_learnt in EARLY:
             self._take_snapshot()
+        p = num_accepted / num_verified
+        return _LEAST if p < _LEAST else min(p, _MOST)
 
     def _take_snapshot(self) -> None:
         self._snapshot = tuple(round(4 * self.log_odds(j)) / 4 for j in range(1, self.num_drafts + 1))
@@ -113,10 +116,11 @@ class Acceptance:
 
     def step(self, first_depth: int, num_verified: int, num_accepted: int) -> None:
         """One step's verdict: drafts of depth first_depth, first_depth+1, … of which the first `num_accepted` stand."""
-        self.shift *= 1.0 - FORGET
-        against = math.exp(-self.shift)  # what the odds of a rejection are multiplied by
-        for number in range(min(num_accepted + 1, num_verified)):
-            depth, accepted = first_depth + number, number < num_accepted
-            p = self.shape.mean(depth)
-            self.shape.learn(depth, accepted)
-            self.shift += STEP * (accepted - p / (p + (1.0 - p) * against))
+        shift = (1.0 - FORGET) * self.shift
+        if num_verified:
+            against = math.exp(-shift)  # what the odds of a rejection are multiplied by
+            for number in range(min(num_accepted + 1, num_verified)):
+                accepted = number < num_accepted
+                p = self.shape.learn(first_depth + number, accepted)
+                shift += STEP * (accepted - p / (p + (1.0 - p) * against))
+        self.shift = shift

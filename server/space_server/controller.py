@@ -33,7 +33,7 @@ class Room:
         if drafts == layout.num_drafts and (not most or most <= min(self.max_masks, self.num_left - drafts - 2)):
             return layout
         masks = (min(layout.masks[g], self.max_masks, self.num_left - g - 2) for g in range(drafts + 1))
-        return DraftLayout(drafts, tuple(max(0, count) for count in masks))
+        return DraftLayout.of(drafts, tuple(max(0, count) for count in masks))
 
 
 @dataclass(frozen=True, slots=True)

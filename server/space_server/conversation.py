@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from space_proto import worker_pb2 as pb
 
+from space_server.outbox import Outbox
 from space_server.worker import ProtocolError, Worker
 
 MAX_UNSENT = 32
@@ -34,8 +35,7 @@ class Conversation:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[pb.WorkerMessage | Exception | None] = asyncio.Queue()
+        self._outbox: Outbox[pb.WorkerMessage | Exception | None] = Outbox()
         self._news = threading.Condition()
         self._inbox: deque[pb.Command] = deque()  # under _news
         self._num_unsent = 0  # under _news
@@ -61,6 +61,7 @@ class Conversation:
             except asyncio.CancelledError:
                 cancelled = True  # the stream has gone, but the step it began has not: nobody may have the worker yet
         self._worker.reset()
+        self._outbox.close()
         if cancelled:
             raise asyncio.CancelledError
 
@@ -77,11 +78,11 @@ class Conversation:
 
     def refuse(self, reason: str) -> None:
         """Say this last."""
-        self._outbox.put_nowait(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
+        self._outbox.put(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
 
     def close(self) -> None:
         """The router has hung up: nothing is left to say."""
-        self._outbox.put_nowait(None)
+        self._outbox.put(None)
 
     async def message(self, patience: float) -> pb.WorkerMessage | None:
         """The next thing to say, a heartbeat after `patience` seconds of silence, None when the router has hung up.
@@ -89,8 +90,7 @@ class Conversation:
         Raises Drained or ConversationFailed when there will be no more.
         """
         try:
-            async with asyncio.timeout(patience):
-                said = await self._outbox.get()
+            said = await self._outbox.take(patience)
         except TimeoutError:
             return pb.WorkerMessage(report=pb.StepReport())
         if isinstance(said, Exception):
@@ -133,11 +133,11 @@ class Conversation:
         for command in commands:
             self._apply(command)
         if self._may_step():
-            report = worker.step()
-            if report is not None:
+            message = pb.WorkerMessage()
+            if worker.step(message.report) is not None:
                 with self._news:
                     self._num_unsent += 1
-                self._say(pb.WorkerMessage(report=report))
+                self._say(message)
         return True
 
     def _may_step(self) -> bool:
@@ -151,4 +151,4 @@ class Conversation:
         self._worker.apply(command)
 
     def _say(self, said: pb.WorkerMessage | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._outbox.put_nowait, said)
+        self._outbox.put_from_thread(said)

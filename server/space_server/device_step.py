@@ -66,7 +66,7 @@ class TensorForward:
 
     def _new_pattern(self, num_lines: int, layout: DraftLayout) -> BatchPattern:
         facts = self._model.facts
-        return batch_pattern(((layout.num_drafts + 1, layout, None),) * num_lines, facts.mask_ids, (), facts.device)
+        return batch_pattern((((layout.num_drafts + 1, layout, None), num_lines),), facts.mask_ids, (), facts.device)
 
 
 class HostForward:

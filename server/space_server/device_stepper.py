@@ -200,7 +200,7 @@ class DeviceStepper:
         advance.tokens, advance.num_accepted, advance.end = emitted, accepted, _ENDS[EndCode(end)]
         advance.drafts = drafts
         most = min(sequence.max_drafts, sequence.num_masks)
-        masks = DraftLayout(own.num_drafts, tuple(min(count, most) for count in own.masks))
+        masks = DraftLayout.of(own.num_drafts, tuple(min(count, most) for count in own.masks))
         group = masks.next_drafts(length - 1) if drafts else None
         advance.draft_depth = group.first_mask if group is not None else 1
         return advance

@@ -7,15 +7,18 @@ import math
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from space_kernels.draft_head import NUM_CANDIDATES, LawColumns, propose
+from space_kernels.draft_head import NUM_CANDIDATES, propose
 from space_kernels.law import Law
 from space_kernels.processors import edit
-from space_kernels.row import IdBits, Row, RowRun, RowRuns
+from space_kernels.row import IdBits, Row, RowRuns
+from space_kernels.row_pattern import Ints
 from space_kernels.sampling import choose_rows
 from space_model.draft_head_weights import DraftHeadWeights
 from torch import Tensor
 
+from space_server.company import Companies, Company
 from space_server.sequence import Sequence
 from space_server.step_model import StepModel
 from space_server.stopwatch import Stopwatch
@@ -27,13 +30,8 @@ class MaskRun:
 
     sequence: Sequence
     emitted: Run[int]  # what this step emitted, the bonus last; not yet among the sequence's ids
-    rows: range  # flat row numbers, in the order of the drafts; at least one
-
-    @property
-    def choices(self) -> RowRun:
-        """The choices that the drafts make."""
-        sequence = self.sequence
-        return RowRun(sequence.law, len(sequence.ids) + len(self.emitted), len(self.rows), self.row)
+    first: int  # flat row number of the mask that the first draft comes from
+    count: int  # masks from there on, one for each draft; at least one
 
     def row(self, number: int) -> Row:
         """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
@@ -50,6 +48,16 @@ class MaskRun:
         )
 
 
+def _choices(runs: Run[MaskRun], company: Company) -> RowRuns:
+    """The choices that the drafts of all runs make."""
+    return RowRuns(
+        company.laws,
+        [len(run.sequence.ids) + len(run.emitted) for run in runs],
+        [run.count for run in runs],
+        lambda run, number: runs[run].row(number),
+    )
+
+
 def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
     """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
     if sequence.grammar is None:
@@ -59,51 +67,72 @@ def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
 
 
 def draft(
-    model: StepModel, hidden: Tensor, runs: Run[MaskRun], banned_ids: Tensor, computing: Stopwatch
+    model: StepModel,
+    hidden: Tensor,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    companies: Companies,
 ) -> list[list[int]]:
     """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
 
     hidden [R, hidden]: all rows of the step. Without a draft head a mask's draft is its own choice; with one, its best
     ids are rescored with the token before. Each run has the head of its adapter. `computing` runs during tensor work.
+    `companies`: knows those who drafted last.
     """
     if not runs:
         return []
-    flat = torch.tensor(list(itertools.chain.from_iterable(run.rows for run in runs)), device=hidden.device)
-    kinds: dict[tuple[int | None, bool], list[int]] = {}
-    for number, run in enumerate(runs):
-        kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
+    flat = torch.from_numpy(_consecutive([run.first for run in runs], [run.count for run in runs])).to(hidden.device)
     with computing:
         masks = hidden[flat]  # [M, hidden]
         logits = model.logits(masks)  # [M, V]
-    if len(kinds) == 1 and runs[0].sequence.grammar is None:
-        return _drafts(model, masks, logits, runs, banned_ids, computing)
-    bounds = [0, *itertools.accumulate(len(run.rows) for run in runs)]
+    company = companies.of([run.sequence for run in runs])
+    if company.is_alike:
+        return _drafts(model, masks, logits, runs, banned_ids, computing, company)
+    kinds: dict[tuple[int | None, bool], list[int]] = {}
+    for number, run in enumerate(runs):
+        kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
+    bounds = [0, *itertools.accumulate(run.count for run in runs)]
     drafts: list[list[int]] = [[] for _ in runs]
     for (_, in_grammar), numbers in kinds.items():
         at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=hidden.device)
         choose = _drafts_in_grammars if in_grammar else _drafts
-        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing)
+        company = Company([runs[n].sequence for n in numbers])
+        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, company)
         for n, chosen in zip(numbers, some, strict=True):
             drafts[n] = chosen
     return drafts
 
 
+def _consecutive(firsts: Run[int], counts: Run[int]) -> Ints:
+    """firsts[0], firsts[0]+1, … counts[0] of them, then those of the next."""
+    starts, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    behind = lengths.cumsum()
+    found: Ints = np.arange(behind[-1], dtype=np.int64) + (starts - behind + lengths).repeat(lengths)
+    return found
+
+
 def _drafts_in_grammars(
-    model: StepModel, masks: Tensor, logits: Tensor, runs: Run[MaskRun], banned_ids: Tensor, computing: Stopwatch
+    model: StepModel,
+    masks: Tensor,
+    logits: Tensor,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    company: Company,
 ) -> list[list[int]]:
     """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
-    starts = list(itertools.accumulate((len(run.rows) for run in runs), initial=0))
+    starts = list(itertools.accumulate((run.count for run in runs), initial=0))
     drafts: list[list[int]] = [[] for _ in runs]
     going = list(range(len(runs)))
-    for depth in range(max(len(run.rows) for run in runs)):
-        going = [n for n in going if depth < len(runs[n].rows)]
+    for depth in range(max(run.count for run in runs)):
+        going = [n for n in going if depth < runs[n].count]
         if not going:
             break
-        ones = [
-            MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].rows[depth : depth + 1]) for n in going
-        ]
+        ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].first + depth, 1) for n in going]
         at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
-        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing)
+        company = Company([one.sequence for one in ones])
+        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing, company)
         for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
             if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
                 drafts[n].append(id_)
@@ -113,22 +142,28 @@ def _drafts_in_grammars(
 
 
 def _drafts(
-    model: StepModel, masks: Tensor, logits: Tensor, runs: Run[MaskRun], banned_ids: Tensor, computing: Stopwatch
+    model: StepModel,
+    masks: Tensor,
+    logits: Tensor,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    company: Company,
 ) -> list[list[int]]:
     """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
     head = model.draft_head_of(runs[0].sequence.adapter)
-    rows = RowRuns([run.choices for run in runs])
+    rows = _choices(runs, company)
     if head is None:
         with computing:
             chosen = choose_rows(logits, rows, banned_ids).ids.tolist()
         drafts, start = [], 0
         for run in runs:
-            drafts.append(chosen[start : start + len(run.rows)])
-            start += len(run.rows)
+            drafts.append(chosen[start : start + run.count])
+            start += run.count
         return drafts
     with computing:
         ids, offsets = candidates(logits, rows, banned_ids)
-    return _rescored(model, head, masks, ids, offsets, runs, computing)
+    return _rescored(model, head, masks, ids, offsets, rows, runs, company, computing)
 
 
 def candidates(logits: Tensor, rows: RowRuns, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +173,7 @@ def candidates(logits: Tensor, rows: RowRuns, banned_ids: Tensor) -> tuple[Tenso
 
     Penalties are taken as a shift of the mask's own logit: close enough for a draft.
     """
-    raw = logits.clone() if any(run.law.edits for run in rows.runs) else logits
+    raw = logits.clone() if rows.run_laws.edits else logits
     edit(logits, rows, banned_ids)
     best = torch.topk(logits, min(NUM_CANDIDATES, logits.shape[1]), dim=1, sorted=False)
     ids, order = best.indices.sort(dim=1)
@@ -154,27 +189,24 @@ def _rescored(
     masks: Tensor,
     ids: Tensor,
     offsets: Tensor,
+    rows: RowRuns,
     runs: Run[MaskRun],
+    company: Company,
     computing: Stopwatch,
 ) -> list[list[int]]:
     """The draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
-    counts = [len(run.rows) for run in runs]
+    counts = rows.run_counts
     longest = max(counts)
     at: Tensor | None = None
     if min(counts) < longest:
-        starts = itertools.accumulate(counts, initial=0)
-        index = [
-            [start + min(j, count - 1) for j in range(longest)] for start, count in zip(starts, counts, strict=False)
-        ]
-        at = torch.tensor(index, device=masks.device)  # [S, K]
-    laws = [run.sequence.law for run in runs]
-    facts = [
-        [run.emitted[-1] for run in runs],
-        [len(run.sequence.ids) + len(run.emitted) for run in runs],
-        [law.key for law in laws],
-    ]
-    bonus, positions, keys = torch.tensor(facts, device=masks.device)
-    columns = LawColumns.of(laws, masks.device)
+        lengths = np.array(counts, dtype=np.int64)[:, None]
+        starts = lengths.cumsum(axis=0) - lengths
+        index = starts + np.minimum(np.arange(longest, dtype=np.int64), lengths - 1)
+        at = torch.from_numpy(index).to(masks.device)  # [S, K]
+    facts = np.empty((3, len(runs)), dtype=np.int64)
+    facts[0] = [run.emitted[-1] for run in runs]
+    facts[1], facts[2] = rows.run_positions, company.laws.keys
+    bonus, positions, keys = torch.from_numpy(facts).to(masks.device)
 
     def by_run(of_rows: Tensor) -> Tensor:
         """[M, …] -> [S, K, …]"""
@@ -188,7 +220,7 @@ def _rescored(
             bonus,
             positions,
             keys,
-            columns,
+            company.columns(masks.device),
             w1=head.w1,
             w2=head.w2,
             embedding_scale=head.embedding_scale,

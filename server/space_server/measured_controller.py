@@ -47,9 +47,9 @@ PROBE_EVERY, PROBE_WITHIN = 256, 0.15
 """A plain step is measured once in so many, where speculation is expected to win by less than this share."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Sequences that are treated alike."""
+    """Sequences that are treated alike: they have the same one, by which it is looked up what they lay out."""
 
     chances: tuple[float, ...]  # that a draft of mask depth 1, 2, … is accepted
     max_masks: int
@@ -68,7 +68,7 @@ class Crowd:
         return cls(Counter(kinds), len(rooms), sum(room.is_noisy for room in rooms))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """How a kind's layout follows from its worths: what is worth the price of its rows, or the most within a bound."""
 
@@ -264,19 +264,19 @@ class MeasuredController:
                 break
             num_drafts += 1
         groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
-        return DraftLayout(num_drafts, groups)
+        return DraftLayout.of(num_drafts, groups)
 
 
 def _kind(room: Room) -> Kind:
     if room.acceptance is None or room.max_masks < 1:
         return _NO_MASKS
-    return Kind(_coarse(room.acceptance.shape.snapshot, room.acceptance.level), room.max_masks)
+    return _kind_of(room.acceptance.shape.snapshot, room.acceptance.level, room.max_masks)
 
 
 _NO_MASKS = Kind((), 0)
 
 
 @lru_cache(maxsize=4096)
-def _coarse(snapshot: tuple[float, ...], level: int) -> tuple[float, ...]:
-    """Chances from coarse log-odds: few enough that worths are looked up, not computed."""
-    return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
+def _kind_of(snapshot: tuple[float, ...], level: int, max_masks: int) -> Kind:
+    """Its chances are from coarse log-odds: few enough that worths are looked up, not computed."""
+    return Kind(tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot), max_masks)

@@ -32,7 +32,9 @@ class Plan:
     def segment(self) -> Segment:
         """The rows, for the forward pass."""
         sequence, start = self.sequence, self.sequence.num_computed
-        ids = sequence.ids[start : start + self.num_pending] + self.drafts
+        ids = sequence.ids[start : start + self.num_pending]
+        if num_drafts := self.layout.num_drafts:
+            ids += sequence.drafts[:num_drafts]
         return Segment(ids, start, sequence.page_numbers, self.layout, sequence.adapter, sequence.seq_id)
 
 
@@ -59,41 +61,39 @@ def plan_step(
     decode in a step of their own, and wait for this one.
     """
     able: list[Sequence] = []
+    reading: list[Sequence] = []  # of these, those with more than a root to compute
     out_of_slots: list[Sequence] = []
     for sequence in sequences:
-        (able if sequence.num_free_slots(block_size) > 0 else out_of_slots).append(sequence)
-    decoding = [sequence for sequence in able if sequence.num_pending == 1]
-    if len(decoding) == len(able):
-        chunks = [(sequence, 1) for sequence in able]
-    else:
+        if sequence.num_free_slots(block_size) < 1:
+            out_of_slots.append(sequence)
+            continue
+        able.append(sequence)
+        if sequence.num_pending > 1:
+            reading.append(sequence)
+    rows_of: dict[int, int] = {}
+    if reading:
         # Who waits for a page wants the next step.
-        hurried = decoding + [sequence for sequence in out_of_slots if sequence.num_pending == 1] + [*beside]
-        reading = [sequence for sequence in able if sequence.num_pending > 1]
+        hurried = [one for one in able + out_of_slots if one.num_pending == 1] + [*beside]
         rows_of = _prompt_rows(reading, budget.rows(hurried, able), block_size)
-        rows_of.update((sequence.seq_id, 1) for sequence in decoding)
-        chunks = [(sequence, rows) for sequence in able if (rows := rows_of[sequence.seq_id])]
-    closing = [sequence for sequence, rows in chunks if rows == sequence.num_pending]
-    rooms = [_room(sequence, block_size) for sequence in closing]
-    chosen = controller.layouts(rooms, _load(chunks))
-    fitted = [room.fit(layout) for room, layout in zip(rooms, chosen, strict=True)]
-    plans = _plans(chunks, closing, fitted)
+    chunks = [(one, rows, rows == one.num_pending) for one in able if (rows := rows_of.get(one.seq_id, 1))]
+    rooms = [_room(sequence, block_size) for sequence, _, closes in chunks if closes]
+    layouts = controller.layouts(rooms, _load(chunks))
+    plans = _plans(chunks, [room.fit(layout) for room, layout in zip(rooms, layouts, strict=True)])
     shape = shape_of(plans)
     if not budget.allows(shape):  # the prompt's rows are few already: drafts wait
-        plans = _plans(chunks, closing, [DraftLayout.plain()] * len(closing))
+        plans = _plans(chunks, [DraftLayout.plain()] * len(rooms))
         shape = shape_of(plans)
     return StepPlan(plans, out_of_slots, shape)
 
 
-def _plans(
-    chunks: Iterable[tuple[Sequence, int]], closing: Iterable[Sequence], layouts: Iterable[DraftLayout]
-) -> list[Plan]:
+Chunk = tuple[Sequence, int, bool]
+"""A sequence, how many of its pending ids are laid out, and whether they reach the root."""
+
+
+def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[Plan]:
     """One for each chunk; those that close lay out their `layouts`."""
-    by_seq_id = {sequence.seq_id: layout for sequence, layout in zip(closing, layouts, strict=True)}
-    plain = DraftLayout.plain()
-    return [
-        Plan(sequence, rows, by_seq_id.get(sequence.seq_id, plain), closes=sequence.seq_id in by_seq_id)
-        for sequence, rows in chunks
-    ]
+    plain, layout = DraftLayout.plain(), iter(layouts)
+    return [Plan(sequence, rows, next(layout) if closes else plain, closes) for sequence, rows, closes in chunks]
 
 
 def _prompt_rows(reading: list[Sequence], room: int, block_size: int) -> dict[int, int]:
@@ -120,26 +120,28 @@ def shape_of(plans: Iterable[Plan]) -> StepShape:
     """What the plans lay out in all."""
     sequences = chain = masks = drafting = prefill = pairs = context = noisy = 0
     for plan in plans:
-        if plan.num_pending > plan.closes:
-            rows = plan.num_pending - plan.closes
+        sequence, layout, closes = plan.sequence, plan.layout, plan.closes
+        computed = sequence.num_computed
+        if plan.num_pending > closes:
+            rows = plan.num_pending - closes
             prefill += rows
-            pairs += rows * plan.sequence.num_computed
-        if plan.closes:
+            pairs += rows * computed
+        if closes:
+            rows = 1 + layout.num_drafts
             sequences += 1
-            context += plan.sequence.num_computed
-            chain += 1 + plan.layout.num_drafts
-            if plan.sequence.law.temperature > 0:
-                noisy += 1 + plan.layout.num_drafts
-            if num_masks := plan.layout.num_masks:
+            context += computed
+            chain += rows
+            if not sequence.law.greedy:
+                noisy += rows
+            if num_masks := layout.num_masks:
                 masks += num_masks
                 drafting += 1
     return StepShape(sequences, chain, masks, drafting, prefill, pairs, context, noisy)
 
 
-def _load(chunks: Iterable[tuple[Sequence, int]]) -> Load:
+def _load(chunks: Iterable[Chunk]) -> Load:
     prefill = pairs = context = 0
-    for sequence, rows in chunks:
-        closes = rows == sequence.num_pending
+    for sequence, rows, closes in chunks:
         if rows > closes:
             prefill += rows - closes
             pairs += (rows - closes) * sequence.num_computed
@@ -155,11 +157,11 @@ def _room(sequence: Sequence, block_size: int) -> Room:
         slots = sequence.num_free_slots(block_size) - sequence.num_pending
         num_drafts = max(0, min(num_drafts, sequence.max_drafts, slots, num_left - 1))
     return Room(
-        seq_id=sequence.seq_id,
-        num_drafts=num_drafts,
-        max_masks=min(sequence.max_drafts, sequence.num_masks),
-        num_left=num_left,
-        is_noisy=sequence.law.temperature > 0,
-        acceptance=sequence.acceptance,
-        chances=sequence.draft_chances,
+        sequence.seq_id,
+        num_drafts,
+        sequence.most_masks,
+        num_left,
+        not sequence.law.greedy,
+        sequence.acceptance,
+        sequence.draft_chances,
     )

@@ -134,7 +134,7 @@ class PlanReader:
             fresh = take(num_new)
             pages = before[slot] if kept and not fresh else np.array([*before.get(slot, ())[:kept], *fresh], np.int64)
             self._tables[slot] = pages
-            layout = DraftLayout(num_drafts, tuple(masks))
+            layout = DraftLayout.of(num_drafts, tuple(masks))
             segments.append(Segment(ids, start, pages, layout, None if adapter < 0 else adapter, slot))
         return tuple(segments)
 

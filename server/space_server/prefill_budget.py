@@ -15,6 +15,9 @@ from space_server.step_cost import StepCost, StepShape
 LEAST_ROWS = 8
 """Of every step that has prompt rows to compute: a prompt gets on, whatever the budget."""
 
+ROW_STEP = 4
+"""Fewer rows than these make no difference: steps are padded to a multiple."""
+
 
 @dataclass(frozen=True)
 class PrefillBudget:
@@ -34,7 +37,7 @@ class PrefillBudget:
         computed = max(sequence.num_computed for sequence in able if sequence.num_pending > 1)
         context = sum(sequence.num_computed for sequence in decoding)
         least, most = min(LEAST_ROWS, self.max_rows), self.max_rows
-        while most - least >= LEAST_ROWS:
+        while most - least >= ROW_STEP:
             rows = (least + most + 1) // 2
             shape = StepShape(len(decoding), len(decoding), 0, 0, rows, rows * computed, context)
             if self.cost.feared(shape) <= self.seconds:

@@ -19,7 +19,7 @@ from space_server.limits import Limits
 # computed                  pending                      drafts
 # [0 ....... num_computed)  [num_computed .... len(ids)) [len(ids) ... + len(drafts))
 #  K, V in the pages         the last one is the root     candidates of the next step
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A sequence between two steps. Prefill, decoding and resuming differ only in how many ids are pending."""
 
@@ -46,7 +46,13 @@ class Sequence:
     waits: bool = False  # for its grammar to be compiled
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # without a free slot, and reported so
+    most_ids: int = field(init=False)  # that it may ever have
+    most_masks: int = field(init=False)  # that a group of its may have
     _page_numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64), repr=False)
+
+    def __post_init__(self) -> None:
+        self.most_ids = self.limits.num_left(0, self.num_prompt)
+        self.most_masks = min(self.max_drafts, self.num_masks)
 
     @property
     def num_pending(self) -> int:
@@ -56,7 +62,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Ids that may still be emitted."""
-        return self.limits.num_left(len(self.ids), self.num_prompt)
+        return self.most_ids - len(self.ids)
 
     @property
     def num_mask_drafts(self) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from space_kernels.sampling import IdLogprobs
 from space_proto import worker_pb2 as pb
 
-from space_server.drafts import Source
+from space_server.drafts import BY_MASKS, Source
 from space_server.limits import End
 from space_server.step import Advance
 
 _FINISH = {
-    None: pb.FINISH_NONE,
     End.EOS: pb.FINISH_EOS,
     End.STOP_ID: pb.FINISH_STOP_ID,
     End.LENGTH: pb.FINISH_LENGTH,
@@ -24,27 +23,34 @@ _SOURCE = {
 }
 
 
-def commit(advance: Advance) -> pb.SequenceReport:
-    """Let the sequence go on, and say how."""
+def commit(advance: Advance, said: pb.StepReport) -> None:
+    """Let the sequence go on, and say how: at the end of `said`."""
     plan, sequence = advance.plan, advance.plan.sequence
-    decoded, origin, by_masks = sequence.num_emitted > 0, sequence.origin, sequence.num_mask_drafts
+    num_drafted = plan.layout.num_drafts
+    decoded, origin = sequence.num_emitted > 0, sequence.origin
+    by_masks = num_drafted if origin is BY_MASKS else sequence.num_mask_drafts
     advance.commit()
-    report = pb.SequenceReport(
+    # What few sequences have is written where they have it: every field that is named here takes its time.
+    report = said.sequences.add(
         seq_id=sequence.seq_id,
         tokens=advance.tokens,
-        logprobs=[_logprobs(entry) for entry in advance.logprobs],
-        num_drafted=plan.layout.num_drafts,
+        num_drafted=num_drafted,
         num_accepted=advance.num_accepted,
         num_computed=sequence.num_computed,
-        finish=pb.FINISH_ERROR if advance.error is not None else _FINISH[advance.end],
-        error=advance.error or "",
         decoded=decoded,
-        prompt_logprobs=[_logprobs(entry) for entry in advance.prompt_logprobs],
-        num_predicted=advance.num_predicted if any(advance.num_predicted) else (),
     )
-    if origin.source is not Source.MASKS and report.num_drafted:
-        report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, report.num_drafted)
-    return report
+    if advance.error is not None:
+        report.finish, report.error = pb.FINISH_ERROR, advance.error
+    elif advance.end is not None:
+        report.finish = _FINISH[advance.end]
+    if advance.logprobs:
+        report.logprobs.extend(map(_logprobs, advance.logprobs))
+    if advance.prompt_logprobs:
+        report.prompt_logprobs.extend(map(_logprobs, advance.prompt_logprobs))
+    if any(advance.num_predicted):
+        report.num_predicted.extend(advance.num_predicted)
+    if num_drafted and origin is not BY_MASKS and origin.source is not Source.MASKS:
+        report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
 
 
 def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:

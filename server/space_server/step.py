@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Run
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from space_kernels.attention_plan import AttentionPlan
 from space_kernels.bucket_pattern import PlanKey
-from space_kernels.row import Row, RowRun, RowRuns
+from space_kernels.row import Row, RowRuns
 from space_kernels.sampling import IdLogprobs, choose_rows, log_probabilities
 from space_kernels.verdict import num_accepted
 from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
 from torch import Tensor
 
+from space_server.company import Companies, Company
 from space_server.draft_source import DraftSource
 from space_server.drafting import MaskRun, bounded, draft
 from space_server.drafts import BY_MASKS, Forced, Origin, Proposal, mask_chances
@@ -98,10 +100,11 @@ class Stepper:
         self._synthetic = synthetic
         self._clock = clock
         self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
+        self._choosing, self._proposing = Companies(), Companies()
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
-        self._not_drafted = frozenset(facts.mask_ids)
+        self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
 
     @torch.inference_mode()
     def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
@@ -155,36 +158,38 @@ class Stepper:
 
         logits [N, V] raw, of the root and the live drafts of each in turn.
         """
-        rows = RowRuns([_choices(advance.plan) for advance in advances])
+        plans = [advance.plan for advance in advances]
+        company = self._choosing.of([plan.sequence for plan in plans])
+        rows = _choices(plans, company)
         raw: dict[int, Tensor] = {}
-        first = 0
-        for n, advance in enumerate(advances):
-            count = advance.plan.layout.num_drafts + 1
-            if advance.plan.sequence.num_logprobs is not None:
-                raw[n] = logits[first : first + count].clone()
-            first += count
+        if company.wants_logprobs:
+            first = 0
+            for n, plan in enumerate(plans):
+                count = plan.layout.num_drafts + 1
+                if plan.sequence.num_logprobs is not None:
+                    raw[n] = logits[first : first + count].clone()
+                first += count
         with self._sampling:
             choice = choose_rows(logits, rows, self._banned)
             ids, usable = choice.ids.tolist(), choice.usable.tolist()
         all_usable = all(usable)
         first = 0
         for n, advance in enumerate(advances):
-            plan, sequence = advance.plan, advance.plan.sequence
-            drafts = plan.drafts
-            samples = ids[first : first + len(drafts) + 1]
-            accepted = num_accepted(samples, drafts)
-            made = samples[: accepted + 1]
+            sequence, num_drafts = advance.plan.sequence, advance.plan.layout.num_drafts
+            behind = first + num_drafts + 1
+            accepted = num_accepted(ids[first:behind], sequence.drafts[:num_drafts]) if num_drafts else 0
+            made = ids[first : first + accepted + 1]
             if not all_usable:
-                fit = usable[first : first + len(made)]
+                fit = usable[first : first + accepted + 1]
                 if not fit[0]:
                     advance.error = no_choice(sequence)
-                    first += len(samples)
+                    first = behind
                     continue
                 if not all(fit):
                     # What stands before the row without a choice stands alone too; the next step has that row for its
                     # root.
                     made = made[: fit.index(False)]
-            first += len(samples)
+            first = behind
             count, advance.end = sequence.limits.cut(made, sequence.num_left)
             advance.tokens = made[:count]
             advance.num_accepted = min(accepted, count)
@@ -210,7 +215,7 @@ class Stepper:
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
             plan, sequence = advance.plan, advance.plan.sequence
-            if advance.end is not None and self._synthetic is not None:
+            if self._synthetic is not None and advance.end is not None:
                 self._synthetic.ended(sequence, advance.tokens)
             if not plan.closes or advance.error is not None:
                 continue
@@ -228,19 +233,20 @@ class Stepper:
                     continue
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
-            proposal = self._proposal(advance, wanted)
+            proposal = self._proposal(advance, wanted) if drafter is not None else None
             if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
                 advance.drafts, advance.draft_depth = proposal.ids, 0
                 advance.origin = proposal.origin(len(advance.drafts))
             elif group is not None:
-                rows = batch.mask_rows[number][group.group][depth - 1 : depth - 1 + count]
+                first = batch.mask_rows[number][group.group].start + depth - 1
                 advance.draft_depth = depth
                 by_masks.append((advance, proposal))
-                runs.append(MaskRun(sequence, advance.tokens, rows))
-        for (advance, proposal), drafts in zip(
-            by_masks, draft(self.model, hidden, runs, self._banned, self._drafting), strict=True
-        ):
-            advance.drafts = self._valid(advance, drafts)
+                runs.append(MaskRun(sequence, advance.tokens, first, count))
+        drafted = draft(self.model, hidden, runs, self._banned, self._drafting, self._proposing)
+        are_ids = self._are_ids([*chain.from_iterable(drafted)])
+        for (advance, proposal), drafts in zip(by_masks, drafted, strict=True):
+            is_valid = are_ids and advance.plan.sequence.grammar is None
+            advance.drafts = drafts if is_valid else self._valid(advance, drafts)
             if self._synthetic is not None:
                 decreed = self._synthetic.drafts(
                     advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
@@ -254,8 +260,7 @@ class Stepper:
     def _proposal(self, advance: Advance, wanted: int) -> Proposal | None:
         """What its past, the client's prediction or its grammar propose, as far as that can be chosen."""
         sequence = advance.plan.sequence
-        if sequence.drafter is None:
-            return None
+        assert sequence.drafter is not None
         grammar = sequence.grammar if self._synthetic is None else None
         forced = Forced() if grammar is None else grammar.forced(advance.tokens, wanted)
         proposal = sequence.drafter.propose(wanted, forced)
@@ -267,11 +272,15 @@ class Stepper:
     def _valid(self, advance: Advance, drafts: list[int]) -> list[int]:
         """The drafts before the first one that can never be chosen."""
         grammar = advance.plan.sequence.grammar
-        for count, id_ in enumerate(drafts):
-            if not 0 <= id_ < self.model.facts.vocab_size or id_ in self._not_drafted:
-                drafts = drafts[:count]
-                break
+        if not self._are_ids(drafts):
+            drafts = drafts[: [self._are_ids([id_]) for id_ in drafts].index(False)]
         return drafts if grammar is None else drafts[: grammar.num_possible(advance.tokens, drafts)]
+
+    def _are_ids(self, drafts: list[int]) -> bool:
+        """All of them are of the vocabulary, and no mask."""
+        if not drafts:
+            return True
+        return min(drafts) >= 0 and max(drafts) < self._vocab_size and self._not_drafted.isdisjoint(drafts)
 
 
 def no_choice(sequence: Sequence) -> str:
@@ -301,13 +310,18 @@ def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> T
     return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
 
 
-def _choices(plan: Plan) -> RowRun:
-    """The choices of the root and of each draft, behind the hypothetical prefix that each of them closes."""
-    sequence = plan.sequence
+def _choices(plans: Run[Plan], company: Company) -> RowRuns:
+    """The choices of each root and of each draft, behind the hypothetical prefix that each of them closes."""
 
-    def row(number: int) -> Row:
+    def row(run: int, number: int) -> Row:
+        sequence = plans[run].sequence
         tail = sequence.drafts[:number]
         law, possible = bounded(sequence, tail)
         return Row(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
 
-    return RowRun(sequence.law, len(sequence.ids), plan.layout.num_drafts + 1, row)
+    return RowRuns(
+        company.laws,
+        [len(plan.sequence.ids) for plan in plans],
+        [plan.layout.num_drafts + 1 for plan in plans],
+        row,
+    )

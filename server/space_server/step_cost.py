@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,8 +54,7 @@ OUTLIER = 2.0
 _KEYS = 1024.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What one step lays out, over all sequences."""
 
     num_sequences: int  # that reach their root: an id is chosen for each
@@ -221,7 +219,7 @@ def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
 
 def write_points(points: Iterable[Point]) -> list[list[float]]:
     """Points as plain numbers: the shape's, then the seconds."""
-    return [[*astuple(shape), seconds] for shape, seconds in points]
+    return [[*shape, seconds] for shape, seconds in points]
 
 
 def _parts(shape: StepShape) -> list[float]:

@@ -265,13 +265,13 @@ class Worker:
         """Draining, and nothing runs or is left to say."""
         return self.draining and len(self.batch) == 0 and not self.has_work
 
-    def step(self) -> pb.StepReport | None:
+    def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
         """One step of every sequence that can run, and what there is to say; None if that is nothing.
 
-        The report is not numbered: its sender does that.
+        `report`: an empty one to say it in. It is not numbered: its sender does that.
         """
         started = self._clock()
-        report, device = pb.StepReport(), self._device
+        report, device = pb.StepReport() if report is None else report, self._device
         waited = 0.0 if device is None else device.stepper.waited
         self.waiting.take(self.batch)
         reads = self._launch(report)
@@ -357,7 +357,8 @@ class Worker:
     def _say(self, report: pb.StepReport, advances: list[Advance]) -> None:
         """Let these sequences go on or end, and let go of those that no step under way refers to any more."""
         report.stepped = report.stepped or bool(advances)
-        report.sequences.extend(self._settle(advance) for advance in advances)
+        for advance in advances:
+            self._settle(advance, report)
         device = self._device
         if device is None:
             return
@@ -381,16 +382,17 @@ class Worker:
                     pb.SequenceReport(seq_id=sequence.seq_id, num_computed=sequence.num_computed, paused=True)
                 )
 
-    def _settle(self, advance: Advance) -> pb.SequenceReport:
+    def _settle(self, advance: Advance, report: pb.StepReport) -> None:
         """Let the sequence go on or end, and say so."""
         plan, sequence = advance.plan, advance.plan.sequence
-        if plan.closes and sequence.acceptance is not None and advance.end is None:
-            by_masks = min(plan.layout.num_drafts, sequence.num_mask_drafts)
+        goes_on = advance.end is None and advance.error is None
+        if plan.closes and goes_on and sequence.acceptance is not None:
+            num_drafts = plan.layout.num_drafts
+            by_masks = min(num_drafts, sequence.num_mask_drafts) if num_drafts else 0
             sequence.acceptance.step(sequence.draft_depth, by_masks, advance.num_accepted)
-        report = commit(advance)
-        if report.finish != pb.FINISH_NONE:
+        commit(advance, report)
+        if not goes_on:
             self.batch.end(sequence.seq_id)
-        return report
 
 
 def _first_line(error: Exception) -> str:

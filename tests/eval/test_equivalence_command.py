@@ -1,13 +1,13 @@
 """The command finds every text equal, and names the first token where it is not."""
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from space_eval.__main__ import main
 from space_eval.equivalence_command import Cell, CellResult, faults_of
+from space_kernels.law import Law
 from space_kernels.row import RowRuns
 from space_model.testing import tiny_checkpoint
 
@@ -52,12 +52,10 @@ def test_every_text_is_equal_and_every_accepted_length_occurred(
 def test_a_fault_ends_with_status_1_and_the_first_token_that_differs(
     folder: Path, prompts: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    positions = RowRuns.positions
-
-    def of_the_root(rows: RowRuns, *args: Any) -> list[int]:
+    def of_the_root(rows: RowRuns, wanted: Callable[[Law], bool]) -> list[int]:
         """A chain's rows share one noise."""
-        rows.runs = [replace(run, position=run.position - n, count=1) for run in rows.runs for n in range(run.count)]
-        return positions(rows, *args)
+        runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
+        return [first for law, first, count in runs if wanted(law) for _ in range(count)]
 
     monkeypatch.setattr(RowRuns, "positions", of_the_root)
     assert run(folder, prompts, "--k", "3", "--temperature", "1") == 1

@@ -9,6 +9,7 @@ import torch
 from space_eval.desk import DeskError
 from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import Cell
+from space_kernels.law import Law
 from space_kernels.paging import StepRows
 from space_kernels.row import Row, RowRuns
 from space_kernels.row_pattern import Ints
@@ -23,12 +24,10 @@ Fault = Callable[[Patch], None]
 
 def noise_of_the_root(patch: Patch) -> None:
     """Every row of a chain draws the noise of the chain's first position."""
-    positions = RowRuns.positions
 
-    def of_the_root(rows: RowRuns, *args: Any) -> list[int]:
-        rows.runs = [replace(run, position=run.position - number) for run in rows.runs for number in range(run.count)]
-        rows.runs = [replace(run, count=1) for run in rows.runs]
-        return positions(rows, *args)
+    def of_the_root(rows: RowRuns, wanted: Callable[[Law], bool]) -> list[int]:
+        runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
+        return [first for law, first, count in runs if wanted(law) for _ in range(count)]
 
     patch.setattr(RowRuns, "positions", of_the_root)
 
