@@ -13,6 +13,7 @@ from typing import Any
 
 from space_eval.fault_requests import PATH
 from space_eval.load_client import Endpoint, LoadError, post_json, stream_events
+from space_eval.load_dialect import parsed
 
 SLOW_SECONDS = 5.0
 """After which a slow reader has had enough."""
@@ -95,8 +96,9 @@ class Visits:
             async for together in events:
                 num_events += len(together)
                 is_done = is_done or together[-1] == b"[DONE]"
-                if any(b'"error"' in event for event in together):
-                    raise LoadError(f"The stream ended with an error: {together[-1]!r}")
+                for event in together:
+                    if b'"error"' in event and (error := parsed(event).get("error")):
+                        raise LoadError(f"The stream ended with an error: {error}")
                 if leave_after is not None and num_events >= leave_after:
                     return
         if not is_done:

@@ -8,7 +8,7 @@ EngineError
 │   ├── NotReady            no worker has said hello yet
 │   └── Draining            the router is stopping
 ├── Broken                  later: raised out of the stream's iterator
-│   ├── WorkerFailed        workers died with this request in hand, too often to try again
+│   ├── WorkerFailed        workers died of this request, or none can be started any more
 │   ├── DeadlineExceeded    the request's own time is over, or too short (then also raised by Engine.submit)
 │   ├── RequestFailed       this request alone failed in the worker
 │   └── RequestCancelled    somebody cancelled it by its name
@@ -81,7 +81,7 @@ class Broken(EngineError):
 
 
 class WorkerFailed(Broken):
-    """Workers died with this request in hand so often that it is not tried again."""
+    """A worker ended by itself with this request among others, and another with this one alone; or none is left."""
 
 
 class DeadlineExceeded(Broken):

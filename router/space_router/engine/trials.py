@@ -90,7 +90,7 @@ class Trials:
         if trying or not waiting or not schedulers:
             self._since = None
             return trying[0] if trying else None
-        fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0])]
+        fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0]) and not scheduler.closing]
         court = min(fit or schedulers, key=lambda scheduler: scheduler.num_running)
         self._since = now if self._since is None else self._since
         if court.num_running and not complete and now - self._since < PATIENCE:
