@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -209,3 +210,50 @@ def test_the_dashboard_draws_only_series_that_the_router_has(root: Path) -> None
     present = set(re.findall(r"^(spaceserve_\w+)", rendered, flags=re.MULTILINE))
     assert used - present == {"spaceserve_energy_joules_total"}  # there is none without a sensor
     assert "spaceserve_tokens_per_step_sum" in used
+
+
+# ---------------------------------------------------------------------------------------------------------- release
+
+
+def workflow(root: Path) -> dict[str, Any]:
+    loaded: dict[Any, Any] = yaml.safe_load((root / "docker/release.yaml").read_text(encoding="utf-8"))
+    loaded["on"] = loaded.pop(True)  # YAML 1.1 takes `on` for a truth value
+    return loaded
+
+
+def test_a_release_publishes_both_images_of_a_tag_after_the_tests_and_no_branch(root: Path) -> None:
+    found = workflow(root)
+    assert found["on"] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+    images = found["jobs"]["images"]
+    assert images["needs"] == "test"
+    matrix = images["strategy"]["matrix"]["include"]
+    assert sorted(one["dockerfile"] for one in matrix) == sorted(DOCKERFILES)
+    assert len({one["suffix"] for one in matrix}) == len(matrix)  # neither overwrites the other
+
+
+def test_an_image_is_tried_before_it_is_published_and_only_publishing_may_write(root: Path) -> None:
+    found = workflow(root)
+    assert found["permissions"] == {"contents": "read"}
+    assert found["jobs"]["images"]["permissions"]["packages"] == "write"
+    assert "permissions" not in found["jobs"]["test"]
+    steps = found["jobs"]["images"]["steps"]
+    pushing = [number for number, step in enumerate(steps) if step.get("with", {}).get("push")]
+    tried = [number for number, step in enumerate(steps) if "--read-only" in step.get("run", "")]
+    assert len(pushing) == len(tried) == 1
+    assert tried[0] < pushing[0]
+
+
+def test_no_tag_may_differ_from_the_version_of_the_package(root: Path) -> None:
+    check = next(
+        step["run"] for step in workflow(root)["jobs"]["test"]["steps"] if "pyproject.toml" in step.get("run", "")
+    )
+    version = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), flags=re.MULTILINE)[1]
+    for tag, code in ((f"v{version}", 0), ("v99.0.0", 1)):
+        run = subprocess.run(["bash", "-c", check], cwd=root, env={"PATH": "/usr/bin:/bin", "GITHUB_REF_NAME": tag})
+        assert run.returncode == code
+
+
+def test_the_clean_root_knows_every_instruction_of_the_image(root: Path) -> None:
+    script = (root / "docker/clean_root.sh").read_text(encoding="utf-8")
+    known = set(re.findall(r"[A-Z]{3,}", re.search(r"case \$word in(.*?)\*\) fail", script, flags=re.DOTALL)[1]))
+    assert {word for word, _ in instructions((root / "docker/cpu.Dockerfile").read_text())} <= known
