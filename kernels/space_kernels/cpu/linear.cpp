@@ -7,11 +7,12 @@ namespace KIND {
 
 namespace {
 
-constexpr int64_t AHEAD = 4096;  // bytes of a panel fetched before they are needed
+constexpr int64_t AHEAD = 32;  // steps of a panel fetched before they are needed
 
 // The rows of a tile lie pair by pair: pair 0 of each row, pair 1 of each row, … So they are one stream, and rows that
 // are a power of two apart do not push each other out of the cache.
-// `next`: what comes afterwards, fetched meanwhile; null: the panels themselves are fetched a little ahead.
+// `next`: what comes afterwards, fetched meanwhile; null: the panels themselves are fetched a little ahead, and towards
+// their end those behind them.
 template <int ROWS, int PANELS>
 inline void tile(const Linear& w, const Product& p, const bf16* x, int64_t row, int64_t panel, const char* next,
                  int64_t next_bytes) {
@@ -21,22 +22,26 @@ inline void tile(const Linear& w, const Product& p, const bf16* x, int64_t row, 
     Lanes sum[ROWS][PANELS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
-    const int64_t lines = next_bytes / 64;
-    for (int64_t k = 0; k < steps; ++k) {
-        Pairs column[PANELS];
+    const int64_t lines = next_bytes / 64, turn = std::max<int64_t>(0, steps - AHEAD);
+    auto go = [&](int64_t from, int64_t to, int64_t ahead) __attribute__((always_inline)) {
+        for (int64_t k = from; k < to; ++k) {
+            Pairs column[PANELS];
 #pragma GCC unroll 4
-        for (int j = 0; j < PANELS; ++j) {
-            column[j] = pairs(weight[j] + k * 2 * LANES);
-            if (!next) __builtin_prefetch((const char*)(weight[j] + k * 2 * LANES) + AHEAD, 0, 3);
-        }
-        if (k < lines) __builtin_prefetch(next + 64 * k, 0, 2);
+            for (int j = 0; j < PANELS; ++j) {
+                column[j] = pairs(weight[j] + k * 2 * LANES);
+                if (!next) __builtin_prefetch(weight[j] + (k + ahead) * 2 * LANES);
+            }
+            if (k < lines) __builtin_prefetch(next + 64 * k, 0, 2);
 #pragma GCC unroll 24
-        for (int i = 0; i < ROWS; ++i) {
-            Pairs pair = same_pair(x + (k * ROWS + i) * 2);
+            for (int i = 0; i < ROWS; ++i) {
+                Pairs pair = same_pair(x + (k * ROWS + i) * 2);
 #pragma GCC unroll 4
-            for (int j = 0; j < PANELS; ++j) sum[i][j] = dot(sum[i][j], column[j], pair);
+                for (int j = 0; j < PANELS; ++j) sum[i][j] = dot(sum[i][j], column[j], pair);
+            }
         }
-    }
+    };
+    go(0, turn, AHEAD);
+    go(turn, steps, (PANELS - 1) * steps + AHEAD);
     if (w.bias)
         for (int i = 0; i < ROWS; ++i)
             for (int j = 0; j < PANELS; ++j) sum[i][j] = add(sum[i][j], load(w.bias + (panel + j) * LANES));
