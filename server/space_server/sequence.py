@@ -19,7 +19,7 @@ from space_server.limits import Limits
 # computed                  pending                      drafts
 # [0 ....... num_computed)  [num_computed .... len(ids)) [len(ids) ... + len(drafts))
 #  K, V in the pages         the last one is the root     candidates of the next step
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A sequence between two steps. Prefill, decoding and resuming differ only in how many ids are pending."""
 
