@@ -42,7 +42,7 @@ page: install  ## the page in headless Chromium, in front of a real server (Debi
 	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page
 
 dashboard: install  ## a real Prometheus scrapes a real server, every panel is asked and drawn (Debian: apt-get install prometheus)
-	@echo "pytest tests/dashboard" && SPACESERVE_TEST_SECONDS=90 SPACESERVE_TEST_PICTURE=docker/grafana/dashboard.png \
+	@echo "pytest tests/dashboard" && SPACESERVE_TEST_SPECULATION=auto SPACESERVE_TEST_SECONDS=90 SPACESERVE_TEST_PICTURE=docker/grafana/dashboard.png \
 		$(PYTEST) -m slow tests/dashboard tests/house/test_alerts.py
 
 fuzz: install  ## 101,000 hostile inputs: requests, messages, checkpoints, templates, grammars (FLAGS="--seed 7 --count 1000 --only templates")

@@ -34,7 +34,7 @@ class ModelSettings:
     token_file: str | None = setting(
         None,
         _GROUP,
-        "file with a Hugging Face token for gated and private models; default: HF_TOKEN, or what `hf auth login` stored",
+        "file with a Hugging Face token, for gated models; default: HF_TOKEN, or what `hf auth login` stored",
         parse.text,
         "PATH",
     )

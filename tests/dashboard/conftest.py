@@ -21,6 +21,9 @@ from space_eval.bench_server import ServerProcess
 SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))
 """Of load, before anybody looks."""
 
+FLAGS = ["--num-threads", "1", "--speculation", os.environ.get("SPACESERVE_TEST_SPECULATION", "3")]
+"""Drafts in every step, also on a busy machine where the controller lays out none; the picture has its choice, `auto`."""
+
 WATTS = 35
 INTERVAL = "15s"  # $__rate_interval, at a scrape each second
 
@@ -65,7 +68,7 @@ def watched(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
     with ExitStack() as stack:
         powercap = folder / "powercap"
         stack.enter_context(_repeated(_counter(powercap), 0.1))
-        server = stack.enter_context(ServerProcess(["--num-threads", "1", "--powercap", str(powercap)]))
+        server = stack.enter_context(ServerProcess([*FLAGS, "--powercap", str(powercap)]))
         http = stack.enter_context(_prometheus(prometheus, root, folder, server.url.removeprefix("http://")))
         begun = time.time()
         _load(server.url, SECONDS)
