@@ -20,6 +20,12 @@ COPY kernels kernels
 COPY router router
 COPY server server
 RUN docker/install.sh --venv /opt/spaceserve --device cpu --stages project --no-editable
+# Our own operations for every kind of processor of this architecture; the image itself needs no compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && /opt/spaceserve/bin/python -m space_kernels.cpu_library
 
 FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin spaceserve \

@@ -59,7 +59,8 @@ _SECONDS = 300.0
 """Longest that the compiler may take."""
 
 SWITCH = "SPACESERVE_CPU_KERNELS"
-"""auto (compiled where that can be), compiled (or it is an error), torch."""
+CHOICES = ("auto", "compiled", "torch")
+"""What the variable may be: compiled where that can be, compiled or it is an error, torch's."""
 
 
 class CpuLibrary:
@@ -92,7 +93,7 @@ def cpu_library() -> CpuLibrary | None:
     Raises ValueError where the environment asks for it and it cannot be had.
     """
     asked = os.environ.get(SWITCH, "auto")
-    if asked not in ("auto", "compiled", "torch"):
+    if asked not in CHOICES:
         raise ValueError(f"{SWITCH} is {asked!r}; it must be auto, compiled or torch.")
     if asked == "torch":
         return None
@@ -119,7 +120,12 @@ def kinds_of(machine: str, cpu_flags: Set[str]) -> list[str]:
 
 
 def library_for(kind: str) -> CpuLibrary:
-    """The library of a kind of processor, built if it is not there yet. Raises OSError."""
+    """The library of a kind that this processor is, built if it is not there yet. Raises OSError."""
+    return CpuLibrary(library_file(kind), kind)
+
+
+def library_file(kind: str) -> Path:
+    """Where the library of a kind of processor is, built if it is not there yet. Raises OSError."""
     flags = (*_FLAGS, *KINDS[platform.machine()][kind].split())
     key = hashlib.sha256(repr(flags).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -128,7 +134,7 @@ def library_for(kind: str) -> CpuLibrary:
     places = [_SOURCES.with_name("built") / name, _cache_folder() / name]
     for place in places:
         if place.is_file():
-            return CpuLibrary(place, kind)
+            return place
     for place in reversed(places):  # where the cache cannot be written to, beside the sources
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +142,7 @@ def library_for(kind: str) -> CpuLibrary:
                 _compile(flags, Path(folder)).replace(place)
         except PermissionError:
             continue
-        return CpuLibrary(place, kind)
+        return place
     raise OSError(f"neither {places[1].parent} nor {places[0].parent} can be written to")
 
 
@@ -182,12 +188,16 @@ def _cache_folder() -> Path:
 def main() -> int:
     """Build for every kind of this machine beside the sources, as an image wants it; the exit code."""
     built = _SOURCES.with_name("built")
-    for kind in KINDS.get(platform.machine(), {}):
-        built.mkdir(exist_ok=True)
-        library_file = library_for(kind).path
-        if library_file.parent != built:
-            shutil.copy2(library_file, built)
-        sys.stdout.write(f"{built / library_file.name}\n")
+    try:
+        for kind in KINDS.get(platform.machine(), {}):
+            file = library_file(kind)
+            built.mkdir(exist_ok=True)
+            if file.parent != built:
+                shutil.copy2(file, built)
+            sys.stdout.write(f"{built / file.name}\n")
+    except OSError as error:
+        sys.stderr.write(f"the compiled operations cannot be had: {error}\n")
+        return 1
     return 0
 
 

@@ -85,11 +85,21 @@ class ModelSettings:
     attention: str = setting(
         "auto",
         _GROUP,
-        "who computes attention: auto takes torch on a CPU, and on a GPU whichever of those below was fastest on the "
+        "who computes attention: auto takes our own on a CPU, and on a GPU whichever of those below was fastest on the "
         "model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our "
         "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
         parse.one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
         "auto|torch|triton|flash-attn|flash-attn-2|flash-attn-4|flashinfer",
+        own_workers=True,
+    )
+    cpu_kernels: str = setting(
+        "auto",
+        _GROUP,
+        "on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept), and "
+        "without a C++ compiler takes torch's, which are slower; compiled: it is an error where they cannot be had; "
+        "torch: torch's always",
+        parse.one_of("auto", "compiled", "torch"),
+        "auto|compiled|torch",
         own_workers=True,
     )
     exact: str = setting(

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Literal
 
 import torch
+from space_kernels import cpu_library
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
@@ -120,6 +121,7 @@ def _load(
     config: WorkerConfig, source: ModelSource, ranks: Ranks | None = None, device: str | None = None
 ) -> SpaceModel:
     """The model, or the part of it that this rank has. Raises ModelError."""
+    os.environ[cpu_library.SWITCH] = config.cpu_kernels
     checkpoint = source.checkpoint()
     threads = config.num_threads or choose_threads(checkpoint)
     if threads is None and ranks is not None:

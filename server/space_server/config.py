@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
 
 from space_server.energy import POWERCAP
@@ -51,6 +52,7 @@ class WorkerConfig:
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
     synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
     attention: str  # auto, or whose: see attention_backends.py
+    cpu_kernels: str  # auto, compiled or torch: see cpu_library.py
     exact: bool  # on a GPU too a row's bits do not depend on the others'
     tensor_parallel: int  # processes (ranks) that share the model, one per GPU
     rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
@@ -152,8 +154,16 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--attention",
         default="auto",
         choices=ATTENTION_NAMES,
-        help="auto measures those that can be used on this GPU at start and takes the fastest, on a CPU torch; the log "
+        help="auto measures those that can be used on this GPU at start and takes the fastest, on a CPU ours; the log "
         "says why others are not used, and the cure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cpu-kernels",
+        default="auto",
+        choices=cpu_library.CHOICES,
+        help="on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept) "
+        "and takes torch's where there is no C++ compiler; compiled: it is an error where they cannot be had; torch: "
+        "torch's always (default: %(default)s)",
     )
     parser.add_argument(
         "--exact",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from space_kernels import cpu_library
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
 from space_model import family
 from space_model.checkpoint import Checkpoint
@@ -186,11 +187,30 @@ def _attention(
         except UnusableAttention as error:
             return Finding("kernels", "fail", str(error))
     if device.type == "cpu":
-        return Finding("kernels", "ok", "attention: torch, as on every CPU.")
+        return _cpu_kernels(dtype, config.cpu_kernels)
     can, cannot = usable(need)
     others = "; ".join(f"{name} {why}" for name, why in cannot.items() if name != "torch")
     fact = f"attention: the fastest at start of {', '.join(backend.name for backend in can)}."
     return Finding("kernels", "ok", fact, f"Not used: {others}." if others else "")
+
+
+def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
+    """Whether a model in this dtype is computed by what is compiled here."""
+    if dtype != torch.bfloat16 or asked == "torch":
+        why = "as asked" if asked == "torch" else f"as for every {str(dtype).removeprefix('torch.')} model"
+        return Finding("kernels", "ok", f"torch's own operations, {why}.")
+    kinds = cpu_library.own_kinds()
+    cure = "Debian, Ubuntu: apt-get install g++."
+    if not kinds:
+        fact, cure = "torch's own operations: there are none of ours for this processor.", ""
+    else:
+        try:
+            return Finding(
+                "kernels", "ok", f"our own operations for {kinds[0]}, in {cpu_library.library_file(kinds[0])}."
+            )
+        except OSError as error:
+            fact = f"torch's own operations, which are slower: {error}."
+    return Finding("kernels", "fail" if asked == "compiled" else "note", fact, cure)
 
 
 def _memory(config: WorkerConfig, need: _Need, weights: int) -> Finding:

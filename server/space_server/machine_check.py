@@ -119,7 +119,7 @@ def check_compiler(
 ) -> Finding:
     """Whether Triton can compile the small C programs that launch its kernels."""
     if not on_gpu:
-        return Finding("kernels", "ok", "On a CPU nothing is compiled while serving.")
+        return Finding("kernels", "ok", "Triton is not used on a CPU.")
     given = os.environ.get("CC")
     compiler = next((path for name in (given, "gcc", "cc", "clang") if name and (path := which(name))), None)
     include = headers or Path(sysconfig.get_paths()["include"])

@@ -17,6 +17,7 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--dtype": config.dtype,
         "--device": config.device,
         "--attention": config.attention,
+        "--cpu-kernels": config.cpu_kernels,
         "--exact": config.exact,
         "--block-size": config.block_size,
         "--max-sequences": config.max_sequences,
