@@ -118,7 +118,7 @@ class Live:
 
     def wait_worker(self) -> int:
         """The worker's process id, once there is one that is up."""
-        self.wait_for(lambda now: now["spaceserve_worker_up"] == 1, "a worker")
+        self.wait_for(lambda now: now["spaceserve_worker_up"] == 1 and bool(self.server.worker_pids()), "a worker")
         return self.server.worker_pids()[-1]
 
 

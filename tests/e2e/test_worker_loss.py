@@ -39,6 +39,8 @@ def test_streams_go_on_with_the_same_text_when_their_worker_is_killed(live: Any)
             killed.append(live.wait_worker())
             assert live.metrics()["spaceserve_requests{state=running}"] >= 2, "several streams lose it"
             os.kill(killed[-1], signal.SIGKILL)
+            restarts = before + len(killed)
+            live.wait_for(lambda now, n=restarts: now["spaceserve_worker_restarts_total"] == n, "another worker")
             meeting.wait()
         texts = [stream.result() for stream in streams]
     assert texts == undisturbed

@@ -274,6 +274,10 @@ class Engine:
             self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
         self._settle()
 
+    def worker_away(self, seat: Seat) -> None:
+        """A worker is lost; why is yet to be found out."""
+        self._observer.workers(len(self._schedulers()))
+
     def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None:
         """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
         for live in lost.unfinished():

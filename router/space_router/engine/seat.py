@@ -52,6 +52,9 @@ class Engaged(Protocol):
 
     def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None: ...
 
+    def worker_away(self, seat: Seat) -> None:
+        """The worker is lost; why is yet to be found out."""
+
     def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None: ...
 
 
@@ -135,6 +138,7 @@ class Seat:
                 raise
             except (LinkLost, ProtocolViolation):
                 self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
+                engaged.worker_away(self)
                 cause = await self.source.inquest()
                 if cause is Cause.ITSELF:
                     self.num_crashes += 1
