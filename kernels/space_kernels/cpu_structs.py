@@ -32,6 +32,37 @@ class ProductStruct(Structure):
     )
 
 
+class DraftHeadStruct(Structure):
+    """`DraftHead` of cpu/draft.h."""
+
+    _fields_ = (
+        ("w1", LinearStruct),
+        ("w2", LinearStruct),
+        ("embedding", c_void_p),
+        ("output", c_void_p),
+        ("hidden", c_int64),
+        ("scale", c_float),
+        ("low_rank", c_bool),
+    )
+
+
+class DraftsStruct(Structure):
+    """`Drafts` of cpu/draft.h."""
+
+    _fields_ = (
+        ("sequences", c_int64),
+        ("masks", c_int64),
+        ("candidates", c_int64),
+        ("rows", c_void_p),
+        ("ids", c_void_p),
+        ("offsets", c_void_p),
+        ("divisor", c_void_p),
+        ("noise", c_void_p),
+        ("bonus", c_void_p),
+        ("chosen", c_void_p),
+    )
+
+
 class RowsStruct(Structure):
     """`Rows` of cpu/attention.h."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from space_kernels.cpu_draft_head import CompiledDraftHead
+from space_kernels.cpu_library import cpu_library
 from space_kernels.draft_head import DraftHeadForm
 from torch import Tensor
+
+from space_model.output_head import OutputHead
 
 
 @dataclass(frozen=True)
@@ -16,3 +20,16 @@ class DraftHeadWeights:
     w2: Tensor  # [hidden, head hidden]
     embedding_scale: float  # s
     form: DraftHeadForm = DraftHeadForm.MLP
+    compiled: CompiledDraftHead | None = None  # on a CPU that has one: what drafts in place of these tensors
+
+
+def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
+    """The head with its compiled form, where this CPU has one and logits are products alone."""
+    library = cpu_library()
+    if head is None or library is None or not output.is_plain:
+        return head
+    tensors = head.w1, head.w2, embedding, output.weight
+    if not CompiledDraftHead.takes(*tensors):
+        return head
+    compiled = CompiledDraftHead(library, *tensors, embedding_scale=head.embedding_scale, form=head.form)
+    return replace(head, compiled=compiled)

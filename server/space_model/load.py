@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,7 +21,7 @@ from space_model import family
 from space_model.adapter import OWN, Adapter
 from space_model.checkpoint import Checkpoint
 from space_model.compact_network import compact_network
-from space_model.draft_head_weights import DraftHeadWeights
+from space_model.draft_head_weights import DraftHeadWeights, with_compiled
 from space_model.gated_linear import attach
 from space_model.model_error import (
     CheckpointNotFound,
@@ -197,6 +198,10 @@ def _assemble(
             )
         gate = attach(base, gated, model.base_model_prefix) if gated else None
         network = TransformersNetwork(base, gate, ops.space_attention)
+    if ops.attention == "compiled":
+        compile_head = partial(with_compiled, embedding=base.get_input_embeddings().weight.detach(), output=head)
+        draft_head = compile_head(draft_head)
+        adapters = [replace(adapter, draft_head=compile_head(adapter.draft_head)) for adapter in adapters]
     space_model = SpaceModel(facts, network, head, draft_head, adapters)
     check_logits(space_model, expected)
     return space_model

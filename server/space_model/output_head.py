@@ -50,6 +50,11 @@ class OutputHead:
         else:
             self._product = linear(self.weight, self.bias)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are products with the rows of the weight, and nothing else."""
+        return self.bias is None and self._scale == 1.0 and self._softcap is None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
         padded = pad_rows(hidden)

@@ -212,20 +212,20 @@ def _rescored(
         """[M, …] -> [S, K, …]"""
         return of_rows.view(len(runs), longest, -1) if at is None else of_rows[at]
 
+    laws = company.columns(masks.device)
     with computing:
-        chosen = propose(
-            by_run(masks),
-            by_run(ids),
-            by_run(offsets),
-            bonus,
-            positions,
-            keys,
-            company.columns(masks.device),
-            w1=head.w1,
-            w2=head.w2,
-            embedding_scale=head.embedding_scale,
-            form=head.form,
-            embed=model.embed,
-            logits_of=model.logits_of,
-        ).tolist()  # [S, K]
+        given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, laws
+        if head.compiled is not None and head.compiled.obeys(laws):
+            found = head.compiled.propose(*given)
+        else:
+            found = propose(
+                *given,
+                w1=head.w1,
+                w2=head.w2,
+                embedding_scale=head.embedding_scale,
+                form=head.form,
+                embed=model.embed,
+                logits_of=model.logits_of,
+            )
+        chosen = found.tolist()  # [S, K]
     return [drafts[:count] for drafts, count in zip(chosen, counts, strict=True)]

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "draft.h"
 #include "network.h"
 
 #define JOINED(a, b) a##_##b
@@ -52,5 +53,10 @@ __attribute__((visibility("default"))) void EXPORT(attend)(const Rows* rows, con
 
 __attribute__((visibility("default"))) void EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
     forward(*network, *rows, *buffers, num_threads);
+}
+
+__attribute__((visibility("default"))) void EXPORT(draft)(const DraftHead* head, const Drafts* drafts,
+                                                          int num_threads) {
+    draft(*head, *drafts, num_threads);
 }
 }

@@ -1,0 +1,85 @@
+#include "draft.h"
+
+#include <omp.h>
+
+#include <vector>
+
+#include "network.h"
+
+namespace KIND {
+
+namespace {
+
+// The pairs of two rows in sixteen sums, added in one fixed order; width even.
+float dot_rows(const bf16* a, const bf16* b, int64_t width) {
+    Lanes sum = zeros();
+    int64_t i = 0;
+    for (; i + 2 * LANES <= width; i += 2 * LANES) sum = dot(sum, pairs(a + i), pairs(b + i));
+    float rest = 0.0f;
+    for (; i < width; ++i) rest += widen(a[i]) * widen(b[i]);
+    return total(sum) + rest;
+}
+
+// What W1 reads for one sequence: [h ; s·e(previous)], or the latter alone.
+void look_at(const DraftHead& head, const bf16* row, int64_t previous, bf16* out) {
+    if (!head.low_rank) {
+        std::memcpy(out, row, head.hidden * sizeof(bf16));
+        out += head.hidden;
+    }
+    const bf16* embedding = head.embedding + previous * head.hidden;
+    for (int64_t i = 0; i < head.hidden; ++i) out[i] = round(head.scale * widen(embedding[i]));
+}
+
+void activate(bf16* x, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(x + i, silu(load(x + i)));
+    for (; i < count; ++i) x[i] = round(widen(x[i]) / (1.0f + std::exp(-widen(x[i]))));
+}
+
+int64_t best(const DraftHead& head, const Drafts& d, int64_t sequence, int64_t mask, const bf16* row) {
+    const int64_t first = (sequence * d.masks + mask) * d.candidates;
+    const float divisor = d.divisor ? d.divisor[sequence] : 1.0f;
+    int64_t chosen = d.ids[first];
+    float greatest = -INFINITY;
+    for (int64_t m = first; m < first + d.candidates; ++m) {
+        float value = (dot_rows(row, head.output + d.ids[m] * head.hidden, head.hidden) + d.offsets[m]) / divisor;
+        if (d.noise) value += d.noise[m];
+        if (value > greatest) greatest = value, chosen = d.ids[m];  // equal values: the lower id
+    }
+    return chosen;
+}
+
+}  // namespace
+
+void draft(const DraftHead& head, const Drafts& d, int num_threads) {
+    const int64_t hidden = head.hidden, width = head.w1.inputs, inner = head.w1.outputs;
+    std::vector<bf16> seen(d.sequences * width), between(d.sequences * inner), rescored(d.sequences * hidden);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const Share mine(d.sequences), first(head.w1.panels, TOGETHER), second(head.w2.panels, TOGETHER);
+        for (int64_t k = 0; k < d.masks; ++k) {
+            for (int64_t s = mine.first; s < mine.last; ++s) {
+                const int64_t previous = k ? d.chosen[s * d.masks + k - 1] : d.bonus[s];
+                look_at(head, d.rows + (s * d.masks + k) * hidden, previous, seen.data() + s * width);
+                std::memcpy(rescored.data() + s * hidden, d.rows + (s * d.masks + k) * hidden, hidden * sizeof(bf16));
+            }
+#pragma omp barrier
+            multiply(head.w1,
+                     {seen.data(), d.sequences, width, between.data(), inner, false, Then::NOTHING, nullptr},
+                     first.first, first.last);
+#pragma omp barrier
+            if (!head.low_rank) {
+                activate(between.data() + mine.first * inner, (mine.last - mine.first) * inner);
+#pragma omp barrier
+            }
+            multiply(head.w2,
+                     {between.data(), d.sequences, inner, rescored.data(), hidden, false, Then::ADD, rescored.data()},
+                     second.first, second.last);
+#pragma omp barrier
+            for (int64_t s = mine.first; s < mine.last; ++s)
+                d.chosen[s * d.masks + k] = best(head, d, s, k, rescored.data() + s * hidden);
+        }
+    }
+}
+
+}  // namespace KIND
