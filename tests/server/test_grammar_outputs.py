@@ -54,8 +54,9 @@ def texts_of(
     sampling: dict[str, Any] = {"logit_bias": {EOS: 2.0, **blanks}}
     if chance.random() < 0.8:
         sampling |= {"seed": chance.getrandbits(32), "temperature": chance.choice([0.7, 1.0, 1.5])}
+    ks = 0, chance.choice([1, 3, 5])
     runs: dict[int, list[Ran]] = {
-        k: outputs(PROMPTS, small, known, grammar, sampling, k=k, max_tokens=MOST) for k in (0, chance.choice([1, 3, 5]))
+        k: outputs(PROMPTS, small, known, grammar, sampling, k=k, max_tokens=MOST) for k in ks
     }
     plain, *others = runs.values()
     for other in others:
