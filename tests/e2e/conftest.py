@@ -205,6 +205,14 @@ def live(model: str) -> Iterator[Live]:
         yield ready
 
 
+@pytest.fixture(scope="session")
+def drafting(model: str) -> Iterator[Live]:
+    """Like `live`, and drafts always, whether that pays on this machine or not."""
+    flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--speculation", "5"]
+    with ServerProcess(flags) as server, closing(Live(server)) as ready:
+        yield ready
+
+
 STEADY_DRAFTS = 4
 
 

@@ -31,7 +31,7 @@ def test_a_cost_that_grows_with_the_queue_would_be_seen(monkeypatch: pytest.Monk
         return head(self, now)
 
     monkeypatch.setattr(RequestQueue, "head", slow)
-    few, many = (measure(n, 10_000, num_steps=15).median_us for n in (10, 2_000))
+    few, many = (min(measure(n, 10_000, num_steps=15).median_us for _ in range(2)) for n in (10, 2_000))
     assert many > 1.3 * few
 
 
