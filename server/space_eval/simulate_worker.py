@@ -140,8 +140,8 @@ class Watched:
     def row_price(self) -> float:
         return self.controller.row_price
 
-    def stepped(self, num_tokens: int, seconds: float) -> None:
-        self.controller.stepped(num_tokens, seconds)
+    def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
+        self.controller.stepped(num_tokens, seconds, pause)
 
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         chosen = self.controller.layouts(rooms, load)

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from space_model.model_facts import ModelFacts
 
 TYPICAL = (0.70, 0.65, 0.62, 0.60, 0.58, 0.57, 0.56, 0.55)
 """p_1, p_2, … of a checkpoint that nothing is known about; missing ones repeat the last."""
@@ -124,3 +128,10 @@ class Acceptance:
                 p = self.shape.learn(first_depth + number, accepted)
                 shift += STEP * (accepted - p / (p + (1.0 - p) * against))
         self.shift = shift
+
+
+def shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
+    """One for the checkpoint's own masks (None) and for each adapter's, as their cards say."""
+    known: dict[int | None, tuple[tuple[float, ...], int]] = {None: (facts.acceptance, facts.num_masks)}
+    known |= {number: (adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)}
+    return {number: AcceptanceShape(prior or TYPICAL, max(1, masks)) for number, (prior, masks) in known.items()}

@@ -57,8 +57,11 @@ class Controller(Protocol):
         """One layout per sequence that reaches its root in this step, in their order."""
         ...
 
-    def stepped(self, num_tokens: int, seconds: float) -> None:
-        """What the step with these layouts brought, and how long it took."""
+    def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
+        """What the step with these layouts brought, and how long it took.
+
+        `pause`: seconds since the end of the step before, where there was work all along.
+        """
         ...
 
 
@@ -79,5 +82,5 @@ class FixedLayout:
         """The rule's layout for each."""
         return [self._rule(room) for room in rooms]
 
-    def stepped(self, num_tokens: int, seconds: float) -> None:
+    def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """It makes no difference."""

@@ -13,7 +13,7 @@ from space_model.draft_layout import DraftLayout
 from space_server.acceptance import LEVELS_PER_UNIT
 from space_server.controller import Load, Room
 from space_server.layout_worth import PLAIN, Worth, worths
-from space_server.step_cost import StepCost, StepShape
+from space_server.step_cost import OUTLIER, StepCost, StepShape
 
 MASK_PRICE = 0.8
 """Of a row's price, what a mask row's is: it is neither sampled nor written."""
@@ -42,6 +42,11 @@ KEPT_LEAST, KEPT_MOST = 0.4, 1.1
 
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
+
+PAUSE_RATE, LONGEST_PAUSE = 0.02, 0.005
+"""How fast the pauses between steps are followed, in which reports go out and the host has its turn; longer ones are no
+part of stepping.
+"""
 
 PROBE_EVERY, PROBE_WITHIN = 256, 0.15
 """A plain step is measured once in so many, where speculation is expected to win by less than this share."""
@@ -128,8 +133,10 @@ class MeasuredController:
         self._rate = 0.0  # expected tokens per second of what was taken
         self._kept = 1.0  # of the tokens per second that rules promise, what came true: beginnings and ends take some
         self._promised = 1.0  # tokens per second of the rule, as they were reckoned
+        self._usual = math.inf  # seconds of a step by the rule, as they were reckoned
         self._watched = False  # whether the step that runs is one by the rule, and nothing else
         self._tokens, self._seconds = 0, 0.0  # of these since the last look
+        self._pause = 0.0  # between two steps: what every step costs beside itself
         self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
     @property
@@ -161,15 +168,18 @@ class MeasuredController:
             rule = self._beside(Crowd.of(rooms, kinds), load)
         elif rule is not None and self._is_probe():
             rule = None
+        begins = self._num_plain > 0  # with masks alone: the margin is for that
         self._num_plain = 0 if rule is not None else self._num_plain + 1
-        self._watched = rule is not None and not load.num_prefill_rows
+        self._watched = rule is not None and not begins and not load.num_prefill_rows
         return [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
 
-    def stepped(self, num_tokens: int, seconds: float) -> None:
-        """The step that was chosen last brought so many tokens in so many seconds."""
-        if self._watched:
+    def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
+        """The step that was chosen last brought so many tokens in so many seconds, `pause` seconds behind the last."""
+        if pause is not None:
+            self._pause += PAUSE_RATE * (min(pause, LONGEST_PAUSE) - self._pause)
+        if self._watched:  # what costs are learnt from leaves out as much of a hiccup
             self._tokens += num_tokens
-            self._seconds += seconds
+            self._seconds += min(seconds + self._pause, OUTLIER * self._usual)
 
     def _look_back(self) -> None:
         """Compare what was promised at the last look with what came true since."""
@@ -196,6 +206,7 @@ class MeasuredController:
         elif rates[best] > (1.0 + CHANGE) * rates[self._rule]:
             self._rule = best
         self._rate = plain if self._rule is None else rates[self._rule]
+        self._usual = self._expected(self._rule, crowd, load).seconds
         self._promised = self._rate / self._kept
 
     def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
@@ -227,7 +238,7 @@ class MeasuredController:
             load.num_context,
             round(chain * crowd.num_noisy / crowd.size),
         )
-        return Expected(tokens, self.cost.seconds(shape))
+        return Expected(tokens, self.cost.seconds(shape) + self._pause)
 
     def _row_price(self, num_sequences: int, load: Load) -> float:
         """At what a token costs now, with a margin for the host's part in proposing and judging.
@@ -240,7 +251,7 @@ class MeasuredController:
         for rows in (*PROPOSED_ROWS, 4 * num_sequences):
             more = StepShape(num_sequences, num_sequences + rows, num_context=load.num_context)
             dearest = max(dearest, (self.cost.seconds(more) - before) / rows)
-        return PROPOSAL_MARGIN * dearest * num_sequences / before
+        return PROPOSAL_MARGIN * dearest * num_sequences / (before + self._pause)
 
     def _is_probe(self) -> bool:
         """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
-from space_server.acceptance import TYPICAL, Acceptance, AcceptanceShape
+from space_server.acceptance import Acceptance, shapes_by_adapter
 from space_server.admission import AdmissionError, admit, check_pages
 from space_server.controller import Controller
 from space_server.device_stepper import DeviceStepper, StepRead
@@ -103,18 +103,11 @@ class Worker:
         self.cost = cost or StepCost.typical(facts.device.type)
         self._controller = controller or MeasuredController(self.cost)
         self._prefill_seconds = prefill_seconds
-        self._shapes = {
-            number: AcceptanceShape(prior or TYPICAL, max(1, num_masks))
-            for number, prior, num_masks in (
-                (None, facts.acceptance, facts.num_masks),
-                *((number, adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)),
-            )
-        }  # by adapter
-        self._shapes_in_grammars = {
-            number: AcceptanceShape(shape.prior, shape.num_drafts) for number, shape in self._shapes.items()
-        }  # of sequences whose drafts a grammar bounds, or forces: they come true more often
+        self._shapes = shapes_by_adapter(facts)
+        self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts that a grammar bounds come true more often
         self.waiting = Waiting(grammars)
         self._clock = clock
+        self._ended: float | None = None  # the last step, if there has been work since
         self._default_prefill_rows = max_prefill_rows
         self._device: DeviceSteps | None = None
         if device_steps and draft_source is None and synthetic is None and facts.num_ranks == 1:
@@ -271,6 +264,7 @@ class Worker:
         `report`: an empty one to say it in. It is not numbered: its sender does that.
         """
         started = self._clock()
+        pause = None if self._ended is None else started - self._ended
         report, device = pb.StepReport() if report is None else report, self._device
         waited = 0.0 if device is None else device.stepper.waited
         self.waiting.take(self.batch)
@@ -301,14 +295,16 @@ class Worker:
         if advances:
             seconds = self._clock() - begun if beside is None else beside
             count_step(report.stats, plan, times, seconds, self.cost)
-            self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds)
+            self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds, pause)
         for read in reads:
             count_read(report.stats, read, self.cost)
         spent = times.forward + times.sample + times.draft
         if device is not None:
             spent += device.stepper.waited - waited
+        ended = self._clock()
+        self._ended = ended if advances and self.has_work else None
         if report.stepped:
-            report.stats.host_seconds = max(0.0, self._clock() - started - spent)
+            report.stats.host_seconds = max(0.0, ended - started - spent)
         return report if report.stepped or report.sequences or report.released else None
 
     def _launch(self, report: pb.StepReport) -> list[StepRead]:

@@ -148,3 +148,24 @@ def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_l
     assert sum(steps[ends : ends + 200]) < 20
     assert any(steps[ends + 200 :])  # what was true then need not be true now
     assert sum(steps) < 0.1 * len(steps)
+
+
+def test_what_lies_between_steps_makes_drafts_pay_where_steps_alone_would_not() -> None:
+    """Rows that cost as much as they bring; but every step, however many rows, is followed by a pause."""
+    machine = Machine(0.0, 0.0005)
+    assert settled(MeasuredController(machine), [room()]) == [DraftLayout.plain()]
+    controller = MeasuredController(machine)
+    for _ in range(200):
+        controller.stepped(1, 0.0005, pause=0.004)
+    assert settled(controller, [room()])[0].num_drafts > 0
+
+
+def test_a_hiccup_while_drafting_is_no_reason_to_stop() -> None:
+    machine = Machine(0.01, 0.001)
+    controller = MeasuredController(machine)
+    drafted = settled(controller, [room()])
+    assert drafted[0].num_drafts > 0
+    for _ in range(100):
+        layout = controller.layouts([room()], Load())[0]
+        assert layout.num_drafts > 0
+        controller.stepped(1 + layout.num_drafts, 0.5)  # fifty times what was expected, and all drafts come true
