@@ -22,6 +22,9 @@ from space_router.text.text_stream import TextRules
 MAX_STOP_LENGTH = 1024
 """Most characters of one stop string."""
 
+_LEAST_PENALTY = 1e-6
+"""Of repetition: it decides everything already, and less would leave no finite logit."""
+
 _SMALLEST = 1e-30
 """Positive parameters stay positive in float32, where 0 would mean `unset`."""
 
@@ -278,7 +281,7 @@ class Door:
             top_p=max(_SMALLEST, float(chosen("top_p", wanted.top_p, 1.0))),
             min_p=float(chosen("min_p", wanted.min_p, 0.0)),
             typical_p=max(_SMALLEST, float(chosen("typical_p", wanted.typical_p, 1.0))),
-            repetition_penalty=max(_SMALLEST, float(penalty)),
+            repetition_penalty=max(_LEAST_PENALTY, float(penalty)),
             presence_penalty=wanted.presence_penalty or 0.0,
             frequency_penalty=wanted.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(wanted.logit_bias or {}),

@@ -35,6 +35,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._limits, self._metrics = limits, metrics
         self._in_head = True  # what comes next belongs to a request's head
+        self._had_whole_head = False  # the data that came last
         self._head_size = 0  # bytes of it, at least
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
@@ -54,9 +55,10 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self._in_head and self._head_timer is None:  # a further request on a connection that is kept alive
             self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
-        was_in_head = self._in_head
+        was_in_head, self._had_whole_head = self._in_head, False
         super().data_received(data)
-        if was_in_head and self._in_head and not self.transport.is_closing():
+        of_one_head = was_in_head and self._in_head and not self._had_whole_head  # else a body may be among it
+        if of_one_head and not self.transport.is_closing():
             self._head_size += len(data)  # an unfinished header is known to the parser alone
             if self._head_size > 2 * self._limits.max_header:
                 self._refuse_head()
@@ -74,7 +76,7 @@ class HttpConnection(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._had_whole_head = False, True
         self._head_timer = _stop(self._head_timer)
         super().on_headers_complete()
 

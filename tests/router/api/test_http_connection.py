@@ -158,6 +158,15 @@ async def test_a_head_beyond_its_bound_is_431_in_json_and_counted(head: bytes) -
         assert rejected(server, "header_too_large") == 1
 
 
+async def test_a_body_that_comes_with_its_head_is_no_part_of_it() -> None:
+    """All of a request in one read, and the next one on the same connection."""
+    request = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 20000\r\n%s\r\n" + b"x" * 20_000
+    async with serving() as server:
+        answer = await server.answer(request % b"", request % b"connection: close\r\n")
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert rejected(server, "header_too_large") == 0
+
+
 async def test_a_head_that_comes_drop_by_drop_is_408() -> None:
     async with serving() as server:
         begun = time.monotonic()
