@@ -20,10 +20,10 @@ LAWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(live: Any, law: str) -> None:
-    most = live.get("/info")["speculation"]["max_draft_length"]
+def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(drafting: Any, law: str) -> None:
+    most = drafting.get("/info")["speculation"]["max_draft_length"]
     answers = {
-        bound: live.complete(PROMPT, max_tokens=48, speculation=bound, return_token_ids=True, **LAWS[law])
+        bound: drafting.complete(PROMPT, max_tokens=48, speculation=bound, return_token_ids=True, **LAWS[law])
         for bound in ("off", "auto", *range(most + 1))
     }
     assert most >= 1
@@ -38,14 +38,14 @@ def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(live: Any, la
         assert (figures["drafted"] == 0) == (bound in ("off", 0))
 
 
-def test_drafts_that_are_right_give_several_tokens_per_step(live: Any) -> None:
+def test_drafts_that_are_right_give_several_tokens_per_step(drafting: Any) -> None:
     # With one id allowed every draft must be right, whatever the weights.
-    allowed = live.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
-    before = live.metrics()
-    figures = live.complete(PROMPT, max_tokens=61, allowed_token_ids=allowed, speculation=2)["spaceserve"]
+    allowed = drafting.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
+    before = drafting.metrics()
+    figures = drafting.complete(PROMPT, max_tokens=61, allowed_token_ids=allowed, speculation=2)["spaceserve"]
     assert figures["accepted"] == figures["drafted"] > 0
     assert figures["tokens_per_step"] > 2.5
-    after = live.metrics()
+    after = drafting.metrics()
     for name, key in (("tokens_per_step_count", "steps"), ("drafted_tokens_total", "drafted"),
                       ("accepted_tokens_total", "accepted")):  # fmt: skip
         assert after[f"spaceserve_{name}"] - before[f"spaceserve_{name}"] == figures[key]
