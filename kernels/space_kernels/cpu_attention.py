@@ -28,6 +28,7 @@ class RowTiles:
     peers: Ints  # [rows] first row of a mask's group, -1 for chain rows
     rows: Ints  # flat row numbers, tile after tile
     bounds: Ints  # [tiles + 1]
+    addresses: tuple[int, ...]  # of owner, offsets, reach, and these three; the pattern keeps them all
 
     @classmethod
     def of(cls, pattern: RowPattern) -> RowTiles:
@@ -47,11 +48,11 @@ def _tiles(pattern: RowPattern) -> RowTiles:
     for row, group in enumerate(pattern.group.tolist()):
         first.setdefault(group, row)
     first[-1] = -1
-    return RowTiles(
-        peers=np.array([first[group] for group in pattern.group.tolist()], dtype=np.int64),
-        rows=np.array([row for tile in tiles for row in tile], dtype=np.int64),
-        bounds=np.cumsum([0, *map(len, tiles)], dtype=np.int64),
-    )
+    peers = np.array([first[group] for group in pattern.group.tolist()], dtype=np.int64)
+    rows = np.array([row for tile in tiles for row in tile], dtype=np.int64)
+    bounds = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
+    arrays = pattern.owner, pattern.offsets, pattern.reach, peers, rows, bounds
+    return RowTiles(peers, rows, bounds, tuple(array.ctypes.data for array in arrays))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,7 +60,7 @@ class CpuRows:
     """The rows of one step as the compiled operations take them. Built once, shared by all layers."""
 
     struct: RowsStruct
-    held: tuple[Ints, ...]  # what the addresses are of
+    held: tuple[RowTiles, Ints, Ints]  # what the addresses are of, beside the pattern's own
 
     @classmethod
     def of(cls, rows: StepRows) -> CpuRows:
@@ -75,13 +76,12 @@ def _rows(rows: StepRows) -> CpuRows:
     tiles = RowTiles.of(pattern)
     table = np.ascontiguousarray(rows.page_table)
     starts = np.ascontiguousarray(rows.starts, dtype=np.int64)
-    held = (pattern.owner, pattern.offsets, pattern.reach, tiles.peers, starts, table, tiles.rows, tiles.bounds)
-    owner, offsets, reach, peers, begun, pages, members, bounds = (array.ctypes.data for array in held)
+    owner, offsets, reach, peers, members, bounds = tiles.addresses
     struct = RowsStruct(
-        len(pattern.offsets), owner, offsets, reach, peers, begun, pages, table.shape[1], pattern.num_chain_rows,
-        len(tiles.bounds) - 1, members, bounds,
+        len(pattern.offsets), owner, offsets, reach, peers, starts.ctypes.data, table.ctypes.data, table.shape[1],
+        pattern.num_chain_rows, len(tiles.bounds) - 1, members, bounds,
     )  # fmt: skip
-    return CpuRows(struct, held)
+    return CpuRows(struct, (tiles, starts, table))
 
 
 class CompiledAttention:

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from space_kernels.cache_folder import cache_folder
 from space_kernels.cpu_structs import (
     AttentionStruct,
     BuffersStruct,
@@ -134,7 +135,7 @@ def library_file(kind: str) -> Path:
     for source in sorted(_SOURCES.iterdir()):
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     name = f"cpu-kernels-{kind}-{key.hexdigest()[:16]}.so"
-    places = [_SOURCES.with_name("built") / name, _cache_folder() / name]
+    places = [_SOURCES.with_name("built") / name, cache_folder() / name]
     for place in places:
         if place.is_file():
             return place
@@ -180,12 +181,6 @@ def _run(command: Sequence[str]) -> None:
         raise OSError(str(error)) from error
     if done.returncode:
         raise OSError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
-
-
-def _cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/spaceserve`, or `~/.cache/spaceserve`."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "spaceserve"
 
 
 def main() -> int:

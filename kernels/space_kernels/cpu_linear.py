@@ -33,6 +33,10 @@ class CompiledLinear(nn.Module):
         `wide`: results are float32.
         """
         super().__init__()
+        if not self.takes(weight):
+            raise ValueError(
+                f"The compiled product takes bfloat16 weights with even inputs; got {weight.dtype}, {tuple(weight.shape)}."
+            )
         self.out_features, self.in_features = weight.shape
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)

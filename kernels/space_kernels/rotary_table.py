@@ -21,11 +21,10 @@ class RotaryTable:
 
     def reach(self, num_positions: int) -> None:
         """Have the positions 0 .. num_positions - 1."""
-        missing = range(len(self.cos), max(num_positions, len(self.cos)), _PIECE)
-        if not missing:
+        known = len(self.cos)
+        if num_positions <= known:
             return
-        if len(self.cos):
-            missing = range(len(self.cos), max(num_positions, 2 * len(self.cos)), _PIECE)
+        missing = range(known, max(num_positions, 2 * known), _PIECE)
         pieces = [angles(torch.arange(begin, begin + _PIECE), self._frequencies, self._scaling) for begin in missing]
         self.cos = torch.cat([self.cos, *(cos for cos, _ in pieces)])
         self.sin = torch.cat([self.sin, *(sin for _, sin in pieces)])

@@ -91,9 +91,11 @@ class CompiledLlama:
     def fits(base: PreTrainedModel, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether this network computes what `base` does."""
         known = base.config.model_type in FAMILIES and base.config.hidden_act == "silu"
+        even = base.config.hidden_size % 2 == 0
         plain = all(type(linear) is nn.Linear for path, linear in base.named_modules() if path.endswith("_proj"))
         return (
             known
+            and even
             and plain
             and attends(dtype, head_dim)
             and all(

@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 from space_kernels import cpu_library
+from space_kernels.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
@@ -33,7 +34,7 @@ from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks, check_ranks
 
 from space_server.attention_choice import choose_ops
-from space_server.calibration import cache_file, cache_folder, calibrate, load_or_measure
+from space_server.calibration import cache_file, calibrate, load_or_measure
 from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.device_steps import why_on_host

@@ -240,12 +240,6 @@ def load_or_measure(file: Path | None, measure: Callable[[], list[Point]]) -> li
     return points
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/spaceserve`, or `~/.cache/spaceserve`."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else Path.home() / ".cache") / "spaceserve"
-
-
 def _processor() -> str:
     """The processor's name, as the system tells it."""
     try:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from space_kernels import cpu_library
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
+from space_kernels.cache_folder import cache_folder
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, ModelError
@@ -23,7 +24,6 @@ from space_model.space_section import SpaceSection
 from space_proto.finding import Finding
 from space_proto.hub import Hub, HubError, Missing, is_hub_id
 
-from space_server.calibration import cache_folder
 from space_server.config import WorkerConfig, parse
 from space_server.energy import Meter, find_sensors
 from space_server.machine_check import TorchBuild, check_compiler, check_gpu, check_shared_memory

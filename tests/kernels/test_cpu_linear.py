@@ -109,6 +109,9 @@ def test_other_numbers_are_refused_or_left_to_torch(library: CpuLibrary) -> None
     weight, bias, x, _ = draw(256, 256)
     with pytest.raises(TypeError, match=r"takes bfloat16 rows; got torch\.float32"):
         CompiledLinear(library, weight, bias)(x.float())
+    for unfit in (weight.float(), weight[:, :255]):
+        with pytest.raises(ValueError, match="takes bfloat16 weights with even inputs"):
+            CompiledLinear(library, unfit, None)
     assert type(cpu_linear(weight, bias)) is CompiledLinear
     assert type(cpu_linear(weight.float(), bias.float())) is not CompiledLinear
     assert type(cpu_linear(weight[:, :255], bias)) is not CompiledLinear
