@@ -34,9 +34,8 @@ class CompiledLinear(nn.Module):
         """
         super().__init__()
         if not self.takes(weight):
-            raise ValueError(
-                f"The compiled product takes bfloat16 weights with even inputs; got {weight.dtype}, {tuple(weight.shape)}."
-            )
+            got = f"{weight.dtype}, {tuple(weight.shape)}"
+            raise ValueError(f"The compiled product takes bfloat16 weights with even inputs; got {got}.")
         self.out_features, self.in_features = weight.shape
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)
