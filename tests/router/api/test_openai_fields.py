@@ -41,7 +41,9 @@ async def test_obfuscated_events_are_of_one_size_and_say_the_same(start: Start, 
     assert hidden[-1] == "data: [DONE]"
     said, shown = ([json.loads(line.removeprefix("data: ")) for line in one[:-1]] for one in (plain, hidden))
     assert len({event.pop("obfuscation") for event in shown}) > 1
-    assert shown[-1]["spaceserve"] == said[-1]["spaceserve"]
+    # How many drafts there was room for depends on when pages were given.
+    assert shown[-1]["spaceserve"].keys() == said[-1]["spaceserve"].keys()
+    assert shown[-1]["spaceserve"]["seed"] == said[-1]["spaceserve"]["seed"] == 1
     assert shown[-1]["choices"][0]["finish_reason"] == said[-1]["choices"][0]["finish_reason"] == "length"
     assert {tuple(event) for event in shown} == {tuple(event) for event in said}  # the same fields, in one order
     assert text_of(shown) == text_of(said) != ""
