@@ -43,12 +43,15 @@ class ApiKey:
     digest: bytes  # sha256
     name: str  # may be logged, and is a label of metrics
     limits: KeyLimits = KeyLimits()
+    is_operator: bool = False  # may do what changes the server for all
 
     @classmethod
-    def of(cls, secret: str, name: str | None = None, limits: KeyLimits | None = None) -> ApiKey:
+    def of(
+        cls, secret: str, name: str | None = None, limits: KeyLimits | None = None, *, is_operator: bool = False
+    ) -> ApiKey:
         """`name` None: the first half of the digest."""
         digest = hashlib.sha256(secret.encode()).digest()
-        return cls(digest, name or digest.hex()[:16], limits or KeyLimits())
+        return cls(digest, name or digest.hex()[:16], limits or KeyLimits(), is_operator)
 
 
 class ApiKeys:
@@ -69,6 +72,10 @@ class ApiKeys:
         known = [hmac.compare_digest(digest, key.digest) for key in self._keys]
         return self._keys[known.index(True)].name if any(known) else None
 
+    def is_operator(self, name: str) -> bool:
+        """Whether the key of this name may do what changes the server for all."""
+        return any(key.is_operator for key in self._keys if key.name == name)
+
     def refusal(self) -> Unauthorized:
         """What somebody hears who has no key."""
         return Unauthorized("The API key is missing or not known. Send `Authorization: Bearer KEY`.")
@@ -82,8 +89,9 @@ def plain_keys(*secrets: str) -> tuple[ApiKey, ...]:
 def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
     """API keys from `given`, separated by commas, and from the file: one per line, `#` starts a comment line.
 
-    Behind a key of the file: `name=NAME`, and the limits of KeyLimits with dashes. Raises ConfigError for a file that
-    cannot be read, holds none, or says something that is not understood; a line is named by its number, never shown.
+    Behind a key of the file: `name=NAME`, `operator=yes`, and the limits of KeyLimits with dashes. Raises
+    ConfigError for a file that cannot be read, holds none, or says something that is not understood; a line is named
+    by its number, never shown.
     """
     keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
     if file is not None:
@@ -114,14 +122,18 @@ def _key(words: list[str]) -> ApiKey:
     fields: dict[str, str] = {}
     for word in rest:
         field, equals, value = word.partition("=")
-        if not equals or field not in ("name", *_LIMITS):
-            raise ValueError(f"behind a key go name=NAME and {', '.join(f'{limit}=N' for limit in _LIMITS)} only")
+        if not equals or field not in ("name", "operator", *_LIMITS):
+            others = ", ".join(f"{limit}=N" for limit in _LIMITS)
+            raise ValueError(f"behind a key go name=NAME, operator=yes and {others} only")
         if field in fields:
             raise ValueError(f"{field} is given twice")
         fields[field] = value
     name = fields.pop("name", None)
     if name is not None and not _NAME.fullmatch(name):
         raise ValueError("a name has 1 to 64 letters, digits and . _ : / @ -")
+    is_operator = "operator" in fields
+    if fields.pop("operator", "yes") != "yes":
+        raise ValueError("operator must be yes, or not be there")
     whole = parse.whole(1, 10**12)
     limits: dict[str, int] = {}
     for field, value in fields.items():
@@ -129,4 +141,4 @@ def _key(words: list[str]) -> ApiKey:
             limits[field.replace("-", "_")] = whole(value)
         except ValueError as error:
             raise ValueError(f"{field} {error}") from None
-    return ApiKey.of(secret, name, KeyLimits(**limits))
+    return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator)

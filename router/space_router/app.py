@@ -9,7 +9,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api import chat, completions, docs, generate, invocations, models, operating, responses, tokens
+from space_router.api import (
+    chat,
+    completions,
+    docs,
+    generate,
+    invocations,
+    models,
+    operating,
+    responses,
+    tokens,
+    workers,
+)
 from space_router.api.access import Access
 from space_router.api.answers import error_answer
 from space_router.api.document import DocumentedApp
@@ -37,7 +48,8 @@ def create_app(service: Service) -> DocumentedApp:
         redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
-    routers = [part.routes(service) for part in (completions, chat, responses, models, generate, tokens, operating)]
+    parts = (completions, chat, responses, models, generate, tokens, operating, workers)
+    routers = [part.routes(service) for part in parts]
     routers += [invocations.routes(service, routers), docs.routes(app.openapi), page.routes()]
     for router in routers:
         app.include_router(router)

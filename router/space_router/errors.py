@@ -6,10 +6,12 @@ RouterError
     ├── InvalidRequest     400: a field is wrong, `param` names it
     ├── TooManyTokens      400: prompt (and answer) do not fit the window
     ├── Unauthorized       401
+    ├── Forbidden          403: the key is known, and is not an operator's
     ├── NotFound           404
     ├── MethodNotAllowed   405
     ├── TimedOut           408: the request's own deadline
     ├── SlowRequest        408: the body came too slowly
+    ├── Conflict           409: something that is under way must end first
     ├── BodyTooLarge       413
     ├── UnsupportedMedia   415
     ├── Overloaded         429, with Retry-After: the queue is full
@@ -81,6 +83,23 @@ class Unauthorized(ApiError):
     def __init__(self, message: str) -> None:
         super().__init__(message, code="invalid_api_key")
         self.headers = {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(ApiError):
+    """Whoever asks is not the one who may."""
+
+    status = 403
+    kind = "permission_error"
+    tgi_kind = "authentication"
+    reason = "unauthorized"
+
+
+class Conflict(ApiError):
+    """Something that is under way must end first."""
+
+    status = 409
+    kind = "invalid_request_error"
+    tgi_kind = "validation"
 
 
 class NotFound(ApiError):

@@ -16,13 +16,14 @@ from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.errors import EngineError
+from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.model_facts import ModelFacts
 from space_router.grpc_face.server import GrpcServer
 from space_router.listening import curl, listening, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText
+from space_router.tls import https
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
         stopping: list[asyncio.Task[None]] = []
 
         async def stop() -> None:
+            service.restart.cancel()
             if not await engine.drain(config.drain_timeout):
                 log.warning("requests were still running after %g s: they end with an error", config.drain_timeout)
             await engine_scope.aclose()
@@ -88,6 +90,15 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
             say(f"stopping: running requests have {config.drain_timeout:g} s to finish")
             stopping.append(asyncio.create_task(stop()))
 
+        def restart() -> None:
+            try:
+                service.restart.begin()
+            except RestartRefused as refused:
+                log.warning("%s: %s", signal.SIGUSR1.name, refused)
+            else:
+                say(f"restarting {service.restart.num_wanted} workers, one after the other")
+
+        certificate = config.certificate()
         server = WebServer(
             uvicorn.Config(
                 create_app(service),
@@ -96,8 +107,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
+                ssl_context_factory=None if certificate is None else lambda *_: https(certificate),
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             ),
             signalled,
@@ -111,6 +121,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
             if face is not None:
                 await face_scope.enter_async_context(face)
                 say(f"gRPC on {face.address}")
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, restart)
             watching = asyncio.create_task(_watch(service, address, say))
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             try:

@@ -53,6 +53,17 @@ class ChatServer:
                 raise ChatError(f"What answers at {self.url} is no spaceserve: its /info is something else.") from None
             return value
 
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of another route, a POST where there is a body. Raises ChatError."""
+        with closing(self._connect(CONNECT_SECONDS)) as connection:
+            sent = None if body is None else json.dumps(body).encode()
+            answer = self._answer(connection, "GET" if body is None else "POST", path, sent)
+            try:
+                value: dict[str, Any] = json.loads(answer.read())
+            except (ValueError, OSError, http.client.HTTPException) as error:
+                raise BrokenAnswer(f"{self.url}{path} answered something else than JSON ({error}).") from None
+            return value
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
         """The events of an answer; closing the iterator closes the connection, which ends the request there.
 

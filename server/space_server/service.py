@@ -71,8 +71,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if self._writing is not None:  # it may never read that
                 self._writing.reschedule(asyncio.get_running_loop().time() + DISPLACED_SECONDS)
         async with self._turn:
-            if self._newest is not stream or self._draining:
-                reason = "The worker is draining." if self._draining else "Another router has connected to this worker."
+            is_ending = self._draining or self.finished.is_set()
+            if self._newest is not stream or is_ending:
+                reason = "The worker is draining." if is_ending else "Another router has connected to this worker."
                 await context.write(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
                 return
             conversation = self._conversation = Conversation(self._worker)

@@ -301,6 +301,9 @@ def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_sig
             assert not any(s.error for report in reports for s in report.sequences) or by_signal
             await peer.last_word()
             await asyncio.wait_for(service.finished.wait(), 10)
+            last = await connect().last_word()  # the process still listens, and ends
+            assert last is not None
+            assert last.refusal.reason == "The worker is draining."
 
     run(scenario)
 

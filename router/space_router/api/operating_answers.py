@@ -41,6 +41,37 @@ class Load(Answer):
     draining: bool
 
 
+class RestartProgress(Answer):
+    """Of the rolling restart that was asked for last."""
+
+    state: Literal["none", "running", "done", "failed"]
+    num_done: Count
+    num_wanted: Count
+    error: str | None
+
+
+class WorkerState(Answer):
+    """One worker, as the router knows it."""
+
+    number: Count
+    name: str
+    state: Literal["up", "leaving", "away"]
+    address: str | None
+    incarnation: str | None
+    num_incarnations: Count
+    num_running: Count
+    num_cached_blocks: Count
+    num_available_blocks: Count
+    trouble: str | None
+
+
+class Workers(Answer):
+    """Every worker, and how far a rolling restart is."""
+
+    workers: list[WorkerState]
+    restart: RestartProgress
+
+
 class Cancelled(Answer):
     """A request that was ended by its id."""
 

@@ -21,8 +21,10 @@ TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
 _MEANING = {
     400: "A field is wrong: `param` names it. Or prompt and answer do not fit the window.",
     401: "The API key is missing or not known.",
+    403: "The API key is not an operator's.",
     404: "There is no such model, adapter or request.",
     408: "The request's own deadline has passed, or would.",
+    409: "Another restart is under way.",
     413: "The body exceeds `--max-body`.",
     415: "The body is not announced as JSON.",
     422: "A field is wrong.",

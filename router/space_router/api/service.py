@@ -12,6 +12,7 @@ from space_router.api_keys import ApiKeys, KeyLimits
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request import Grammar
+from space_router.engine.rolling_restart import RollingRestart
 from space_router.errors import Unavailable
 from space_router.metrics import Metrics
 from space_router.text.grammar import GrammarCheck
@@ -32,12 +33,14 @@ class Service:
     draining: bool = False  # SIGTERM has come
     keys: ApiKeys = field(init=False)
     allowances: Allowances = field(init=False)
+    restart: RollingRestart = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
         limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
         self.keys = ApiKeys(config.api_keys)
         self.allowances = Allowances(config.api_keys, limits, self.metrics)
+        self.restart = RollingRestart(self.engine.seats, back_seconds=config.worker_start_timeout)
 
     @property
     def ready(self) -> bool:

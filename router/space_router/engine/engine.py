@@ -105,8 +105,9 @@ class Engine:
                 tokenizer_hash=tokenizer_hash,
                 worker_timeout=config.worker_timeout,
                 max_prefill_rows=config.max_prefill_rows,
+                number=number,
             )
-            for source in worker_sources(config, worker_argv)
+            for number, source in enumerate(worker_sources(config, worker_argv))
         ]
 
     def new_scheduler(self, facts: ModelFacts) -> Scheduler:
@@ -248,7 +249,7 @@ class Engine:
         """A worker has said hello, and is empty."""
         if seat.scheduler is not None:
             self.facts = seat.scheduler.facts
-        if seat.num_incarnations > 1:
+        if seat.num_incarnations > 1 and seat.retired is None:
             self._observer.worker_restarted()
         self._observer.workers(len(self._schedulers()))
         self._up.set()

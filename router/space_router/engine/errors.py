@@ -12,6 +12,7 @@ EngineError
 │   ├── DeadlineExceeded    the request's own time is over, or too short (then also raised by Engine.submit)
 │   ├── RequestFailed       this request alone failed in the worker
 │   └── RequestCancelled    somebody cancelled it by its name
+├── RestartRefused          an operator's wish that cannot be granted now
 └── WorkerStartFailed       no worker can be started at all (a bad model path, for example)
 """
 
@@ -115,3 +116,11 @@ class WorkerStartFailed(EngineError):
 
 class ProtocolViolation(EngineError):
     """A worker contradicted the contract; it is not trusted any more and is started again."""
+
+
+class RestartRefused(EngineError):
+    """Workers cannot be restarted as it was wished."""
+
+    def __init__(self, message: str, *, is_busy: bool = False) -> None:
+        super().__init__(message)
+        self.is_busy = is_busy  # another restart is under way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 10  # in a row, of a worker that was up before: it does not start, or comes back as another
 STEADY_SECONDS = 10.0  # that a worker has to be up before it counts as one that works
 MAX_CRASHES = 3  # in a row, of workers that were not up for so long: then the next has to prove itself first
+ENDING_SECONDS = 10.0  # that a worker which runs nothing may take to end, once it is told to
 
 
 class WorkerSource(Protocol):
@@ -72,8 +74,11 @@ class Seat:
         tokenizer_hash: str | None,
         worker_timeout: float,
         max_prefill_rows: int,
+        number: int = 0,
     ) -> None:
+        self.number = number  # among the seats of its router
         self.source = source
+        self.trouble = ""  # why the last worker was lost, or none could be had
         self.scheduler: Scheduler | None = None  # None: nobody is up
         self.num_incarnations = 0
         self.num_crashes = 0  # in a row: no worker was up for long in between
@@ -82,6 +87,15 @@ class Seat:
         self._worker_timeout = worker_timeout
         self._max_prefill_rows = max_prefill_rows
         self._link: Link | None = None
+        self._news = asyncio.Event()  # something has changed here
+
+    retired: str | None = None  # incarnation that was taken off duty: nothing has gone wrong; until another is up
+    is_given_up = False  # no worker will come any more
+
+    @property
+    def address(self) -> str | None:
+        """Where its worker listens; None: nobody is up."""
+        return None if self._link is None else self._link.address
 
     @property
     def steady(self) -> bool:
@@ -93,6 +107,39 @@ class Seat:
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
             self._link.send(commands)
 
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something that comes true by what happens here: a worker comes, reports, or is lost."""
+        while not holds():
+            self._news.clear()
+            await self._news.wait()
+
+    async def retire(self, *, finish_seconds: float) -> None:
+        """Take the worker off duty and end it; what it still runs after so many seconds goes on elsewhere, with the
+        same text. Over once the worker has ended, or is lost.
+        """
+        scheduler, link = self.scheduler, self._link
+        if scheduler is None or link is None:
+            return
+        logger.info("%s is taken off duty: what it runs has %g s to finish", self.source.name, finish_seconds)
+        scheduler.closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(finish_seconds):
+                await self.until(lambda: self._link is not link or not scheduler.sequences)
+        for sequence in scheduler.running:
+            scheduler.recall(sequence.live)
+        self.flush()
+        await self.until(lambda: self._link is not link or not scheduler.sequences)
+        if self._link is not link:
+            return
+        self.retired = link.hello.incarnation
+        link.send([worker_pb2.Command(drain=worker_pb2.Drain())])
+        try:
+            async with asyncio.timeout(ENDING_SECONDS):
+                await self.until(lambda: self._link is not link)
+        except TimeoutError:
+            link.give_up(f"did not end within {ENDING_SECONDS:g} s of being told to")
+            await self.until(lambda: self._link is not link)
+
     async def run(self, engaged: Engaged) -> None:
         """For ever; raises WorkerStartFailed once there is no hope of a worker here."""
         num_failed_starts = 0
@@ -103,21 +150,31 @@ class Seat:
                 watchdog = Watchdog(self._worker_timeout, start_seconds=asyncio.get_running_loop().time() - begun)
                 await self._converse(address, engaged, watchdog)
             except (WorkerDidNotStart, WorkerMismatch) as error:
+                self.trouble = str(error)
                 num_failed_starts += 1
                 self.num_crashes += 1
+                self._news.set()  # heard once this moment is over
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
+                    self.is_given_up = True
                     raise WorkerStartFailed(str(error)) from error
                 logger.error("%s", error)
             except (LinkLost, ProtocolViolation) as error:
                 num_failed_starts = 0
-                logger.warning("%s is lost: %s", self.source.name, error)
-            except Exception:  # whatever it was, a fresh worker and the requests' own ids set it right
+                self.trouble = str(error)
+                if self.retired is not None:
+                    logger.info("%s ends as it was told to: %s", self.source.name, error)
+                else:
+                    logger.warning("%s is lost: %s", self.source.name, error)
+            except Exception as error:  # whatever it was, a fresh worker and the requests' own ids set it right
+                self.trouble = f"{type(error).__name__} in the router"
                 logger.exception("%s is started again after an error of the router", self.source.name)
 
     async def _converse(self, address: str, engaged: Engaged, watchdog: Watchdog) -> None:
         async with Link(
             address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash, credentials=self.source.credentials
         ) as link:
+            if link.hello.incarnation == self.retired:
+                raise LinkLost(f"the worker at {address} has not ended yet")
             facts = ModelFacts.from_hello(link.hello)
             engaged.expect(facts)
             scheduler = self._schedule(facts)
@@ -132,6 +189,8 @@ class Seat:
             cause = Cause.OUTSIDE
             try:
                 engaged.worker_up(self)
+                self.retired = None
+                self._news.set()
                 await self._listen(link, scheduler, engaged, watchdog)
             except LinkRefused:
                 self.num_crashes += 1  # where two routers want one worker neither is called ready
@@ -139,7 +198,9 @@ class Seat:
             except (LinkLost, ProtocolViolation):
                 self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
                 engaged.worker_away(self)
-                cause = await self.source.inquest()
+                cause = await self.source.inquest()  # gives one that was told to end the time for it, too
+                if self.retired is not None:
+                    cause = Cause.OUTSIDE
                 if cause is Cause.ITSELF:
                     self.num_crashes += 1
                 else:
@@ -148,6 +209,7 @@ class Seat:
             finally:
                 self.scheduler = self._link = None
                 engaged.worker_lost(self, scheduler, cause)
+                self._news.set()
 
     async def _listen(self, link: Link, scheduler: Scheduler, engaged: Engaged, watchdog: Watchdog) -> None:
         """Pass on what the worker says, until it is lost."""
@@ -156,6 +218,7 @@ class Seat:
         while True:
             report = await link.report()
             engaged.worker_report(self, report)
+            self._news.set()
             now = clock()
             if now - begun > STEADY_SECONDS:
                 self._works()

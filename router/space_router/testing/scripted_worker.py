@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.violations: list[str] = []
         self.figures = Figures()
         self.num_lives = 1  # incarnations so far
+        self._name = uuid.uuid4().hex[:8]  # of this process
         self.drained = asyncio.Event()
         self._listen = listen
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -76,7 +78,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         script = self.script
         return worker_pb2.Hello(
             protocol_major=script.protocol_major,
-            incarnation=f"life {self.num_lives}",
+            incarnation=f"life {self.num_lives} of {self._name}",
             model_hash=script.model_hash,
             tokenizer_hash=script.tokenizer_hash,
             vocab_size=script.vocab_size,

@@ -76,7 +76,7 @@ class Link:
         self._silence = 0.0  # seconds since the last word, in which this process ran itself
         self._last_look = 0.0
         self._watch: asyncio.TimerHandle | None = None
-        self._given_up = False
+        self._given_up: str | None = None  # why
         self._closed = False
 
     async def __aenter__(self) -> Link:
@@ -119,8 +119,12 @@ class Link:
         if self._silence < patience:
             self._watch = loop.call_later(pause, self._look)
         else:
-            self._given_up = True
-            self._call.cancel()
+            self.give_up(f"said nothing for {self._silence:.3g} s")
+
+    def give_up(self, why: str) -> None:
+        """Hang up: whoever waits for a report hears LinkLost, with this reason."""
+        self._given_up = why
+        self._call.cancel()
 
     async def _read(self) -> worker_pb2.WorkerMessage:
         try:
@@ -129,8 +133,8 @@ class Link:
             raise LinkLost(f"the worker at {self.address} is gone: {error.details()}") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._given_up and not (task is not None and task.cancelling()):
-                raise LinkLost(f"the worker at {self.address} said nothing for {self._silence:.3g} s") from None
+            if self._given_up is not None and not (task is not None and task.cancelling()):
+                raise LinkLost(f"the worker at {self.address} {self._given_up}") from None
             raise
         if not isinstance(message, worker_pb2.WorkerMessage):
             raise LinkLost(f"the worker at {self.address} ended the conversation")

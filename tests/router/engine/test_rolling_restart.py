@@ -1,0 +1,199 @@
+"""Workers are ended and started again one after the other, and nobody's text is cut or changed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.engine.errors import RestartRefused
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.rolling_restart import RestartState, RollingRestart
+from space_router.metrics import Metrics
+from space_router.testing import Script, ScriptedWorker
+from space_router.workers.remote import RemoteWorker
+from space_router.workers.supervisor import Supervisor
+
+Make = Callable[..., ValidRequest]
+Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
+SCRIPT = Script(eos_ids=())
+LIMIT = 60.0
+
+
+def argv(*flags: str) -> Callable[[ServeConfig, str], Sequence[str]]:
+    base = [sys.executable, "-m", "space_router.testing", "--block-size", "4", "--num-blocks", "256"]
+    return lambda config, address: [*base, "--listen", address, *flags]
+
+
+@asynccontextmanager
+async def three_workers(*flags: str, num_workers: int = 3) -> AsyncIterator[tuple[Engine, RollingRestart, Metrics]]:
+    """As processes of this machine; at the end every page of all of them is back."""
+    metrics = Metrics()
+    config = ServeConfig(workers=num_workers, worker_start_timeout=LIMIT)
+    async with Engine(config, metrics, worker_argv=argv("--step-seconds", "0.01", *flags)) as engine:
+        restart = RollingRestart(engine.seats, back_seconds=LIMIT)
+        for seat in engine.seats:
+            await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
+        yield engine, restart, metrics
+        while engine.load().blocks_held:  # noqa: ASYNC110  pages come back with reports, which are no events here
+            await asyncio.sleep(0.01)
+        engine.check()
+
+
+async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
+    async with engine.submit(request) as stream:
+        return tuple([token async for delta in stream for token in delta.tokens])
+
+
+def run(body: Any) -> None:
+    asyncio.run(asyncio.wait_for(body, LIMIT))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_worker_is_another_process_afterwards_and_streams_have_the_same_text(
+    num_workers: int, request_of: Make, answer: Answer
+) -> None:
+    async def whole() -> None:
+        async with three_workers(num_workers=num_workers) as (engine, restart, metrics):
+            sources = [seat.source for seat in engine.seats if isinstance(seat.source, Supervisor)]
+            before = [source.pid for source in sources]
+            assert len(before) == num_workers
+            requests = [
+                request_of(5 + i, 150, name=str(i), sampling=Sampling(seed=i, temperature=float(i % 2)))
+                for i in range(12)
+            ]
+            streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+            await asyncio.sleep(0.1)
+            restart.begin(finish_seconds=0.0)
+            await restart.wait()
+            assert (restart.state, restart.error) == (RestartState.DONE, "")
+            assert restart.num_done == num_workers
+            assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+            assert not {source.pid for source in sources} & set(before)
+            assert metrics.value("spaceserve_worker_restarts_total") == 0  # nothing that should wake anybody
+            assert metrics.value("spaceserve_worker_up") == num_workers
+
+    run(whole())
+
+
+def test_streams_that_end_in_time_are_computed_where_they_began(request_of: Make) -> None:
+    async def whole() -> None:
+        async with three_workers(num_workers=2) as (engine, restart, _):
+            streams = [engine.submit(request_of(6, 60, name=str(i))) for i in range(4)]
+            for stream in streams:
+                await stream.__aenter__()
+            await engine.seats[0].until(lambda: engine.load().num_running == 4)
+            restart.begin(finish_seconds=LIMIT)
+            for stream in streams:
+                assert sum([len(delta.tokens) async for delta in stream]) == 60
+                await stream.__aexit__(None, None, None)
+            await restart.wait()
+            assert restart.state is RestartState.DONE
+            assert all(stream.statistics.num_worker_losses == 0 for stream in streams)
+            assert all(stream.statistics.num_preemptions == 0 for stream in streams)
+
+    run(whole())
+
+
+def test_nothing_new_goes_to_a_worker_that_is_taken_off_duty(request_of: Make) -> None:
+    async def whole() -> None:
+        async with three_workers(num_workers=2) as (engine, _, _):
+            long = engine.submit(request_of(6, 400, name="long"))
+            async with long:
+                (seat,) = [one for one in engine.seats if one.scheduler is not None and one.scheduler.num_running]
+                retiring = asyncio.create_task(seat.retire(finish_seconds=LIMIT))
+                await asyncio.sleep(0)
+                await asyncio.gather(*(text_of(engine, request_of(6, 5, name=str(i))) for i in range(6)))
+                assert seat.scheduler is not None
+                assert seat.scheduler.num_running == 1
+            await retiring
+            await seat.until(lambda: seat.num_incarnations == 2)
+
+    run(whole())
+
+
+def test_a_worker_that_does_not_come_back_stops_the_rest(request_of: Make, answer: Answer) -> None:
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            workers = [await stack.enter_async_context(ScriptedWorker(SCRIPT)) for _ in range(2)]
+            config = ServeConfig(worker_address=tuple(worker.address for worker in workers))
+            engine = await stack.enter_async_context(Engine(config, Metrics()))
+            for seat in engine.seats:
+                assert isinstance(seat.source, RemoteWorker)
+                await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
+            restart = RollingRestart(engine.seats, back_seconds=0.3)
+            stack.callback(restart.cancel)
+            gone = asyncio.create_task(_end(workers[0]))
+            restart.begin(finish_seconds=0.0)
+            await restart.wait()
+            await gone
+            assert restart.state is RestartState.FAILED
+            assert f"the worker at {workers[0].address} was not up within 0.3 s" in restart.error
+            assert engine.seats[1].num_incarnations == 1
+            request = request_of(6, 20)
+            assert await text_of(engine, request) == answer(request, SCRIPT)
+
+    run(whole())
+
+
+async def _end(worker: ScriptedWorker) -> None:
+    """What the process around a worker does: it ends when the worker is drained, and here nobody starts another."""
+    await worker.drained.wait()
+    await worker.__aexit__(None, None, None)
+
+
+def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_started_it(
+    tmp_path: Any, request_of: Make, answer: Answer
+) -> None:
+    async def kept_alive(listen: str, lives: list[int]) -> None:
+        """As Kubernetes or systemd would."""
+        while True:
+            process = await asyncio.create_subprocess_exec(*argv("--step-seconds", "0.01")(ServeConfig(), listen))
+            lives.append(process.pid)
+            try:
+                await process.wait()
+            except asyncio.CancelledError:
+                process.kill()
+                await process.wait()
+                raise
+
+    async def whole() -> None:
+        addresses = tuple(f"unix:{tmp_path}/{number}.sock" for number in range(2))
+        lives: list[int] = []
+        async with asyncio.TaskGroup() as group:
+            keeping = [group.create_task(kept_alive(address, lives)) for address in addresses]
+            async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
+                for seat in engine.seats:
+                    await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
+                restart = RollingRestart(engine.seats, back_seconds=LIMIT)
+                requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
+                streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+                await asyncio.sleep(0.1)
+                restart.begin(finish_seconds=0.0)
+                await restart.wait()
+                assert (restart.state, restart.error) == (RestartState.DONE, "")
+                assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+                assert len(lives) == 4
+            for task in keeping:
+                task.cancel()
+
+    run(whole())
+
+
+def test_one_restart_at_a_time_and_of_workers_that_exist() -> None:
+    async def whole() -> None:
+        async with three_workers(num_workers=2) as (_, restart, _):
+            with pytest.raises(RestartRefused, match="There is no worker 7; there are 0, 1"):
+                restart.begin(numbers=[1, 7])
+            restart.begin(numbers=[1])
+            with pytest.raises(RestartRefused, match="0 of 1 workers done"):
+                restart.begin()
+            await restart.wait()
+            assert restart.num_done == restart.num_wanted == 1
+
+    run(whole())
