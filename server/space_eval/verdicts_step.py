@@ -23,6 +23,8 @@ class RecordedModel(SpaceModel):
 
     def __init__(self, model: SpaceModel) -> None:
         vars(self).update(vars(model))
+        if self.draft_head is not None:  # compiled it would rescore where nobody sees it; the bits are the same
+            self.draft_head = replace(self.draft_head, compiled=None)
         self.last_logits = torch.empty(0)
         self.rescored: list[tuple[Tensor, Tensor]] = []  # per mask: ids [M], logits [M]
 

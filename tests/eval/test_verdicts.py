@@ -1,6 +1,8 @@
 """The worker's step under each rule yields what enumeration says, and its text where the verdict is the served one."""
 
 import json
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from space_eval.verdict_rules import Rule
 from space_eval.verdicts_law import ModelLaws, run_law
 from space_eval.verdicts_report import decoding_row, same_places, tokens_per_step
 from space_eval.verdicts_step import Place, ruled_worker
+from space_kernels.draft_head import NUM_CANDIDATES
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
@@ -21,6 +24,7 @@ from space_server.controller import FixedLayout
 from space_server.worker import Worker
 
 PROMPT = [1, 4, 2]
+EMBEDDED = Path(str(files("space_demo")))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,19 @@ def test_drafts_were_drawn_from_the_laws_that_judge_them(folder: Path) -> None:
         assert 0 <= place.same_drafts[Rule.BLOCK] <= place.num_drafted
     assert stepper._q.sum(axis=1) == pytest.approx(1)
     assert stepper._q[:, list(worker.facts.mask_ids)].max(initial=0.0) == 0
+
+
+def test_the_laws_of_drafts_are_known_where_the_draft_head_is_compiled() -> None:
+    model = load_model(EMBEDDED, dtype="bfloat16")
+    head = model.draft_head
+    assert head is not None
+    found = []
+    for model.draft_head in (head, replace(head, compiled=None)):
+        worker, stepper = ruled_worker(model, Rule.TOKEN_WISE, num_drafts=3, seed=0)
+        tokens = text_of(worker, 3)
+        found.append((tokens, [place.first_draft for place in stepper.places]))
+        assert ((stepper._q > 0).sum(axis=1) <= NUM_CANDIDATES).all()
+    assert found[0] == found[1]
 
 
 def text(*steps: tuple[int, int]) -> Generation:
