@@ -23,6 +23,7 @@ from space_router.listening import curl, listening, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText
+from space_router.tls import https
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
             else:
                 say(f"restarting {service.restart.num_wanted} workers, one after the other")
 
+        certificate = config.certificate()
         server = WebServer(
             uvicorn.Config(
                 create_app(service),
@@ -105,8 +107,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                ssl_certfile=config.tls_cert,
-                ssl_keyfile=config.tls_key,
+                ssl_context_factory=None if certificate is None else lambda *_: https(certificate),
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             ),
             signalled,

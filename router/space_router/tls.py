@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
+from space_proto.certificate import CertificateError, CertificateFiles
 
 from space_router import parse
 from space_router.errors import ConfigError
@@ -21,7 +21,7 @@ class TlsSettings:
         None,
         "HTTP and gRPC",
         "certificate of this server with those that lead to its authority, PEM; with it HTTP is HTTPS and gRPC is "
-        "encrypted too (TLS 1.2 at least). Read at start: a renewed one needs a restart",
+        "encrypted too (TLS 1.2 at least). A renewed one is shown from the next handshake on",
         parse.text,
         "PATH",
     )
@@ -45,7 +45,7 @@ class TlsSettings:
         """Raises ConfigError for files that are missing or do not fit, and for flags that would do nothing."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together: give both.")
-        _check_pair(self.tls_cert, self.tls_key, "--tls-cert", "--tls-key")
+        self.certificate()
         if host.startswith("unix:") and self.tls_cert is not None:
             raise ConfigError("--tls-cert does nothing on a Unix socket: leave it out, or give --host an address.")
         if host.startswith("unix:") and grpc_port is not None:
@@ -55,45 +55,40 @@ class TlsSettings:
             raise ConfigError("--worker-tls-ca, --worker-tls-cert and --worker-tls-key go together: give all three.")
         if any(given) and (not worker_address or any(one.startswith("unix:") for one in worker_address)):
             raise ConfigError("--worker-tls-ca goes with --worker-address HOST:PORT only: other workers are local.")
-        if self.worker_tls_ca is not None:
-            _read(self.worker_tls_ca, "--worker-tls-ca")
-        _check_pair(self.worker_tls_cert, self.worker_tls_key, "--worker-tls-cert", "--worker-tls-key")
+        self.worker_certificate()
 
-    def grpc_server_credentials(self) -> grpc.ServerCredentials | None:
-        """For clients; None: not encrypted."""
+    def certificate(self) -> CertificateFiles | None:
+        """Shown to clients; None: not encrypted. Raises ConfigError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        return grpc.ssl_server_credentials([(_read(self.tls_key, "--tls-key"), _read(self.tls_cert, "--tls-cert"))])
+        return _files(f"--tls-cert={self.tls_cert!r} --tls-key={self.tls_key!r}", self.tls_cert, self.tls_key)
 
-    def worker_credentials(self) -> grpc.ChannelCredentials | None:
-        """For workers elsewhere; None: not encrypted."""
+    def worker_certificate(self) -> CertificateFiles | None:
+        """Shown to workers elsewhere, and whom they must be signed by; None: not encrypted. Raises ConfigError."""
         if self.worker_tls_ca is None or self.worker_tls_cert is None or self.worker_tls_key is None:
             return None
-        return grpc.ssl_channel_credentials(
-            _read(self.worker_tls_ca, "--worker-tls-ca"),
-            _read(self.worker_tls_key, "--worker-tls-key"),
-            _read(self.worker_tls_cert, "--worker-tls-cert"),
+        return _files(
+            f"--worker-tls-cert={self.worker_tls_cert!r} --worker-tls-key={self.worker_tls_key!r} "
+            f"--worker-tls-ca={self.worker_tls_ca!r}",
+            self.worker_tls_cert,
+            self.worker_tls_key,
+            self.worker_tls_ca,
         )
 
 
-def _read(path: str, flag: str) -> bytes:
-    try:
-        content = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{flag}={path!r}: cannot be read: {error.strerror}.") from None
-    if b"-----BEGIN " not in content:
-        raise ConfigError(f"{flag}={path!r}: is no PEM file.")
-    return content
+def https(files: CertificateFiles) -> ssl.SSLContext:
+    """For an HTTP server that shows what the files say at each handshake."""
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = files.latest().context
+
+    listening = files.last.context
+    listening.sni_callback = choose  # which is called without a server's name, too
+    return listening
 
 
-def _check_pair(cert: str | None, key: str | None, cert_flag: str, key_flag: str) -> None:
-    if cert is None or key is None:
-        return
-    _read(cert, cert_flag)
-    _read(key, key_flag)
+def _files(flags: str, *paths: str) -> CertificateFiles:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(Path(cert).expanduser(), Path(key).expanduser())
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(
-            f"{cert_flag}={cert!r} {key_flag}={key!r}: they do not go together: {getattr(error, 'reason', error)}."
-        ) from None
+        return CertificateFiles(*(Path(path).expanduser() for path in paths))
+    except CertificateError as error:
+        raise ConfigError(f"{flags}: {error}.") from None

@@ -10,11 +10,12 @@ from typing import Literal
 
 from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
+from space_proto.certificate import CertificateFiles
 
 from space_server.energy import POWERCAP
 from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
-from space_server.tls import Tls
+from space_server.tls import mutual_tls
 
 LARGEST_BLOCK = 256
 """Slots of a block: what flash-attn 2 asks for."""
@@ -34,7 +35,7 @@ class WorkerConfig:
     download_folder: Path | None  # of downloaded models; None: huggingface_hub's own
     offline: bool  # ask no hub
     listen: str  # unix:PATH or HOST:PORT
-    tls: Tls | None  # mutual TLS with routers
+    tls: CertificateFiles | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
@@ -84,7 +85,8 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--tls-client-ca",
         metavar="PATH",
         help="authority whose certificates routers must show, PEM; with --tls-cert and --tls-key the port speaks "
-        "mutual TLS. Without, whoever reaches HOST:PORT can use this worker",
+        "mutual TLS. Without, whoever reaches HOST:PORT can use this worker. Renewed files count from the next "
+        "connection on",
     )
     parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
@@ -203,7 +205,7 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     options = vars(parser.parse_args(arguments))
     options["exact"], options["offline"] = options["exact"] == "on", options["offline"] == "on"
     try:
-        options["tls"] = Tls.read(*(options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca")))
+        options["tls"] = mutual_tls(*(options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca")))
     except ValueError as error:
         parser.error(str(error))
     if options["tls"] is not None and options["listen"].startswith("unix:"):

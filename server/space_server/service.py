@@ -13,10 +13,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
+from space_proto.certificate import CertificateFiles, server_credentials
 
 from space_server.conversation import Conversation, ConversationFailed, Drained
 from space_server.energy import Meter
-from space_server.tls import Tls
 from space_server.worker import Worker
 
 HEARTBEAT_SECONDS = 1.0
@@ -143,7 +143,9 @@ async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Convers
         conversation.close()
 
 
-async def start_server(service: WorkerService, address: str, tls: Tls | None = None) -> tuple[grpc.aio.Server, str]:
+async def start_server(
+    service: WorkerService, address: str, tls: CertificateFiles | None = None
+) -> tuple[grpc.aio.Server, str]:
     """Listen on `unix:PATH` (for this user alone) or `HOST:PORT` (port 0: a free one); the server, and where it
     listens.
 
@@ -153,7 +155,10 @@ async def start_server(service: WorkerService, address: str, tls: Tls | None = N
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     before = os.umask(0o177)  # a socket has mode 0600 from its first moment on
     try:
-        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls.credentials())
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError as error:
         raise OSError(f"Cannot listen on {address}: {error}") from error
     finally:

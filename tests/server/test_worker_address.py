@@ -17,7 +17,7 @@ from space_server.config import parse
 from space_server.controller import FixedLayout
 from space_server.service import WorkerService, start_server
 from space_server.testing import ScriptedModel
-from space_server.tls import Tls
+from space_server.tls import mutual_tls
 from space_server.worker import Worker
 
 SOON = 10.0
@@ -52,7 +52,7 @@ def test_only_a_router_with_a_certificate_of_the_named_authority_is_heard(tmp_pa
     of_worker, of_router = signed(tmp_path, "worker", ours), signed(tmp_path, "router", ours)
     of_stranger = signed(tmp_path, "stranger", other)
     root = ours.cert.read_bytes()
-    tls = Tls.read(str(of_worker.cert), str(of_worker.key), str(ours.cert))
+    tls = mutual_tls(str(of_worker.cert), str(of_worker.key), str(ours.cert))
 
     async def scenario() -> None:
         server, address = await start_server(WorkerService(a_worker()), "localhost:0", tls)

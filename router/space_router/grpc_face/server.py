@@ -6,6 +6,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from space_proto import generate_pb2, generate_pb2_grpc
+from space_proto.certificate import server_credentials
 
 from space_router.api.service import Service
 from space_router.errors import ConfigError
@@ -49,11 +50,11 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         shown = f"[{host}]" if ":" in host else host
         try:
-            credentials = service.config.grpc_server_credentials()
-            if credentials is None:
+            certificate = service.config.certificate()
+            if certificate is None:
                 bound = self._server.add_insecure_port(f"{shown}:{port}")
             else:
-                bound = self._server.add_secure_port(f"{shown}:{port}", credentials)
+                bound = self._server.add_secure_port(f"{shown}:{port}", server_credentials(certificate))
         except RuntimeError:
             raise ConfigError(
                 f"--host={host!r} --grpc-port={port}: cannot listen there: the port is taken, or the address is not "

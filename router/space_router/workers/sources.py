@@ -14,8 +14,8 @@ def worker_sources(
 ) -> list[RemoteWorker | Supervisor]:
     """The addresses that the config names, else a process for each of its `workers`, started as `worker_argv` says."""
     if config.worker_address:
-        credentials = config.worker_credentials()
-        return [RemoteWorker(address, credentials) for address in config.worker_address]
+        certificate = config.worker_certificate()
+        return [RemoteWorker(address, certificate) for address in config.worker_address]
     return [
         Supervisor(
             lambda address: worker_argv(config, address),

@@ -15,6 +15,7 @@ from space_router.config import ServeConfig, build
 from space_router.testing import Script, ScriptedWorker
 from space_router.testing.certificates import Certificate, authority, signed
 from space_router.workers.link import Link, LinkLost, WorkerMismatch
+from space_router.workers.remote import RemoteWorker
 from space_router.workers.watchdog import Watchdog
 
 START = worker_pb2.Command(start=worker_pb2.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=3))
@@ -156,10 +157,10 @@ def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Path) -> 
         needed = grpc.ssl_server_credentials([pair], ours.cert.read_bytes(), require_client_auth=True)
         address = f"localhost:{server.add_secure_port('localhost:0', needed)}"
         await server.start()
-        credentials = config(ours).worker_credentials()
+        credentials = RemoteWorker(address, config(ours).worker_certificate()).credentials
         async with Link(address, watchdog=Watchdog(5.0), credentials=credentials) as link:
             assert link.hello.model_name == "scripted"
-        for stranger in (config(other).worker_credentials(), None):
+        for stranger in (RemoteWorker(address, config(other).worker_certificate()).credentials, None):
             with pytest.raises(LinkLost):
                 async with Link(address, watchdog=Watchdog(5.0), credentials=stranger):
                     pytest.fail("it was heard")
