@@ -9,7 +9,8 @@ from space_router.engine.errors import DeadlineExceeded, EngineError, RequestFai
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
-from space_router.engine.scheduler import Scheduler, best_placement
+from space_router.engine.routing import best_placement
+from space_router.engine.scheduler import Scheduler
 
 MAX_WAITS = 4  # times one request lets others compute a prefix that it could share
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from space_proto import worker_pb2
@@ -342,6 +341,11 @@ class Scheduler:
         self._commands.append(wire.release(sequence.seq_id))
 
     @property
+    def num_prefill_ahead(self) -> int:
+        """Prompt ids that wait in the worker to be computed, of each sequence those of one step at most."""
+        return self._prefill_ahead
+
+    @property
     def could_step(self) -> bool:
         """Some sequence has all it needs, so that the worker should be stepping."""
         return any(not s.starving for s in self.running)
@@ -378,12 +382,6 @@ class Scheduler:
 
     def _most_slots(self, live: LiveRequest) -> int:
         return min(live.final_slots, self.facts.window)
-
-
-def best_placement(live: LiveRequest, schedulers: Iterable[Scheduler]) -> tuple[Scheduler, Placement] | None:
-    """On the worker that shares the longest prefix; then on the least busy; then where most room is."""
-    placed = [(scheduler, placement) for scheduler in schedulers if (placement := scheduler.placement(live))]
-    return max(placed, key=lambda p: (len(p[1].shared), -p[0].num_running, p[0].pool.num_available), default=None)
 
 
 def _blocks(num_slots: int, block_size: int) -> int:
