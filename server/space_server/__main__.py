@@ -1,23 +1,29 @@
 """`python -m space_server`: load a model, listen, step.
 
-Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM or Drain, 2 for settings that make no
-sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there, 5 for an address that cannot be had,
-6 when the parent process is gone, 7 when one of several ranks is.
+Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM, SIGINT or Drain, 2 for settings that
+make no sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there, 5 for an address that cannot be
+had, 6 when the parent process is gone, 7 when one of several ranks is.
 """
 
 from __future__ import annotations
+
+import os
+import signal
+
+if __name__ == "__main__":  # torch and transformers take seconds to import: who ends this meanwhile is not shown where
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, lambda number, frame: os._exit(0))
 
 import asyncio
 import contextlib
 import functools
 import logging
-import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType
 from typing import Literal
 
@@ -27,6 +33,7 @@ from space_kernels.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
+from space_model.mapped_files import give_back
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
@@ -37,15 +44,18 @@ from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, calibrate, load_or_measure
 from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
+from space_server.cores import num_cores, num_threads
 from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
 from space_server.energy import Meter, find_sensors
+from space_server.free_memory import FreeMemory
 from space_server.grammars import Grammars
-from space_server.host_memory import collect_seldom, keep_freed_memory
+from space_server.host_memory import collect_seldom, keep_freed_memory, use_one_heap
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
-from space_server.machine_check import TorchBuild, check_gpu, check_shared_memory
+from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.model_need import ModelNeed, num_blocks_of
 from space_server.model_source import ModelSource
 from space_server.passing_thread import in_passing_thread
 from space_server.rank_place import RankPlace
@@ -71,7 +81,9 @@ _log = logging.getLogger("space_server")
 def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is told to stop; the exit status."""
     config = parse(arguments)
-    keep_freed_memory()
+    use_one_heap()
+    if config.cores is not None:
+        os.sched_setaffinity(0, config.cores)
     logging.basicConfig(
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -80,7 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                stack.callback(signal.signal, number, signal.signal(number, _leave))
             _check_machine(config)
             source = ModelSource(config)
             lead = None
@@ -124,10 +137,13 @@ def _load(
     """The model, or the part of it that this rank has. Raises ModelError."""
     os.environ[cpu_library.SWITCH] = config.cpu_kernels
     checkpoint = source.checkpoint()
-    threads = config.num_threads or choose_threads(checkpoint)
-    if threads is None and ranks is not None:
-        threads = max(1, torch.get_num_threads() // ranks.size)  # they have one machine's cores together
-    return load_model(
+    own = replace(config, device=device or config.device)
+    need = ModelNeed.asked(own, checkpoint)
+    check_cpu_kernels(config, need.device, need.dtype)
+    num_ranks = 1 if ranks is None else ranks.size  # they have one machine's cores together, and on CPUs its memory
+    num_blocks_of(own, need, FreeMemory.on(need.device).among(num_ranks if need.device.type == "cpu" else 1))
+    threads = config.num_threads or choose_threads(checkpoint) or max(1, _threads(config) // num_ranks)
+    model = load_model(
         checkpoint,
         dtype=config.dtype,
         device=device or config.device,
@@ -141,6 +157,9 @@ def _load(
         adapters=source.adapters(),
         ranks=ranks,
     )
+    if model.facts.device.type == "cpu":
+        give_back(checkpoint.weights)
+    return model
 
 
 def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: ModelSource | None = None) -> Worker:
@@ -151,6 +170,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
     started = time.perf_counter()
     source = source or ModelSource(config)
     model: StepModel = _load(config, source) if lead is None else lead
+    keep_freed_memory()
     facts = model.facts
     size = config.block_size
     if facts.device.type == "cuda":
@@ -258,8 +278,14 @@ def choose_steps(asked: Steps, facts: ModelFacts, *, synthetic: bool) -> Literal
     return "device" if asked == "auto" else asked
 
 
+def _threads(config: WorkerConfig) -> int:
+    """Of a product, where weights are large."""
+    beside_router = config.parent_pid is not None
+    return num_threads(num_cores(), beside_router=beside_router, num_workers=config.num_workers, environment=os.environ)
+
+
 def choose_threads(model: str | Checkpoint) -> int | None:
-    """One thread for small weights; None, torch's own choice, for others."""
+    """One thread for small weights; None, as many as cores allow, for others."""
     size = sum(file.stat().st_size for file in Checkpoint.open(model).weights)
     return 1 if size < SMALL_WEIGHTS else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_proto.certificate import CertificateFiles
 
+from space_server.cores import parse_cores
 from space_server.energy import POWERCAP
 from space_server.memory import NotEnoughMemory, parse_amount
 from space_server.synthetic import parse_chances
@@ -57,7 +59,9 @@ class WorkerConfig:
     exact: bool  # on a GPU too a row's bits do not depend on the others'
     tensor_parallel: int  # processes (ranks) that share the model, one per GPU
     rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
-    num_threads: int | None  # of one product on the CPU; None: by the size of the weights
+    num_threads: int | None  # of one product on the CPU; None: by the size of the weights and the cores there are
+    num_workers: int  # processes like this one that share the machine's cores
+    cores: set[int] | None  # processors to run on, and on no others; None: as the system says
     powercap: Path  # the kernel's folder of power sensors
     parent_pid: int | None  # end when this process is gone
     log_level: str
@@ -189,8 +193,19 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         help="silence of one of them after which the worker ends (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-threads", type=_at_least(1), help="threads of one product on the CPU [1 for weights below 64 MiB]"
+        "--num-threads",
+        type=_at_least(1),
+        help="threads of one product on the CPU [1 for weights below 64 MiB, else OMP_NUM_THREADS or the physical "
+        "cores that affinity and the container's quota leave; of 4 and more, one is left to a router that started it]",
     )
+    parser.add_argument(
+        "--num-workers",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="workers that share this machine's cores: each takes its part of the threads (default: %(default)s)",
+    )
+    parser.add_argument("--cores", type=_cores, metavar="LIST", help="run on these processors alone, such as 0-2,5")
     parser.add_argument(
         "--powercap",
         type=Path,
@@ -215,6 +230,18 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     if twice:
         parser.error(f"argument --adapter: there are two adapters named {twice[0]}")
     return WorkerConfig(adapters=adapters, **options)
+
+
+def _cores(text: str) -> set[int]:
+    try:
+        found = parse_cores(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not hasattr(os, "sched_setaffinity"):
+        raise argparse.ArgumentTypeError("this system binds no process to processors; leave --cores out")
+    if missing := found - os.sched_getaffinity(0):
+        raise argparse.ArgumentTypeError(f"this process may not run on {sorted(missing)[0]}; `taskset -p` shows where")
+    return found
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from space_kernels.attention_backends import AttentionNeed, UnusableAttention, n
 from space_kernels.cache_folder import cache_folder
 from space_model import family
 from space_model.checkpoint import Checkpoint
-from space_model.model_error import CheckpointNotFound, ModelError
+from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.precision import choose_device, choose_dtype
 from space_model.quantized_format import read_format
 from space_model.space_section import SpaceSection
@@ -25,11 +25,13 @@ from space_proto.finding import Finding
 from space_proto.hub import Hub, HubError, Missing, is_hub_id
 
 from space_server.config import WorkerConfig, parse
+from space_server.cores import num_cores
 from space_server.energy import Meter, find_sensors
-from space_server.machine_check import TorchBuild, check_compiler, check_gpu, check_shared_memory
-from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.free_memory import FreeMemory
+from space_server.machine_check import TorchBuild, check_compiler, check_cpu_kernels, check_gpu, check_shared_memory
+from space_server.memory import NotEnoughMemory
+from space_server.model_need import ModelNeed, num_blocks_of, shown
 
-GIB = 1024**3
 OLDEST_CAPABILITY = (8, 0)
 
 
@@ -65,12 +67,11 @@ def examine(config: WorkerConfig) -> Iterator[Finding]:
 
 def _environment() -> Iterator[Finding]:
     yield Finding("environment", "ok", f"Python {platform.python_version()}, {platform.platform()}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding(
         "environment",
         "ok",
-        f"torch {torch.__version__}, transformers {transformers.__version__}; {cores} cores, "
-        f"{free_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory free",
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {num_cores()} cores to use, "
+        f"{shown(FreeMemory.on(torch.device('cpu')).num_bytes)} of memory free",
     )
 
 
@@ -89,15 +90,6 @@ def _capability(config: WorkerConfig, device: torch.device) -> Iterator[Finding]
             f"--tensor-parallel {config.tensor_parallel} needs as many GPUs; torch sees {found}.",
             f"Lower it to {found}, or give the container more GPUs.",
         )
-
-
-@dataclass(frozen=True)
-class _Need:
-    """What pages depend on, of a model that is not loaded."""
-
-    window: int
-    device: torch.device
-    kv_bytes_per_token: int
 
 
 def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
@@ -135,10 +127,6 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     )
     num_heads, kv_heads, head_dim = family.sizes(model)
     yield _attention(config, device, dtype, num_heads, kv_heads, head_dim)
-    stored = sum(file.stat().st_size for file in checkpoint.weights) + (missing.num_bytes if missing else 0)
-    own = getattr(model, "dtype", None)
-    growth = dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1.0
-    per_token = 2 * int(model.num_hidden_layers) * kv_heads * head_dim * dtype.itemsize // config.tensor_parallel
     trained = int(getattr(model, "max_position_embeddings", 0) or 0)
     window = config.max_model_len or trained
     if window < 1:
@@ -148,7 +136,12 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     if trained and window > trained:
         yield Finding("memory", "fail", f"--max-model-len {window}: the model has {trained} positions.", "Lower it.")
         return
-    yield _memory(config, _Need(window, device, per_token), int(stored * growth) // config.tensor_parallel)
+    try:
+        need = ModelNeed.asked(config, checkpoint, unread=missing.num_bytes if missing else 0)
+    except ModelError as error:
+        yield Finding("model", "fail", str(error))
+        return
+    yield _memory(config, need)
 
 
 def _without_weights(name: str, folder: Path) -> Checkpoint:
@@ -181,6 +174,10 @@ def _attention(
         block_size=config.block_size,
         exact=config.exact,
     )
+    try:
+        check_cpu_kernels(config, device, dtype)
+    except InvalidSetting as error:
+        return Finding("kernels", "fail", str(error))
     if config.attention != "auto":
         try:
             return Finding("kernels", "ok", f"attention: {named(config.attention, need).name}, as asked.")
@@ -213,37 +210,22 @@ def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
     return Finding("kernels", "fail" if asked == "compiled" else "note", fact, cure)
 
 
-def _memory(config: WorkerConfig, need: _Need, weights: int) -> Finding:
-    free = free_bytes(need.device)
-    left = free - weights
-    of = f"{_size(free)} are free on {need.device}; the weights take {_size(weights)}"
-    if left <= 0:
-        return Finding(
-            "memory",
-            "fail",
-            f"{of}.",
-            "End what else uses the memory, take a quantised checkpoint, or share the model among GPUs with "
-            "--tensor-parallel.",
-        )
-    size = config.block_size
+def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:
+    """What a worker would say before it loads the model, or what it would have."""
+    free = FreeMemory.on(need.device)
     try:
-        if config.num_blocks is None:
-            blocks = choose_num_blocks(need, block_size=size, amount=config.kv_memory, available=left)
-        else:
-            blocks = check_num_blocks(need, num_blocks=config.num_blocks, block_size=size, available=left)
+        blocks = num_blocks_of(config, need, free)
     except NotEnoughMemory as error:
-        return Finding("memory", "fail", f"{of}. {error}", "Or lower --max-model-len.")
-    used = blocks * size * need.kv_bytes_per_token
+        return Finding("memory", "fail", str(error))
+    used = blocks * config.block_size * need.kv_bytes_per_token
     return Finding(
         "memory",
         "ok",
-        f"{of}. {blocks} pages of {size} tokens take {_size(used)}: {blocks * size / need.window:.1f} whole windows of "
-        f"{need.window}" + ("." if need.device.type == "cpu" else ", less what the largest step needs."),
+        f"{shown(free.num_bytes)} are free on {need.device} ({free.bound}); the model takes {shown(need.fixed)}, "
+        f"{need.parts(windows=False)}. {blocks} pages of {config.block_size} tokens take {shown(used)}: "
+        f"{blocks * config.block_size / need.window:.1f} whole windows of {need.window}"
+        + ("." if need.device.type == "cpu" else ", less what the largest step needs."),
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:.0f} MiB"
 
 
 def _cache() -> Finding:

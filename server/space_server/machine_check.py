@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from space_model.model_error import InvalidSetting
 from space_proto.finding import Finding
 
+from space_server.config import WorkerConfig
 from space_server.nvml import Nvml, NvmlError
 
 DRIVERS: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
@@ -112,6 +114,26 @@ def check_shared_memory(num_ranks: int, on_gpu: bool, folder: Path = Path("/dev/
         "with `No space left on device`.",
         "docker run --shm-size 1g (or --ipc host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
     )
+
+
+def check_cpu_kernels(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidSetting where `--cpu-kernels compiled` asks for what this model would not be computed by."""
+    if config.cpu_kernels != "compiled":
+        return
+    if device.type != "cpu":
+        raise InvalidSetting(
+            f"--cpu-kernels compiled is for CPUs; the model is on {device}. Leave it out, or add --device cpu."
+        )
+    if dtype != torch.bfloat16:
+        number = str(dtype).removeprefix("torch.")
+        raise InvalidSetting(
+            f"--cpu-kernels compiled: our own operations take bfloat16, and this model would be held in {number}. Add "
+            f"--dtype bfloat16, or use --cpu-kernels auto, which takes torch's for {number}."
+        )
+    if config.attention != "auto":
+        raise InvalidSetting(
+            f"--cpu-kernels compiled and --attention {config.attention} exclude each other: leave one out."
+        )
 
 
 def check_compiler(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from space_server.free_memory import FreeMemory
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _CPU_FRACTION = 0.5
@@ -56,10 +57,8 @@ def parse_amount(text: str) -> int | float:
 def free_bytes(
     device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Memory that can be taken on the device now; on a CPU within what the container may use."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return min([_machine_bytes(meminfo), *_container_bytes(cgroup)])
+    """Memory that can be taken on the device now; on a CPU within what container and process may use."""
+    return FreeMemory.on(device, meminfo=meminfo, cgroup=cgroup).num_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -70,33 +69,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def give_back_unused() -> None:
     """Let the GPU have again what torch keeps for later: whole blocks may fit where pieces did not."""
     torch.cuda.empty_cache()  # nothing where there is no GPU
-
-
-def _machine_bytes(meminfo: Path) -> int:
-    """What Linux says is available; elsewhere all the memory there is."""
-    if meminfo.is_file():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _container_bytes(cgroup: Path) -> list[int]:
-    """What is left below each memory limit of a control group, version 2 or 1; file pages that can go count as free."""
-    found = []
-    for limit, usage, idle in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            bound, used = (cgroup / limit).read_text().strip(), int((cgroup / usage).read_text())
-            statistics = ((cgroup / limit).parent / "memory.stat").read_text().splitlines()
-        except OSError:
-            continue  # no such group here
-        if bound.isdecimal():  # else `max`: no limit
-            reclaimable = sum(int(line.split()[1]) for line in statistics if line.split()[0] == idle)
-            found.append(max(0, int(bound) - used + reclaimable))
-    return found
 
 
 def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, available: int) -> int:
@@ -112,14 +84,17 @@ def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, avail
 def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float | None, available: int) -> int:
     """Blocks of `block_size` slots that fit in `amount` (bytes, a fraction of `available`, or None: a default).
 
-    The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU; on a GPU 0.9 of what is
+    The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU, but one window where that
+    fits; on a GPU 0.9 of what is
     free after the largest step. Raises NotEnoughMemory if a single window does not fit.
     """
     block_bytes = facts.kv_bytes_per_token * block_size
     window_blocks = -(-facts.window // block_size)
     if amount is None and facts.device.type == "cpu":
         wanted = min(_DEFAULT_SEQUENCES * window_blocks * block_bytes, _DEFAULT_BYTES)
-        budget = min(max(wanted, window_blocks * block_bytes), int(available * _CPU_FRACTION))
+        budget = min(wanted, int(available * _CPU_FRACTION))
+        if budget < window_blocks * block_bytes <= available:
+            budget = window_blocks * block_bytes  # without one there is nothing to serve
     elif amount is None:
         budget = int(available * _GPU_FRACTION)
     else:

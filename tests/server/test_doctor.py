@@ -71,10 +71,26 @@ def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:
     assert "has no model.safetensors" in failure.fact
 
 
-def test_weights_that_do_not_fit_leave_nothing_for_pages(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from space_server import doctor
+def test_a_model_that_does_not_fit_is_refused_with_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from space_server.model_need import FreeMemory
 
-    monkeypatch.setattr(doctor, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(FreeMemory, "on", lambda device: FreeMemory(1000, "the machine's memory"))
     (failure,) = failures("--model", str(tiny))
     assert failure.part == "memory"
-    assert "--tensor-parallel" in failure.cure
+    assert "needs" in failure.fact
+    assert "the machine's memory leaves 0 MiB. No dtype and no length fits" in failure.fact
+    assert "--tensor-parallel" in failure.fact
+
+
+def test_compiled_operations_are_refused_where_the_model_is_no_bfloat16(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(tiny), "--cpu-kernels", "compiled"]
+    (failure,) = failures(*words)
+    assert failure.part == "kernels"
+    assert "held in float32. Add --dtype bfloat16" in failure.fact
+    assert serve([*WORDS, *words]) == 3
+    assert "Add --dtype bfloat16" in capsys.readouterr().err
+    assert failures(*words, "--dtype", "bfloat16") == []
+    (both,) = failures(*words, "--dtype", "bfloat16", "--attention", "torch")
+    assert "exclude each other" in both.fact

@@ -2,10 +2,13 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from space_server.free_memory import FreeMemory
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, parse_amount
 from space_server.testing import ScriptedModel
 
@@ -86,3 +89,42 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path, names: tuple[str,
     assert free_bytes(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path) == 3000
     (tmp_path / names[0]).write_text("max\n")
     assert free_bytes(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path) == 100 * 1024
+
+
+def test_a_process_has_what_the_groups_around_it_leave(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("9:memory:/pod/one\n0::/pod/one\n")
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 100 kB\n")
+
+    def free() -> FreeMemory:
+        return FreeMemory.on(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path / "groups", process=tmp_path)
+
+    def group(folder: str, limit: str, usage: str, used: str, bound: int) -> None:
+        place = tmp_path / "groups" / folder
+        place.mkdir(parents=True)
+        (place / limit).write_text(f"{bound}\n")
+        (place / usage).write_text(f"{used}\n")
+        (place / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 0\n")
+
+    assert free().bound == "the machine's memory"
+    group("pod", "memory.max", "memory.current", "4000", 9000)
+    assert (free().num_bytes, free().bound) == (5000, f"the limit in {tmp_path}/groups/pod/memory.max")
+    group("memory/pod/one", "memory.limit_in_bytes", "memory.usage_in_bytes", "1000", 3000)
+    assert free().num_bytes == 2000
+    assert free().among(2).num_bytes == 1000
+
+
+def test_a_process_has_what_its_own_limits_leave() -> None:
+    script = (
+        "import resource, torch\n"
+        "from space_server.free_memory import FreeMemory\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
+        "found = FreeMemory.on(torch.device('cpu'))\n"
+        'assert found.bound == "this process\'s limit (ulimit -d)", found\n'
+        "assert 0 < found.num_bytes < 1 << 30\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_one_window_is_given_where_it_fits_though_it_is_more_than_half() -> None:
+    assert choose_num_blocks(FACTS, block_size=16, amount=None, available=120_000) == 7

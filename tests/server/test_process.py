@@ -92,15 +92,16 @@ def test_exact_products_are_asked_for_by_the_flag_that_the_router_passes_on(
     assert asked == [exact == "on"]
 
 
-def test_sigterm_while_the_model_is_loaded_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(
-        "space_server.__main__.load_model", lambda path, **settings: signal.raise_signal(signal.SIGTERM)
-    )
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loaded_ends_with_0(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr("space_server.__main__.load_model", lambda path, **settings: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
         main(["--listen", "h:1"])
     assert left.value.code == 0
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.e2e

@@ -1,0 +1,130 @@
+"""What a model takes is known before it is read, and what does not fit is refused with what does."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from space_model.load import load_model
+from space_model.testing import tiny_checkpoint
+from space_server import model_need
+from space_server.__main__ import main
+from space_server.config import parse
+from space_server.free_memory import FreeMemory
+from space_server.memory import NotEnoughMemory
+from space_server.model_need import ModelNeed, check_fits, num_blocks_of
+from space_server.model_source import ModelSource
+
+MIB = 1024**2
+NEED = ModelNeed(
+    weights=400 * MIB,
+    head=60 * MIB,
+    drafting=0,
+    step=40 * MIB,
+    kv_bytes_per_token=MIB,
+    window=500,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def refusal(need: ModelNeed, mib: int) -> str:
+    with pytest.raises(NotEnoughMemory) as refused:
+        check_fits(need, FreeMemory(mib * MIB, "the machine's memory"), "m")
+    return str(refused.value)
+
+
+def test_what_fits_is_let_through() -> None:
+    check_fits(NEED, FreeMemory(1000 * MIB, "the machine's memory"), "m")
+
+
+def test_the_refusal_names_need_bound_and_both_cures() -> None:
+    said = refusal(NEED, 900)
+    assert said == (
+        "m needs 1000 MiB on cpu (weights in float32 400 MiB, the output head's packed copy 60 MiB, keys and values "
+        "of one window of 500 500 MiB, a step 40 MiB); the machine's memory leaves 900 MiB. It fits with "
+        "--max-model-len 400 or --dtype bfloat16 (500 MiB)."
+    )
+    assert "\n" not in said
+
+
+def test_a_dtype_and_a_length_are_named_together_where_only_both_help() -> None:
+    assert refusal(NEED, 300).endswith("It fits with --dtype bfloat16 --max-model-len 96.")
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    assert "No dtype and no length fits: even in bfloat16" in refusal(NEED, 100)
+    assert "--dtype" not in refusal(replace(NEED, dtype=torch.bfloat16), 450).partition("No dtype")[0]
+
+
+def test_the_cures_that_are_named_do_fit() -> None:
+    for mib in range(251, 1000, 7):
+        said, free = refusal(NEED, mib), FreeMemory(mib * MIB, "")
+        if "fits with" not in said:
+            continue
+        for words in said.partition("fits with ")[2].rstrip(".").split(" or "):
+            cured = NEED.held_in(torch.bfloat16) if "bfloat16" in words else NEED
+            if "--max-model-len" in words:
+                cured = replace(cured, window=int(words.split("--max-model-len ")[1].split()[0]))
+            check_fits(cured, free, "m")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_weights_are_counted_as_they_will_be_held(tmp_path: Path, dtype: str, tied: bool) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama", num_masks=3, tie_word_embeddings=tied)
+    words = ["--listen", "h:1", "--model", str(folder), "--device", "cpu", "--dtype", dtype]
+    need = ModelNeed.asked(parse(words), ModelSource(parse(words)).checkpoint())
+    facts = load_model(folder, dtype=dtype).facts
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=facts.dtype)
+    assert need.weights == sum(one.numel() for one in whole.parameters()) * facts.dtype.itemsize
+    assert need.weights == model_need.num_weights(whole.config) * facts.dtype.itemsize
+    assert need.kv_bytes_per_token == facts.kv_bytes_per_token
+    assert need.window == facts.window
+    assert need.drafting > 0
+
+
+def test_a_worker_refuses_before_it_reads_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama")
+    monkeypatch.setattr(FreeMemory, "on", lambda device: FreeMemory(1000, "the limit in /group/memory.max"))
+    monkeypatch.setattr("space_server.__main__.load_model", lambda *_, **__: pytest.fail("it read weights"))
+    assert main(["--listen", "h:1", "--model", str(folder), "--device", "cpu"]) == 4
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "the limit in /group/memory.max leaves 0 MiB" in errors[0]
+
+
+def test_pages_asked_for_are_refused_before_weights_are_read_too(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama")
+    config = parse(["--listen", "h:1", "--model", str(folder), "--device", "cpu", "--num-blocks", "999999"])
+    need = ModelNeed.asked(config, ModelSource(config).checkpoint())
+    with pytest.raises(NotEnoughMemory, match="--num-blocks 999999 needs"):
+        num_blocks_of(config, need, FreeMemory(need.least + MIB, "the machine's memory"))
+    one_window = replace(config, num_blocks=None)
+    fitting = FreeMemory(need.least, "the machine's memory")
+    assert num_blocks_of(one_window, need, fitting) * config.block_size >= need.window
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_a_worker_that_still_imports_torch_sees_no_traceback(number: signal.Signals, tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "space_server", "--listen", f"unix:{tmp_path / 'w'}"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
+        assert process.stderr is not None
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "torch._C" in line or "ctypes" in line:
+                break
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(60) == 0
+        assert "Traceback" not in "".join(seen) + rest
