@@ -30,6 +30,7 @@ from space_eval.plots import PlotError
 from space_eval.prompts import PromptError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "engines": ("space_eval.engines", "other inference engines beside ours, in one run on the same weights"),
     "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
     "make-model": (
         "space_eval.make_model",

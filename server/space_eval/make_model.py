@@ -28,17 +28,21 @@ class Size:
     vocab_size: int
     window: int
     draft_head_width: int
+    num_kv_heads: int | None = None  # None: as many as heads
 
     @property
     def num_weights(self) -> int:
         """Without norms and draft head."""
-        per_layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
+        kv_size = self.hidden_size * (self.num_kv_heads or self.num_heads) // self.num_heads
+        per_layer = 2 * self.hidden_size * (self.hidden_size + kv_size)
+        per_layer += 3 * self.hidden_size * self.intermediate_size
         return self.vocab_size * self.hidden_size + self.num_layers * per_layer
 
 
 SIZES: Mapping[str, Size] = {
     "15m": Size(288, 6, 6, 768, 32000, 2048, 96),
     "125m": Size(768, 12, 12, 2560, 32000, 8192, 256),
+    "1.1b": Size(2048, 22, 32, 5632, 32000, 2048, 512, num_kv_heads=4),
 }
 """By what the command calls them."""
 
@@ -67,7 +71,7 @@ def random_llama(
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         num_heads=size.num_heads,
-        kv_heads=size.num_heads,
+        kv_heads=size.num_kv_heads or size.num_heads,
         head_dim=size.hidden_size // size.num_heads,
         seed=seed,
         intermediate_size=size.intermediate_size,

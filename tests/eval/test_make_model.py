@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from space_eval.make_model import SIZES, Size, main, random_llama
 from space_model.load import load_model
 from space_server.controller import FixedLayout
@@ -42,6 +43,14 @@ def test_every_id_is_text_of_its_own(folder: Path) -> None:
 
 def test_125m_has_125_million_weights() -> None:
     assert SIZES["125m"].num_weights == pytest.approx(125e6, rel=0.02)
+
+
+def test_1_1b_reads_a_billion_weights_a_step(tmp_path: Path) -> None:
+    assert SIZES["1.1b"].num_weights == pytest.approx(1.035e9, rel=0.01)  # an output head of its own: 1.1 billion
+    small = Size(64, 2, 4, 96, 500, 128, 8, num_kv_heads=1)
+    weights = load_file(random_llama(tmp_path / "few", small) / "model.safetensors")
+    assert weights["model.layers.0.self_attn.k_proj.weight"].shape == (16, 64)
+    assert sum(w.numel() for w in weights.values() if w.dim() > 1) == small.num_weights
 
 
 def test_a_folder_with_a_checkpoint_is_refused_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
