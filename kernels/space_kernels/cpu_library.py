@@ -42,7 +42,7 @@ _SOURCES = Path(__file__).with_name("cpu")
 
 KINDS = {
     "x86_64": {
-        "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma",
+        "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
         "avx2": "-mavx2 -mfma",
     },
     "aarch64": {"neon_bf16": "-march=armv8.2-a+bf16"},
@@ -50,7 +50,7 @@ KINDS = {
 """By machine: the kinds of processor in cpu/isa.h, the best first, and the flags that compile for them."""
 
 _NEEDS = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
     "neon_bf16": {"asimd", "bf16"},
 }
@@ -80,6 +80,7 @@ class CpuLibrary:
 
         rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
         self.pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
+        self.pack8 = function("pack8", c_void_p, c_int64, c_int64, c_void_p)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(ProductStruct), c_int)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from space_kernels.cpu_library import CpuLibrary, cpu_library
 from space_kernels.cpu_structs import LinearStruct, ProductStruct
+from space_kernels.eight_bits import EightBitLinear, EightBits
 from space_kernels.linear import PackedLinear
 
 LANES = 16
@@ -27,10 +28,18 @@ class Then(IntEnum):
 class CompiledLinear(nn.Module):
     """x·Wᵀ + b in bfloat16 with float32 sums; a row's result does not depend on the other rows, nor on their number."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> None:
+    def __init__(
+        self,
+        library: CpuLibrary,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        wide: bool = False,
+        eight_bits: bool = False,
+    ) -> None:
         """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
 
-        `wide`: results are float32.
+        `wide`: results are float32; `eight_bits`: the copy is of whole numbers and scales.
         """
         super().__init__()
         if not self.takes(weight):
@@ -39,15 +48,21 @@ class CompiledLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)
-        self.weight = torch.empty(num_panels * LANES, self.in_features, dtype=torch.bfloat16)
-        source = weight.detach().contiguous()
-        library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
-        self.bias: Tensor | None = None
-        if bias is not None:
-            self.bias = torch.zeros(num_panels * LANES)
-            self.bias[: self.out_features] = bias.detach()
-        address = None if self.bias is None else self.bias.data_ptr()
-        self.struct = LinearStruct(self.weight.data_ptr(), address, num_panels, self.in_features, self.out_features)
+        self.scale: Tensor | None = None
+        if eight_bits:
+            kept = EightBits.of(weight)
+            self.weight = torch.empty(num_panels * LANES, self.in_features + self.in_features % 4, dtype=torch.uint8)
+            library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+            self.scale = _per_output(kept.scale, num_panels)
+        else:
+            self.weight = torch.empty(num_panels * LANES, self.in_features, dtype=torch.bfloat16)
+            source = weight.detach().contiguous()
+            library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+        self.bias = None if bias is None else _per_output(bias.detach(), num_panels)
+        self.struct = LinearStruct(
+            self.weight.data_ptr(), _address(self.scale), _address(self.bias), num_panels, self.in_features,
+            self.out_features,
+        )  # fmt: skip
         self._here = byref(self.struct)
 
     @staticmethod
@@ -82,6 +97,17 @@ class CompiledLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def _per_output(values: Tensor, num_panels: int) -> Tensor:
+    """[out] -> [panels·16] float32"""
+    padded = torch.zeros(num_panels * LANES)
+    padded[: len(values)] = values
+    return padded
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """[inner, in] twice, inner a multiple of 16 -> [2·inner, in]: sixteen outputs of gate, sixteen of up, …"""
     inner, width = gate.shape
@@ -90,7 +116,9 @@ def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([gate.view(-1, LANES, width), up.view(-1, LANES, width)], dim=1).reshape(2 * inner, width)
 
 
-def cpu_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """The best linear layer for this weight on this processor."""
+def cpu_linear(weight: Tensor, bias: Tensor | None, *, eight_bits: bool = False) -> nn.Module:
+    """The best linear layer for this weight on this processor; `eight_bits`: of whole numbers and scales."""
     library = cpu_library() if CompiledLinear.takes(weight) else None
-    return PackedLinear(weight, bias) if library is None else CompiledLinear(library, weight, bias)
+    if library is not None:
+        return CompiledLinear(library, weight, bias, eight_bits=eight_bits)
+    return EightBitLinear(weight, bias) if eight_bits else PackedLinear(weight, bias)

@@ -10,6 +10,7 @@ class LinearStruct(Structure):
 
     _fields_ = (
         ("weight", c_void_p),
+        ("scale", c_void_p),
         ("bias", c_void_p),
         ("panels", c_int64),
         ("inputs", c_int64),

@@ -16,11 +16,13 @@ class RowInvariantExperts(nn.Module):
     The rows of one expert are gathered and padded to a tile, so that their number changes no row's sum.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> None:
-        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]."""
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, eight_bits: bool = False
+    ) -> None:
+        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `eight_bits`: how they are kept."""
         super().__init__()
-        self.gate_up = nn.ModuleList(cpu_linear(weight, None) for weight in gate_up)
-        self.down = nn.ModuleList(cpu_linear(weight, None) for weight in down)
+        self.gate_up = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in gate_up)
+        self.down = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in down)
         self.activation = activation
 
     def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:

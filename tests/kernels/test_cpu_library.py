@@ -8,7 +8,7 @@ import pytest
 import torch
 from space_kernels import cpu_library, dispatch
 
-XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "sse4_2"}
+XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "sse4_2"}
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,11 @@ __attribute__((visibility("default"))) void EXPORT(pack)(const bf16* weight, int
     pack(weight, outputs, inputs, panels);
 }
 
+__attribute__((visibility("default"))) void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs,
+                                                          Code* panels) {
+    pack(weight, outputs, inputs, panels);
+}
+
 __attribute__((visibility("default"))) void EXPORT(linear)(const Linear* weight, const Product* product, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {

@@ -25,6 +25,7 @@
 namespace KIND {
 
 using bf16 = uint16_t;
+using Code = uint8_t;  // of a whole number, -127 .. 127
 
 constexpr int LANES = 16;
 
@@ -50,6 +51,23 @@ struct Lanes {
 struct Pairs {  // 16 pairs of bfloat16
     __m512i v;
 };
+struct Two {
+    Pairs first, second;
+};
+
+// The two bytes of the bfloat16 of 0 .. 127.
+struct alignas(64) Sizes {
+    Code low[128], high[128];
+    constexpr Sizes() : low(), high() {
+        for (int size = 1; size < 128; ++size) {
+            int exponent = 0;
+            while (size >> (exponent + 1)) ++exponent;
+            const int bits = ((126 + exponent) << 7) + (size << (7 - exponent));
+            low[size] = Code(bits), high[size] = Code(bits >> 8);
+        }
+    }
+};
+static constexpr Sizes SIZES;
 
 static inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 static inline Lanes same(float x) { return {_mm512_set1_ps(x)}; }
@@ -88,6 +106,18 @@ static inline Pairs same_pair(const bf16* p) {
     std::memcpy(&bits, p, 4);
     return {_mm512_set1_epi32(bits)};
 }
+// The codes of two steps as pairs: sign and size of each number, whose bfloat16 is looked up byte by byte.
+static inline Two two_steps(const Code* p) {
+    const __m512i codes = _mm512_loadu_si512(p);
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(SIZES.low), codes, _mm512_load_si512(SIZES.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(SIZES.high), codes, _mm512_load_si512(SIZES.high + 64));
+    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8);  // high | (codes & sign)
+    return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
+}
+static inline Code code_of(int8_t number) { return Code(number < 0 ? 0x80 - number : number); }
+static inline int place_of(int step, int output, int which) {
+    return output / 4 * 16 + step * 8 + output % 4 * 2 + which;
+}
 static inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 // 16 of each, pair by pair
 static inline Pairs beside(const bf16* first, const bf16* second) {
@@ -107,6 +137,9 @@ struct Lanes {
 };
 struct Pairs {
     __m256i low, high;
+};
+struct Two {
+    Pairs first, second;
 };
 
 #define BOTH(f) {f(a.low, b.low), f(a.high, b.high)}
@@ -168,6 +201,13 @@ static inline Pairs same_pair(const bf16* p) {
     __m256i all = _mm256_set1_epi32(bits);
     return {all, all};
 }
+static inline __m256i whole_numbers8(const Code* p) {
+    return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))));
+}
+static inline __m256i pairs8(const Code* p) {
+    return _mm256_or_si256(whole_numbers8(p + 16), _mm256_srli_epi32(whole_numbers8(p), 16));
+}
+static inline Pairs one_step(const Code* p) { return {pairs8(p), pairs8(p + 8)}; }
 static inline void store_pairs(bf16* p, Pairs a) {
     _mm256_storeu_si256((__m256i*)p, a.low);
     _mm256_storeu_si256((__m256i*)(p + 16), a.high);
@@ -197,6 +237,9 @@ struct Lanes {
 };
 struct Pairs {
     bfloat16x8_t v[4];
+};
+struct Two {
+    Pairs first, second;
 };
 
 #define EACH(expression)                                  \
@@ -240,6 +283,18 @@ static inline Pairs pairs(const bf16* p) {
     for (int i = 0; i < 4; ++i) r.v[i] = vreinterpretq_bf16_u16(vld1q_u16(p + 8 * i));
     return r;
 }
+static inline uint32x4_t whole_numbers4(const Code* p) {
+    int32_t bits;
+    std::memcpy(&bits, p, 4);
+    int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bits))));
+    return vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(wide)));
+}
+static inline Pairs one_step(const Code* p) {
+    Pairs r;
+    for (int i = 0; i < 4; ++i)
+        r.v[i] = vreinterpretq_bf16_u32(vsriq_n_u32(whole_numbers4(p + 16 + 4 * i), whole_numbers4(p + 4 * i), 16));
+    return r;
+}
 static inline Pairs same_pair(const bf16* p) {
     uint32_t bits;
     std::memcpy(&bits, p, 4);
@@ -262,6 +317,13 @@ static inline Pairs beside(const bf16* first, const bf16* second) {
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i], a.v[i], b.v[i])); }
 #undef EACH
 
+#endif
+
+#if !defined(__AVX512BF16__)
+// The codes of two steps as pairs. Of each step there are sixteen first numbers, then sixteen second ones.
+static inline Two two_steps(const Code* p) { return {one_step(p), one_step(p + 2 * LANES)}; }
+static inline Code code_of(int8_t number) { return Code(number); }
+static inline int place_of(int step, int output, int which) { return (step * 2 + which) * LANES + output; }
 #endif
 
 // The lanes added in one fixed order.

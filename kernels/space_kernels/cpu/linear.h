@@ -1,8 +1,12 @@
-// x·Wᵀ for bfloat16, made for few rows: the weights are read once, as fast as memory gives them.
+// x·Wᵀ for bfloat16 x, made for few rows: the weights are read once, as fast as memory gives them.
 //
 // W [out, in] lies in panels of 16 outputs:
 //
 //     panel 0: k0k1 of outputs 0..15 | k2k3 of outputs 0..15 | …     panel 1: …
+//
+// Weights are bfloat16, or whole numbers of eight bits and a scale for each output. Those become bfloat16 in registers,
+// exactly, and what is summed up is multiplied by the scale. Their panels are of codes, two pairs of k together, in the
+// order that this kind of processor likes; inputs up to a multiple of four are 0.
 //
 // Each output of each row has one sum, over ascending pairs of k from zero on. So a row's result is the same bits
 // whatever the other rows, their number, and who computes it.
@@ -17,7 +21,8 @@ enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 
 // What a product is of, and where it goes.
 struct Linear {
-    const bf16* weight;  // panels
+    const void* weight;  // panels: bf16, or codes where there is a scale
+    const float* scale;  // [panels·16], or null
     const float* bias;   // [panels·16], or null
     int64_t panels;
     int64_t inputs;  // even
@@ -39,5 +44,8 @@ void multiply(const Linear& w, const Product& p, int64_t first, int64_t last);
 
 // W [out, in] bfloat16 -> panels; missing outputs and inputs are 0.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);
+
+// The same of whole numbers.
+void pack(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels);
 
 }  // namespace KIND
