@@ -30,10 +30,10 @@ def compact_network(
     if facts.device.type == "cpu":
         library = cpu_library() if ops.attention == "compiled" else None
         if library is not None and CompiledLlama.fits(base, facts.dtype, facts.head_dim):
-            return CompiledLlama(base, *sizes, library, adapters, prefix, ranks)
+            return CompiledLlama(base, *sizes, library, adapters, prefix, ranks, eight_bits=facts.eight_bits)
         if not LlamaNetwork.fits(base.config, facts.dtype):
             return None
-        return LlamaNetwork(base, *sizes, adapters, prefix, ranks)
+        return LlamaNetwork(base, *sizes, adapters, prefix, ranks, eight_bits=facts.eight_bits)
     if not LlamaCudaNetwork.fits(base):
         return None
     return LlamaCudaNetwork(base, *sizes, ops, adapters, prefix, ranks)

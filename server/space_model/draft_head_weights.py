@@ -26,7 +26,7 @@ class DraftHeadWeights:
 def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
     """The head with its compiled form, where this CPU has one and logits are products alone."""
     library = cpu_library()
-    if head is None or library is None or not output.is_plain:
+    if head is None or library is None or output.weight is None or not output.is_plain:
         return head
     tensors = head.w1, head.w2, embedding, output.weight
     if not CompiledDraftHead.takes(*tensors):

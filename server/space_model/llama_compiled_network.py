@@ -6,9 +6,10 @@ operations, so a chain row has the same bits either way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from space_kernels.cpu_attention import CpuRows, attends
@@ -68,19 +69,23 @@ class CompiledLlama:
         adapters: Sequence[GatedLora] = (),
         prefix: str = "model",
         ranks: Ranks | None = None,
+        *,
+        eight_bits: bool = False,
     ) -> None:
         """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models.
 
         `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
+        `eight_bits`: linears are held in whole numbers and scales.
         """
         self._library, self._ranks = library, ranks
+        pack = partial(CompiledLinear, library, eight_bits=eight_bits)
         self._heads = HeadsStruct(num_heads, kv_heads, head_dim)
         self._embedding: Tensor = base.get_input_embeddings().weight.detach()
         self._angles = RotaryTable(base.rotary_emb.inv_freq.float(), float(base.rotary_emb.attention_scaling))
         self._norm = Norm.of(base.norm)
         everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
         self._layers = [
-            _take_apart(library, layer, everywhere, adapters, f"{prefix}.layers.{number}")
+            _take_apart(pack, layer, everywhere, adapters, f"{prefix}.layers.{number}")
             for number, layer in enumerate(base.layers)
         ]
         self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
@@ -217,7 +222,11 @@ def _swiglu_in_turn(both: Tensor) -> Tensor:
 
 
 def _take_apart(
-    library: CpuLibrary, layer: nn.Module, window: int | None, adapters: Sequence[GatedLora], path: str
+    pack: Callable[[Tensor, Tensor | None], CompiledLinear],
+    layer: nn.Module,
+    window: int | None,
+    adapters: Sequence[GatedLora],
+    path: str,
 ) -> CompiledLayer:
     """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
@@ -228,26 +237,32 @@ def _take_apart(
     ]
     return CompiledLayer(
         attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
-        query_key_value=_packed(library, attention, ["q_proj", "k_proj", "v_proj"]),
+        query_key_value=_packed(pack, attention, ["q_proj", "k_proj", "v_proj"]),
         query_norm=norms[0],
         key_norm=norms[1],
-        output=_packed(library, attention, ["o_proj"]),
+        output=_packed(pack, attention, ["o_proj"]),
         window=getattr(attention, "sliding_window", window),
         mlp_norm=Norm.of(layer.get_submodule("post_attention_layernorm")),
-        gate_up=_packed(library, mlp, ["gate_proj", "up_proj"], turns=True),
-        down=_packed(library, mlp, ["down_proj"]),
+        gate_up=_packed(pack, mlp, ["gate_proj", "up_proj"], turns=True),
+        down=_packed(pack, mlp, ["down_proj"]),
         deltas=tuple(layer_deltas(adapter, path, sizes, hidden, inner, turns=True) for adapter in adapters),
     )
 
 
-def _packed(library: CpuLibrary, parent: nn.Module, names: Sequence[str], *, turns: bool = False) -> CompiledLinear:
+def _packed(
+    pack: Callable[[Tensor, Tensor | None], CompiledLinear],
+    parent: nn.Module,
+    names: Sequence[str],
+    *,
+    turns: bool = False,
+) -> CompiledLinear:
     """The linears `names` of `parent`, one below the other or (two) in turn, packed; the originals are freed."""
     linears = [parent.get_submodule(name) for name in names]
     weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
     join = in_turn if turns else lambda *parts: torch.cat(parts)
     bias = join(*(b[:, None] for b in biases))[:, 0] if biases else None
-    packed = CompiledLinear(library, join(*weights), bias)
+    packed = pack(join(*weights), bias)
     for name in names:
         delattr(parent, name)
     return packed

@@ -7,12 +7,13 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from space_kernels.activation import silu
 from space_kernels.attention import space_attention
+from space_kernels.eight_bits import EightBitLinear
 from space_kernels.gated_delta import GatedDelta
 from space_kernels.linear import ROW_TILE, PackedLinear, can_pack
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from space_model.gated_lora import GatedLora
 from space_model.paged_kv import PagedKV
 from space_model.tensor_parallel import Ranks
 
+Linear = PackedLinear | EightBitLinear
+Pack = Callable[[Tensor, Tensor | None], Linear]
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
@@ -58,15 +61,15 @@ class Layer:
     """One decoder layer."""
 
     attention_norm: Norm
-    query_key_value: PackedLinear  # [(H + 2G)·D, hidden]
+    query_key_value: Linear  # [(H + 2G)·D, hidden]
     query_norm: Norm | None  # over the head dimension (Qwen3)
     key_norm: Norm | None
-    output: PackedLinear
+    output: Linear
     window: int | None
     mlp_norm: Norm
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    gate: Linear
+    up: Linear
+    down: Linear
     deltas: tuple[LayerDeltas, ...]  # by adapter
     gates_mlp: bool  # some adapter adds to gate or up: gated rows go through the MLP step by step
 
@@ -83,11 +86,15 @@ class LlamaNetwork:
         adapters: Sequence[GatedLora] = (),
         prefix: str = "model",
         ranks: Ranks | None = None,
+        *,
+        eight_bits: bool = False,
     ) -> None:
         """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models.
 
         `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
+        `eight_bits`: linears are held in whole numbers and scales.
         """
+        pack: Pack = EightBitLinear if eight_bits else PackedLinear
         self._ranks = ranks
         self._heads = (num_heads, kv_heads, head_dim)
         self._embedding: Tensor = base.get_input_embeddings().weight.detach()
@@ -95,7 +102,7 @@ class LlamaNetwork:
         self._norm = Norm.of(base.norm)
         everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
         self._layers = [
-            _take_apart(layer, everywhere, adapters, f"{prefix}.layers.{number}")
+            _take_apart(pack, layer, everywhere, adapters, f"{prefix}.layers.{number}")
             for number, layer in enumerate(base.layers)
         ]
         self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
@@ -188,14 +195,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(turned.mul_(sin))
 
 
-def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLora], path: str) -> Layer:
+def _take_apart(pack: Pack, layer: nn.Module, window: int | None, adapters: Sequence[GatedLora], path: str) -> Layer:
     """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     projections = [attention.get_submodule(f"{name}_proj") for name in ("q", "k", "v")]
     weights = torch.cat([projection.get_parameter("weight") for projection in projections])
     biases = [projection.bias for projection in projections]
     bias = None if biases[0] is None else torch.cat([b for b in biases if isinstance(b, Tensor)])
-    query_key_value = PackedLinear(weights, bias)
+    query_key_value = pack(weights, bias)
     for name in ("q", "k", "v"):
         delattr(attention, f"{name}_proj")
     window = getattr(attention, "sliding_window", window)
@@ -207,12 +214,12 @@ def _take_apart(layer: nn.Module, window: int | None, adapters: Sequence[GatedLo
         query_key_value=query_key_value,
         query_norm=Norm.of(attention.get_submodule("q_norm")) if hasattr(attention, "q_norm") else None,
         key_norm=Norm.of(attention.get_submodule("k_norm")) if hasattr(attention, "k_norm") else None,
-        output=_packed(attention, "o_proj"),
+        output=_packed(pack, attention, "o_proj"),
         window=window,
         mlp_norm=Norm.of(layer.get_submodule("post_attention_layernorm")),
-        gate=_packed(mlp, "gate_proj"),
-        up=_packed(mlp, "up_proj"),
-        down=_packed(mlp, "down_proj"),
+        gate=_packed(pack, mlp, "gate_proj"),
+        up=_packed(pack, mlp, "up_proj"),
+        down=_packed(pack, mlp, "down_proj"),
         deltas=deltas,
         gates_mlp=any(of_one.gate_up is not None for of_one in deltas),
     )
@@ -238,10 +245,10 @@ def layer_deltas(
     )
 
 
-def _packed(parent: nn.Module, name: str) -> PackedLinear:
+def _packed(pack: Pack, parent: nn.Module, name: str) -> Linear:
     """The linear `name` of `parent`, packed; the original is freed."""
     linear = parent.get_submodule(name)
     bias = linear.bias
-    packed = PackedLinear(linear.get_parameter("weight"), bias if isinstance(bias, Tensor) else None)
+    packed = pack(linear.get_parameter("weight"), bias if isinstance(bias, Tensor) else None)
     delattr(parent, name)
     return packed

@@ -52,6 +52,7 @@ def load_model(
     path: str | Path | Checkpoint,
     *,
     dtype: str = "auto",
+    weights: str = "plain",
     device: str = "cpu",
     mask_ids: Sequence[int] | None = None,
     num_masks: int | None = None,
@@ -65,10 +66,11 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
 
-    `dtype` auto, float32 or bfloat16; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and
-    `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product on the
-    CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by it;
-    `adapters`: name -> folder of a gated adapter that drafts for requests which name it, beside the checkpoint's own;
+    `dtype` auto, float32 or bfloat16; `weights` plain, or int8: linears in eight bits, on a CPU; `device` auto, cpu,
+    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own;
+    `max_model_len` shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole
+    process and not to be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter
+    that drafts for requests which name it, beside the checkpoint's own;
     `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
     families that have a compact network; `choose_ops`: which operations to take, in place of these two;
     `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.
@@ -81,7 +83,11 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     config = family.read_config(checkpoint)
     place = choose_device(device)
-    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None))
+    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights)
+    if weights != "plain" and ranks is not None:
+        raise InvalidSetting(
+            f"int8 weights are not shared among processes: leave out --weights int8, or --tensor-parallel {ranks.size}."
+        )
     section = SpaceSection.parse(
         checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
     )
@@ -131,6 +137,7 @@ def load_model(
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
+        eight_bits=weights == "int8",
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
@@ -180,6 +187,8 @@ def _assemble(
         output.bias,
         scale=family.head_scale(config),
         softcap=family.head_softcap(config),
+        eight_bits=facts.eight_bits,
+        keeps_rows=facts.has_any_draft_head or not facts.eight_bits,
         linear=ops.linear,
     )
     gated = [adapter.gated for adapter in adapters]
@@ -190,7 +199,7 @@ def _assemble(
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
         if facts.device.type == "cpu":
-            make_row_invariant(base, facts.num_threads)
+            make_row_invariant(base, facts.num_threads, eight_bits=facts.eight_bits)
         elif ops.is_exact:
             raise InvalidSetting(
                 f"Models of type {config.model_type!r} as this one is held are not exact on a GPU, for their norms and "

@@ -43,7 +43,14 @@ class ModelFacts:
     num_threads: int  # threads of one product on the CPU
     acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
+    eight_bits: bool = False  # linears are held in whole numbers of eight bits and scales
     num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
+
+    @property
+    def number_format(self) -> str:
+        """Of weights, keys and values: what two workers must have in common for the same text."""
+        form = str(self.dtype).removeprefix("torch.")
+        return f"{form} with int8 weights" if self.eight_bits else form
 
     @property
     def most_masks(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from space_kernels.cpu_library import cpu_library
 from space_kernels.cpu_linear import CompiledLinear
+from space_kernels.eight_bits import EightBitLinear
 from space_kernels.linear import PackedLinear, pad_rows
 from space_kernels.linear_cuda import CudaLinear
 from torch import Tensor, nn
@@ -27,28 +28,33 @@ class OutputHead:
         scale: float = 1.0,
         softcap: float | None = None,
         packed: bool = True,
+        eight_bits: bool = False,
+        keeps_rows: bool = True,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
         """weight [V, hidden]: kept as it is for gathered rows; a packed copy makes the whole product on the CPU.
 
-        `packed` False: only gathered rows are asked for, and there is no copy. `linear` makes the product elsewhere.
+        `packed` False: only gathered rows are asked for, and there is no copy; `eight_bits`: the copy is of whole
+        numbers and scales; `keeps_rows` False: no gathered rows are asked for. `linear` makes the product elsewhere.
         """
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight = weight.detach() if keeps_rows else None
+        self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
         self._product: nn.Module
         if packed and weight.device.type == "cpu":
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
-            padded = F.pad(self.weight, (0, 0, 0, missing))
+            padded = F.pad(weight.detach(), (0, 0, 0, missing))
             library = cpu_library() if CompiledLinear.takes(padded) else None
-            self._product = (
-                PackedLinear(padded, padded_bias)
-                if library is None
-                else CompiledLinear(library, padded, padded_bias, wide=True)
-            )
+            if library is not None:
+                self._product = CompiledLinear(library, padded, padded_bias, wide=True, eight_bits=eight_bits)
+            elif eight_bits:
+                self._product = EightBitLinear(padded, padded_bias, wide=True)
+            else:
+                self._product = PackedLinear(padded, padded_bias)
         else:
-            self._product = linear(self.weight, self.bias)
+            self._product = linear(weight.detach(), self.bias)
 
     @property
     def is_plain(self) -> bool:
@@ -63,6 +69,8 @@ class OutputHead:
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids only."""
+        if self.weight is None:
+            raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
         rows = F.embedding(ids, self.weight)  # [N, M, hidden]
         logits = torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)
         if self.bias is not None:

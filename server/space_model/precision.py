@@ -22,8 +22,22 @@ def choose_device(device: str) -> torch.device:
     return place
 
 
-def choose_dtype(dtype: str, device: torch.device, stored: torch.dtype | None) -> tuple[torch.dtype, str]:
-    """The dtype and the reason for it. `stored` is the checkpoint's own."""
+WEIGHTS = ("plain", "int8")
+"""How the weights of linears are held: as the dtype says, or in whole numbers of eight bits and scales."""
+
+
+def choose_dtype(
+    dtype: str, device: torch.device, stored: torch.dtype | None, weights: str = "plain"
+) -> tuple[torch.dtype, str]:
+    """The dtype and the reason for it. `stored` is the checkpoint's own; `weights` of WEIGHTS."""
+    if weights not in WEIGHTS:
+        raise InvalidSetting(f"weights must be plain or int8; got {weights!r}.")
+    if weights == "int8":
+        if device.type != "cpu":
+            raise InvalidSetting(f"int8 weights are for CPUs, and the device is {device}; leave out --weights int8.")
+        if dtype not in ("auto", "bfloat16"):
+            raise InvalidSetting(f"int8 weights are multiplied in bfloat16; leave out --dtype {dtype}.")
+        return torch.bfloat16, "what int8 weights are multiplied in"
     if dtype != "auto":
         if dtype not in _DTYPES:
             raise InvalidSetting(f"dtype must be auto, float32 or bfloat16; got {dtype!r}.")

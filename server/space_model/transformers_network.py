@@ -49,15 +49,17 @@ class TransformersNetwork:
         return F.embedding(ids, self._embedding)
 
 
-def make_row_invariant(base: nn.Module, num_threads: int) -> None:
+def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
     """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts.
+
+    `eight_bits`: linears and experts are held in whole numbers and scales.
 
     One module at a time, so that only one weight is in memory twice.
     """
     for parent in list(base.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, cpu_linear(child.weight, child.bias))
+                setattr(parent, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
             elif _is_activation(child):
                 setattr(parent, name, row_invariant(child, num_threads))
             elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
@@ -68,7 +70,7 @@ def make_row_invariant(base: nn.Module, num_threads: int) -> None:
                     )
                 activation = row_invariant(child.get_submodule("act_fn"), num_threads)
                 weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
-                setattr(parent, name, RowInvariantExperts(*weights, activation))
+                setattr(parent, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -61,6 +61,22 @@ def test_it_is_so_with_compiled_operations_and_without(
     check_cell(subject, cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_it_is_so_with_weights_of_eight_bits(model: str, cell: Cell, attention: str, subject_of: Subjects) -> None:
+    subject = subject_of(model, cell.dtype, attention, weights="int8")
+    assert subject.model.facts.eight_bits
+    check_cell(subject, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of
+)
+def test_every_two_conditions_with_weights_of_eight_bits(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype, weights="int8"), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "cell"), cover(3), ids=name_of)
