@@ -12,6 +12,14 @@ _GROUP = "HTTP and gRPC"
 class ConnectionSettings:
     """Sizes, times and encryption of a client's connection."""
 
+    max_connections: int = setting(
+        4096,
+        _GROUP,
+        "most HTTP connections at once, and most gRPC connections and calls; beyond them 503 with Retry-After (gRPC: "
+        "UNAVAILABLE) and a closed connection, but probes and scrapers are still answered. Each takes an open file",
+        parse.whole(1, 1_000_000),
+        "CONNECTIONS",
+    )
     max_body: int = setting(
         4 * 1024**2,
         _GROUP,
@@ -45,8 +53,8 @@ class ConnectionSettings:
     client_buffer: int = setting(
         256 * 1024,
         _GROUP,
-        "bytes that the system may hold for one HTTP client that does not read; less feels a slow reader earlier, more "
-        "sends long log-probabilities faster over far networks",
+        "bytes that the system may hold for one connection, HTTP or gRPC, that does not read; less feels a slow reader "
+        "earlier, more sends long log-probabilities faster over far networks",
         parse.size,
         "SIZE",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import socket
 import subprocess
@@ -18,11 +17,10 @@ from space_proto.finding import Finding
 
 from space_router.config import ServeConfig, build
 from space_router.errors import ConfigError
+from space_router.listening import room_for
 from space_router.workers.command import worker_command
 
 PARTS = ("settings", "environment", "gpu", "kernels", "model", "memory", "ports", "workers", "energy")
-FEW_FILES = 4096
-"""Open files below which many streams may meet the limit: one for each, and some more."""
 WORKER_SECONDS = 300.0
 
 
@@ -54,7 +52,7 @@ def examine(
     yield Finding("settings", "ok", f"spaceserve {version('spaceserve')}; settings given: {told}")
     yield from _text(config)
     yield from _ports(config)
-    yield _open_files()
+    yield _open_files(config.max_connections)
     if config.worker_address:
         yield from map(_reachable, config.worker_address)
     else:
@@ -97,14 +95,14 @@ def _ports(config: ServeConfig) -> Iterator[Finding]:
             yield Finding("ports", "ok", f"{config.host} {flag} {port} is free")
 
 
-def _open_files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+def _open_files(num_connections: int) -> Finding:
+    room = room_for(num_connections)
+    if room < num_connections:
         return Finding(
-            "ports", "note", f"{soft} files may be open at once, and each stream is one.", "ulimit -n 65536, or "
-            "LimitNOFILE= in a unit, or docker run --ulimit nofile=65536.",
+            "ports", "note", f"{room} of --max-connections {num_connections} fit into the files that may be open.",
+            "ulimit -n 65536, or LimitNOFILE= in a unit, or docker run --ulimit nofile=65536.",
         )  # fmt: skip
-    return Finding("ports", "ok", "as many files as streams need may be open at once")
+    return Finding("ports", "ok", f"{num_connections} connections at once fit into the files that may be open")
 
 
 def _reachable(address: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from space_router.errors import ConfigError
 
 UNIX = "unix:"
+
+OTHER_FILES = 256
+"""Open files of a server beside its clients' connections: workers, logs, refused clients on their way out."""
 
 
 @contextmanager
@@ -73,6 +77,40 @@ def _answers(path: Path) -> bool:
         except ConnectionRefusedError:
             return False
     return True
+
+
+def bound_buffers(port: int, buffer: int) -> int:
+    """Bound what the system may hold for one client on sockets of this process that listen at `port` and were made by a
+    library that has no option for it; how many there are.
+    """
+    found = 0
+    for file in list(Path("/dev/fd").iterdir()):
+        try:
+            one = socket.socket(fileno=int(file.name))
+        except OSError:  # no socket, or gone meanwhile
+            continue
+        try:
+            is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and one.getsockname()[1] == port and _listens(one):
+                _buffered(one, buffer)
+                found += 1
+        finally:
+            one.detach()  # it is somebody else's
+    return found
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def room_for(num_connections: int) -> int:
+    """Let this process open so many connections, if it may; how many it can have."""
+    wanted = num_connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(0, min(num_connections, (most if soft == resource.RLIM_INFINITY else max(soft, most)) - OTHER_FILES))
 
 
 def url(bound: socket.socket, *, encrypted: bool) -> str:

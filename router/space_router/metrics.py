@@ -24,7 +24,7 @@ SOURCES = ("masks", "lookup", "prediction", "grammar")
 
 REASONS = (
     "invalid", "too_long", "unauthorized", "body_too_large", "header_too_large", "slow_request", "queue_full",
-    "rate_limited", "not_ready", "draining",
+    "rate_limited", "not_ready", "draining", "too_many_connections",
 )  # fmt: skip
 """Why a request was refused before it was queued: label `reason` of `rejected_total`."""
 

@@ -19,7 +19,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.model_facts import ModelFacts
 from space_router.grpc_face.server import GrpcServer
-from space_router.listening import curl, listening, url
+from space_router.listening import curl, listening, room_for, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText
@@ -52,6 +52,8 @@ def run(config: ServeConfig) -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     text = ModelText.load(config)
+    if (room := room_for(config.max_connections)) < config.max_connections:
+        log.warning("only %d connections fit into this process's open files: raise `ulimit -n`", room)
     if config.grpc_port is not None:
         with listening(config.host, config.grpc_port, flag="--grpc-port"):  # gRPC itself would not say what is wrong
             pass

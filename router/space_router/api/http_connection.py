@@ -13,10 +13,19 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from space_router.api.access import OPEN_PATHS
 from space_router.connection_settings import ConnectionSettings
 from space_router.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+NUM_GUESTS = 32
+"""Connections beyond `max_connections` that may say whether they come from a probe; more are refused unheard."""
+
+GUEST_SECONDS = 1.0
+"""That they have for it."""
+
+_PATHS_OF_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
 
 
 class HeaderTooLarge(Exception):
@@ -29,6 +38,8 @@ class HttpConnection(HttpToolsProtocol):
     A head (first line and headers) has `receive_timeout` from its first byte on, and a new connection so long for its
     first byte. The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits
     from then on, its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
+
+    A connection beyond `max_connections` is a guest: one request of a probe is answered, any other is told to go.
     """
 
     def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
@@ -40,10 +51,17 @@ class HttpConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
         self._refused = False
+        self._is_guest = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
+        num_beyond = len(self.connections) - self._limits.max_connections
+        self._is_guest = num_beyond > 0
+        if num_beyond > NUM_GUESTS:
+            self._refuse_guest()
+            return
+        seconds = min(GUEST_SECONDS, self._limits.receive_timeout) if self._is_guest else self._limits.receive_timeout
+        self._head_timer = self.loop.call_later(seconds, self._head_overdue)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer = _stop(self._head_timer)
@@ -78,9 +96,20 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._had_whole_head = False, True
         self._head_timer = _stop(self._head_timer)
+        if self._is_guest and self.url.partition(b"?")[0] not in _PATHS_OF_PROBES:
+            self._refuse_guest()
+            return
         super().on_headers_complete()
+        if self._is_guest and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._refused:
+            return
         super().on_message_complete()
         self._in_head, self._head_size = True, 0
 
@@ -118,6 +147,16 @@ class HttpConnection(HttpToolsProtocol):
         most = self._limits.max_header
         self._say(431, "header_too_large", f"The headers exceed {most} bytes. Send less, or raise `--max-header`.")
 
+    def _refuse_guest(self) -> None:
+        self._metrics.rejected_total.labels(reason="too_many_connections").inc()
+        self._say(
+            503,
+            "too_many_connections",
+            f"There are {self._limits.max_connections} connections already, the most (`--max-connections`). Close "
+            "some, or come again later.",
+            kind="service_unavailable_error",
+        )
+
     def _head_overdue(self) -> None:
         self._head_timer = None
         if self.transport.is_closing():
@@ -125,20 +164,24 @@ class HttpConnection(HttpToolsProtocol):
         if self.cycle is None and not self._head_size and self.scope is None:
             self.transport.close()  # nothing was ever asked
             return
+        if self._is_guest:
+            self._refuse_guest()
+            return
         self._metrics.rejected_total.labels(reason="slow_request").inc()
         seconds = self._limits.receive_timeout
         self._say(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
 
-    def _say(self, status: int, code: str, message: str) -> None:
+    def _say(self, status: int, code: str, message: str, *, kind: str = "invalid_request_error") -> None:
         """The last word on this connection, to a request that never became one."""
         self._refused = True
         body = (
-            b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":"%s"}}'
-            % (message.encode(), code.encode())
+            b'{"error":{"message":"%s","type":"%s","param":null,"code":"%s"}}'
+            % (message.encode(), kind.encode(), code.encode())
         )  # fmt: skip
+        later = b"retry-after: 1\r\n" if status == 503 else b""
         self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            % (status, http.HTTPStatus(status).phrase.encode(), len(body))
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n"
+            % (status, http.HTTPStatus(status).phrase.encode(), len(body), later)
             + body
         )
         self.transport.close()

@@ -1,5 +1,6 @@
 """The gRPC server beside the HTTP server: its port, its limits, its services."""
 
+import logging
 from types import TracebackType
 
 import grpc.aio
@@ -12,10 +13,14 @@ from space_router.api.service import Service
 from space_router.errors import ConfigError
 from space_router.grpc_face import health
 from space_router.grpc_face.access import Access
+from space_router.grpc_face.crowd import NUM_GUESTS, Crowd
 from space_router.grpc_face.readable import Readable
 from space_router.grpc_face.service import GenerateService
+from space_router.listening import bound_buffers
 
 GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["Generate"].full_name
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 * 1024**2
 """Largest event, in bytes; those with much of a prompt's log-probabilities are split long before."""
@@ -31,14 +36,26 @@ class GrpcServer:
 
     def __init__(self, service: Service, host: str, port: int) -> None:
         """`port` 0: any that is free. Raises ConfigError for one that cannot be had."""
-        keys = service.keys
+        keys, config = service.keys, service.config
+        unread_ms = round(1000 * config.slow_reader_timeout)
         self._server = grpc.aio.server(
-            interceptors=[Access(keys, service.metrics), Readable(service.metrics)],
+            interceptors=[
+                Crowd(config.max_connections, service.metrics),
+                Access(keys, service.metrics),
+                Readable(service.metrics),
+            ],
             options=[
-                ("grpc.max_receive_message_length", service.config.max_body),
+                ("grpc.max_receive_message_length", config.max_body),
                 ("grpc.max_send_message_length", MAX_MESSAGE),
                 ("grpc.so_reuseport", 0),  # or two servers would share a port, and clients would find either
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # keep a quiet stream alive if you like
+                ("grpc.max_allowed_incoming_connections", config.max_connections + NUM_GUESTS),
+                ("grpc.max_concurrent_streams", config.max_connections + NUM_GUESTS),
+                # A connection whose other end takes nothing any more is cut, a little later than its streams.
+                ("grpc.keepalive_time_ms", unread_ms),
+                ("grpc.keepalive_timeout_ms", 2 * unread_ms),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
             ],
         )
         self._health = health.Health(service, (GENERATE,))
@@ -50,7 +67,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         shown = f"[{host}]" if ":" in host else host
         try:
-            certificate = service.config.certificate()
+            certificate = config.certificate()
             if certificate is None:
                 bound = self._server.add_insecure_port(f"{shown}:{port}")
             else:
@@ -60,6 +77,8 @@ class GrpcServer:
                 f"--host={host!r} --grpc-port={port}: cannot listen there: the port is taken, or the address is not "
                 "this machine's."
             ) from None
+        if bound_buffers(bound, config.client_buffer) == 0:
+            log.info("--client-buffer does not bound gRPC clients here: their sockets cannot be found")
         self.address = f"{shown}:{bound}"
 
     async def __aenter__(self) -> "GrpcServer":

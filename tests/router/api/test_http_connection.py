@@ -8,12 +8,12 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
 import uvicorn
-from space_router.api.http_connection import bounded
+from space_router.api.http_connection import GUEST_SECONDS, NUM_GUESTS, bounded
 from space_router.connection_settings import ConnectionSettings
 from space_router.metrics import Metrics
 
@@ -229,3 +229,41 @@ async def test_a_client_that_resets_leaves_no_timer_behind() -> None:
         await asyncio.wait_for(server.gone.wait(), SOON)
         await asyncio.sleep(0.5)
         assert server.metrics.value("spaceserve_slow_readers_cut_total") == 0
+
+
+FEW = replace(LIMITS, max_connections=2)
+PROBE = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhello"
+
+
+async def test_beyond_the_most_connections_a_client_is_told_to_come_again_and_a_probe_is_answered() -> None:
+    ask = b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n"
+    async with serving(replace(FEW, slow_reader_timeout=SOON, receive_timeout=SOON)) as server:
+        async with server.connect(ask, window=4096), server.connect(ask, window=4096):
+            for request in (b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", POST, POST.removesuffix(b"hello")):
+                answer = await server.answer(request)
+                head, _, body = answer.partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"retry-after: 1" in head
+                assert b"connection: close" in head
+                error = json.loads(body)["error"]
+                assert (error["code"], error["type"]) == ("too_many_connections", "service_unavailable_error")
+                assert "There are 2 connections already, the most (`--max-connections`)" in error["message"]
+            assert rejected(server, "too_many_connections") == 3
+            answer = await server.answer(PROBE)  # which the server then closes
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close" in answer
+            slow = await server.answer(b"GET / HTTP/1.1\r\n")
+            assert slow.startswith(b"HTTP/1.1 503 "), "a guest has not long to say what it wants"
+        async with asyncio.timeout(SOON):
+            while not (await server.answer(POST)).startswith(b"HTTP/1.1 200 "):
+                pass
+
+
+async def test_far_beyond_the_most_connections_nobody_is_listened_to() -> None:
+    async with serving(replace(FEW, receive_timeout=SOON)) as server, AsyncExitStack() as opened:
+        clients = [await opened.enter_async_context(server.connect(b"")) for _ in range(2 + NUM_GUESTS)]
+        begun = time.monotonic()
+        assert (await server.answer(b"")).startswith(b"HTTP/1.1 503 ")
+        assert time.monotonic() - begun < GUEST_SECONDS, "at once"
+        assert await clients[-1].rest() == b"", "a guest who says nothing"

@@ -1,8 +1,10 @@
 """A slow reader is felt by its own stream, and by nothing else."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -54,6 +56,87 @@ async def test_a_reader_that_never_reads_on_is_cut_counted_and_holds_nothing(sta
             with pytest.raises(grpc.aio.AioRpcError) as cut:
                 [event async for event in call]
             assert cut.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_what_the_system_holds_for_a_connection_that_takes_nothing_is_bounded_and_it_is_cut(
+    start: Start,
+) -> None:
+    """Nothing is taken off the wire, by however large a window the client has announced."""
+    buffer = 16 * 1024
+    config = ServeConfig(slow_reader_timeout=0.5, client_buffer=buffer)
+    async with start(config=config, window=4096, num_blocks=2048) as router, dammed(router.server.address) as dam:
+        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024**2))
+        async with grpc.aio.insecure_channel(dam.address, options=options) as channel:
+            stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
+            request = generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20)
+            call = stub.Generate(request)
+            await call.read()
+            dam.closed = True
+            (live,) = router.service.engine._open
+            await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
+            event_bytes = 800  # at least, with twenty alternatives
+            assert live.statistics.num_generated * event_bytes < 20 * buffer, "it was stopped long before its end"
+            await settled(lambda: router.service.engine.load().blocks_held == 0)
+            await settled(lambda: dam.is_cut)
+            call.cancel()
+
+
+class Dam:
+    """Lets a server's words through to its client until it is closed."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.closed = False
+        self.is_cut = False  # the server has ended the connection
+
+
+@asynccontextmanager
+async def dammed(server: str) -> AsyncIterator[Dam]:
+    dam, loop = Dam(), asyncio.get_running_loop()
+    host, _, port = server.rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        dam.address = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        async def run() -> None:
+            client, _ = await loop.sock_accept(listening)
+            with client, socket.socket() as onward:
+                onward.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                onward.setblocking(False)
+                await loop.sock_connect(onward, (host, int(port)))
+
+                async def up() -> None:
+                    while data := await loop.sock_recv(client, 65536):
+                        await loop.sock_sendall(onward, data)
+
+                sending = asyncio.create_task(up())
+                while not dam.closed:
+                    await loop.sock_sendall(client, await loop.sock_recv(onward, 512))
+                while is_held(onward.getsockname()[1]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                dam.is_cut = True
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+        running = asyncio.create_task(run())
+        try:
+            yield dam
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def is_held(port: int) -> bool:
+    """This process still has the other end of the connection at `port`, which may never hear of its being closed."""
+    for file in list(Path("/dev/fd").iterdir()):
+        with suppress(OSError):
+            one = socket.socket(fileno=int(file.name))
+            try:
+                if one.family != socket.AF_UNIX and one.getpeername()[1] == port:
+                    return True
+            finally:
+                one.detach()
+    return False
 
 
 async def settled(holds: Callable[[], bool]) -> None:
