@@ -70,7 +70,7 @@ are idle.
 
 Ratios are to the best of the other engines at that point, each of one round: median, 95 % bootstrap bounds. Below 15 %
 a difference is called level. Bound: plain decoding's rate times E / cost of the layout whose expected tokens per
-measured second are best, by the cost of whole steps as measured at the start of this run.
+measured second are best, by the cost of whole steps as measured at the start of this run and by its own steps.
 
 Same ids: the share of an arm's ids up to the first that differs from our plain decoding's, over all sequences. Engines
 round differently, and texts of random weights part for good at the first tie: near 1 proves the same model, small

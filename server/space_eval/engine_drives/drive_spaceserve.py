@@ -22,8 +22,8 @@ from space_eval.overhead_arms import plain
 
 PLAIN, OWN = "plain", "SPACE, own drafts"
 BLOCK_SIZE = 16
-CALIBRATION_SECONDS = 8.0
-"""Enough for whole steps of every crowd that is compared, of a model whose steps take a tenth of a second too."""
+CALIBRATION_SECONDS = 20.0
+"""Enough for steps of every crowd that is compared, of a model whose steps take a tenth of a second, too."""
 
 
 def synthetic_arm(chances: Sequence[float]) -> str:
@@ -72,7 +72,6 @@ class SpaceServe:
         num_blocks = most * -(-ids // BLOCK_SIZE)
         kv = self._model.allocate_kv(num_blocks, BLOCK_SIZE)
         points = calibrate(self._model, kv, max_sequences=most, seconds=CALIBRATION_SECONDS)
-        self._cost = StepCost.from_points(points)  # never corrected: what a bound is made of
         self._chances = {synthetic_arm(chances): tuple(chances) for chances in settings["synthetic_acceptance"]}
         self._routers: dict[str, SmallRouter] = {}
         own = [OWN] if settings["own_drafts"] else []
@@ -132,11 +131,11 @@ class SpaceServe:
         return [outputs[number] for number in numbers], [seconds[number] for number in numbers]
 
     def bounds(self, num_sequences: int, num_context: int) -> dict[str, Any]:
-        """By arm."""
+        """By arm, from what steps cost as its worker has measured them until now: at its start, and ever since."""
         return {
             arm: vars(
                 Bound.of(
-                    self._cost,
+                    self._routers[arm].worker.cost,
                     chances,
                     max_drafts=self._model.facts.most_masks,
                     num_sequences=num_sequences,
