@@ -38,7 +38,7 @@ class LlamaCpp:
         params.n_ctx = most * (-(-settings["most_ids"] // 256) * 256)
         params.n_batch = params.n_ctx
         params.n_threads = params.n_threads_batch = settings["threads"]
-        params.kv_unified = True
+        params.kv_unified = False  # a cache for each sequence: none attends to the others' keys
         self._context = c.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context; its reason stands above.")
