@@ -21,6 +21,10 @@ COMMANDS = {
     ),
     "equivalence": ("space_eval.equivalence_command", "prove that drafts change no text"),
     "faults": ("space_eval.faults", "kill, stop and crash the worker under load: nothing may be lost"),
+    "hosts": (
+        "space_eval.hosts",
+        "workers on machines of their own: killed, cut off and restarted; nothing may be lost",
+    ),
     "verdicts": ("space_eval.verdicts", "five verification rules on the same weights, and which of them are exact"),
     "explain": ("space_eval.explain", "which drafts stand: by position, entropy, kind of token, repetition"),
     "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
