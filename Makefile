@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench faults gpu-check fuzz lock
+.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ clean-root:  ## the CPU image's own steps in a new Debian root, and a request to
 
 bench: install  ## tokens per second and latency of the embedded model, with and without drafts
 	@$(VENV)/bin/spaceserve bench
+
+crowd: install  ## 64 readers that do not read beside fast ones, and ten times more requests than can be served (FLAGS="--turns 2")
+	@$(VENV)/bin/spaceserve eval crowd $(FLAGS)
 
 faults: install  ## kill, stop and crash the worker 200 times under 32 streams: nothing may be lost (FLAGS="--faults 20")
 	@$(VENV)/bin/spaceserve eval faults $(FLAGS)

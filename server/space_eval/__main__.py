@@ -25,6 +25,7 @@ COMMANDS = {
         "space_eval.hosts",
         "workers on machines of their own: killed, cut off and restarted; nothing may be lost",
     ),
+    "crowd": ("space_eval.crowd", "slow readers beside fast ones, and ten times more requests than can be served"),
     "verdicts": ("space_eval.verdicts", "five verification rules on the same weights, and which of them are exact"),
     "explain": ("space_eval.explain", "which drafts stand: by position, entropy, kind of token, repetition"),
     "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
