@@ -23,5 +23,5 @@ compile() {
     echo "$out: $(grep -c == "$out") packages"
 }
 
-compile docker/locks/run.txt "$@"
+compile docker/locks/run.txt --extra tracing "$@"
 compile docker/locks/dev.txt --extra train --extra dev --constraint docker/locks/run.txt "$@"

@@ -25,6 +25,7 @@ from space_router.api.access import Access
 from space_router.api.answers import error_answer
 from space_router.api.document import DocumentedApp
 from space_router.api.service import Service
+from space_router.api.traced import Traced
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
 from space_router.page import files as page
 
@@ -84,4 +85,6 @@ def create_app(service: Service) -> DocumentedApp:
             allow_headers=("*",),
             expose_headers=("*",),
         )
+    if service.tracer is not None:
+        app.add_middleware(Traced, tracer=service.tracer)
     return app

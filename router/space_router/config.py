@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from space_proto.tracing import TracingUnavailable, check_tracing
+
 from space_router import parse
 from space_router.api_keys import ApiKey, read_keys
 from space_router.connection_settings import ConnectionSettings
@@ -239,6 +241,8 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         "THREADS",
         own_workers=True,
     )
+        own_workers=True,
+    )
     powercap: str | None = setting(
         None,
         _WORKERS,
@@ -248,6 +252,22 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         parse.text,
         "FOLDER",
         own_workers=True,
+    )
+    tracing: str = setting(
+        "off",
+        _WORKERS,
+        "on sends OpenTelemetry spans of requests, their wait and generation, and of the workers' part, over OTLP "
+        "(http/protobuf) to where the standard OTEL_* variables say; a client's W3C `traceparent` is taken up. No span "
+        "holds prompts or outputs. Needs `pip install 'spaceserve[tracing]'`; off costs nothing",
+        parse.one_of("on", "off"),
+        "on|off",
+    )
+    log_format: str = setting(
+        "text",
+        _WORKERS,
+        "lines of the log: text to be read, json (an object per line, with the current span's ids) to be collected",
+        parse.one_of("text", "json"),
+        "text|json",
     )
     log_level: str = setting(
         "info",
@@ -300,6 +320,11 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
         if config.worker_address and known.own_workers and flags.get(name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} does nothing with --worker-address: give it to `spaceserve worker` there.")
+    if config.tracing == "on":
+        try:
+            check_tracing(environment)
+        except TracingUnavailable as error:
+            raise ConfigError(str(error)) from None
     config.check_tls(config.host, config.grpc_port, config.worker_address)
     if config.space_num_masks is not None and len(config.space_mask_ids) not in (0, 1, config.space_num_masks):
         raise ConfigError(

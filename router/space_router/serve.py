@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import FrameType
 
 import uvicorn
+from space_proto.log_lines import log_to_stderr
+from space_proto.tracing import exporting
 
 from space_router.api.http_connection import bounded
 from space_router.api.service import Service
@@ -47,9 +49,7 @@ class WebServer(uvicorn.Server):
 
 def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises ConfigError before anything is started."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     text = ModelText.load(config)
     if (room := room_for(config.max_connections)) < config.max_connections:
@@ -69,7 +69,10 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
     metrics = Metrics()
     async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
         engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
-        service = Service(config, text, engine, metrics)
+        tracer = None
+        if config.tracing == "on":
+            tracer = face_scope.enter_context(exporting("spaceserve", os.environ))
+        service = Service(config, text, engine, metrics, tracer=tracer)
         face = None if config.grpc_port is None else GrpcServer(service, config.host, config.grpc_port)
         stopping: list[asyncio.Task[None]] = []
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from space_kernels import cpu_library
@@ -39,6 +39,8 @@ from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks, check_ranks
+from space_proto.log_lines import log_to_stderr
+from space_proto.tracing import exporting
 
 from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, calibrate, load_or_measure
@@ -66,6 +68,9 @@ from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance, label
 from space_server.worker import MAX_PREFILL_ROWS, Worker
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
 
 SMALL_WEIGHTS = 64 * 1024**2
@@ -84,9 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     use_one_heap()
     if config.cores is not None:
         os.sched_setaffinity(0, config.cores)
-    logging.basicConfig(
-        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    log_to_stderr(config.log_level, config.log_format)
     if config.parent_pid is not None:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
@@ -106,7 +109,8 @@ def main(arguments: Sequence[str]) -> int:
                     return 0
                 lead = stack.enter_context(leading(config, arguments, place, load))
             worker = in_passing_thread(lambda: build_worker(config, lead, source))
-            asyncio.run(_serve(worker, config, _meter(config, worker)))
+            tracer = stack.enter_context(exporting("spaceserve-worker", os.environ)) if config.tracing else None
+            asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
@@ -303,8 +307,8 @@ def _meter(config: WorkerConfig, worker: Worker) -> Meter:
     return meter
 
 
-async def _serve(worker: Worker, config: WorkerConfig, meter: Meter) -> None:
-    service = WorkerService(worker, meter=meter)
+async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> None:
+    service = WorkerService(worker, meter=meter, tracer=tracer)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)

@@ -12,6 +12,7 @@ from typing import Literal
 from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_proto.certificate import CertificateFiles
+from space_proto.tracing import TracingUnavailable, check_tracing
 
 from space_server.cores import parse_cores
 from space_server.energy import POWERCAP
@@ -63,8 +64,10 @@ class WorkerConfig:
     num_workers: int  # processes like this one that share the machine's cores
     cores: set[int] | None  # processors to run on, and on no others; None: as the system says
     powercap: Path  # the kernel's folder of power sensors
+    tracing: bool  # spans of sequences that a router follows
     parent_pid: int | None  # end when this process is gone
     log_level: str
+    log_format: str  # text or json
 
     @property
     def max_draft_length(self) -> int | None:
@@ -215,10 +218,24 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     )
     parser.add_argument("--parent-pid", type=_at_least(1), help="end when this process is gone")
     parser.add_argument(
+        "--tracing",
+        choices=("on", "off"),
+        default="off",
+        help="on: OpenTelemetry spans of the sequences that a router follows, over OTLP as the OTEL_* variables say "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: %(default)s)")
+    parser.add_argument(
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
     options = vars(parser.parse_args(arguments))
-    options["exact"], options["offline"] = options["exact"] == "on", options["offline"] == "on"
+    for name in ("exact", "offline", "tracing"):
+        options[name] = options[name] == "on"
+    if options["tracing"]:
+        try:
+            check_tracing(os.environ)
+        except TracingUnavailable as error:
+            parser.error(str(error))
     try:
         options["tls"] = mutual_tls(*(options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca")))
     except ValueError as error:

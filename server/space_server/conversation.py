@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from space_proto import worker_pb2 as pb
 
 from space_server.outbox import Outbox
+from space_server.sequence_spans import SequenceSpans
 from space_server.worker import ProtocolError, Worker
 
 MAX_UNSENT = 32
@@ -33,8 +34,10 @@ class Conversation:
     receive() and message() are called on the event loop; the worker is touched by the thread alone.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, spans: SequenceSpans | None = None) -> None:
+        """`spans`: of its sequences, None where nobody wants any."""
         self._worker = worker
+        self._spans = spans
         self._outbox: Outbox[pb.WorkerMessage | Exception | None] = Outbox()
         self._news = threading.Condition()
         self._inbox: deque[pb.Command] = deque()  # under _news
@@ -61,6 +64,8 @@ class Conversation:
             except asyncio.CancelledError:
                 cancelled = True  # the stream has gone, but the step it began has not: nobody may have the worker yet
         self._worker.reset()
+        if self._spans is not None:
+            self._spans.close()
         self._outbox.close()
         if cancelled:
             raise asyncio.CancelledError
@@ -135,6 +140,8 @@ class Conversation:
         if self._may_step():
             message = pb.WorkerMessage()
             if worker.step(message.report) is not None:
+                if self._spans is not None:
+                    self._spans.reported(message.report)
                 with self._news:
                     self._num_unsent += 1
                 self._say(message)
@@ -149,6 +156,8 @@ class Conversation:
             raise ProtocolError(f"The router sent {kind or 'an unknown command'} before Start.")
         self._started = self._started or kind == "start"
         self._worker.apply(command)
+        if self._spans is not None:
+            self._spans.applied(command)
 
     def _say(self, said: pb.WorkerMessage | Exception) -> None:
         self._outbox.put_from_thread(said)

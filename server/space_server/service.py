@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -17,7 +18,11 @@ from space_proto.certificate import CertificateFiles, server_credentials
 
 from space_server.conversation import Conversation, ConversationFailed, Drained
 from space_server.energy import Meter
+from space_server.sequence_spans import SequenceSpans
 from space_server.worker import Worker
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 HEARTBEAT_SECONDS = 1.0
 """The longest silence of a worker that lives."""
@@ -41,14 +46,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves one router after the other: a new one ends the conversation of the one before."""
 
     def __init__(
-        self, worker: Worker, *, heartbeat_seconds: float = HEARTBEAT_SECONDS, meter: Meter | None = None
+        self,
+        worker: Worker,
+        *,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        meter: Meter | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`meter`: what this machine draws, said beside the reports."""
+        """`meter`: what this machine draws, said beside the reports; `tracer`: of spans of sequences."""
         self.incarnation = uuid.uuid4().hex
         self.finished = asyncio.Event()  # drained: the process is to end
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds
         self._meter = meter or Meter([])
+        self._tracer = tracer
         self._turn = asyncio.Lock()  # held by the conversation that has the worker
         self._newest: object = None  # the stream that came last
         self._conversation: Conversation | None = None
@@ -76,7 +87,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 reason = "The worker is draining." if is_ending else "Another router has connected to this worker."
                 await context.write(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
                 return
-            conversation = self._conversation = Conversation(self._worker)
+            spans = None if self._tracer is None else SequenceSpans(self._tracer)
+            conversation = self._conversation = Conversation(self._worker, spans)
             conversation.start()
             reader = asyncio.create_task(_read(request_iterator, conversation))
             try:

@@ -25,7 +25,7 @@ ROOMS = {
 DISTRIBUTIONS = {
     "google": "protobuf", "grpc": "grpcio", "huggingface_hub": "huggingface-hub", "prometheus_client":
     "prometheus-client", "grpc_tools": "grpcio-tools", "yaml": "pyyaml", "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
+    "grpc_reflection": "grpcio-reflection", "opentelemetry": "opentelemetry-sdk",
 }  # fmt: skip
 OPTIONAL = {"flash_attn", "triton"}
 

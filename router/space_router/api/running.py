@@ -4,13 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from space_router.api.plan import Choice, Plan
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
-from space_router.engine.request import TokenLogprobs
+from space_router.engine.request import Statistics, TokenLogprobs, ValidRequest
+from space_router.engine.request_trace import RequestTrace
 from space_router.engine.stream import Stream
 from space_router.errors import (
     ApiError,
@@ -25,6 +27,9 @@ from space_router.errors import (
 from space_router.metrics import Metrics
 from space_router.text.text_stream import FinishReason, TextDelta, TextStatistics, TextStream, TextToken
 from space_router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
 def translate(error: engine_errors.EngineError, param: str = "prompt") -> ApiError:
@@ -90,10 +95,14 @@ class Running:
         metrics: Metrics,
         plan: Plan,
         charge: Callable[[int, int], None] = lambda num_prompt, num_generated: None,
+        tracer: "Tracer | None" = None,
     ) -> None:
-        """`charge` is told how many tokens came in, once, and went out, at the end of each choice."""
+        """`charge` is told how many tokens came in, once, and went out, at the end of each choice; `tracer`: of spans
+        for each choice, None where nobody wants any.
+        """
         self.plan = plan
         self._charge = charge
+        self._tracer = tracer
         self.choices: list[Progress] = []
         self._engine = engine
         self._tokenizer = tokenizer
@@ -117,9 +126,12 @@ class Running:
         async with AsyncExitStack() as undo:
             for choice in self.plan.choices:
                 follows = leader if choice.request.sampling.choice else None
+                request = self._followed(choice.request)
                 try:
-                    stream = self._engine.submit(choice.request, leader=follows)
+                    stream = self._engine.submit(request, leader=follows)
                 except engine_errors.EngineError as error:
+                    if request.trace is not None:
+                        request.trace.ended("error", Statistics(num_prompt=len(request.prompt_ids)))
                     raise translate(error, choice.prompt.param) from error
                 scope = await undo.enter_async_context(AsyncExitStack())
                 await scope.enter_async_context(stream)
@@ -142,7 +154,15 @@ class Running:
             self._metrics.requests_total.labels(outcome=outcome).inc()
             self._metrics.request_seconds.observe(seconds)
             self._charge(0, progress.stream.statistics.num_generated)
+            if (trace := progress.stream.request.trace) is not None:
+                trace.ended(outcome, progress.stream.statistics)
             await progress.scope.aclose()
+
+    def _followed(self, request: ValidRequest) -> ValidRequest:
+        """The request, with spans where they are wanted."""
+        if self._tracer is None:
+            return request
+        return replace(request, trace=RequestTrace(self._tracer, request.request_id))
 
     def overdue(self) -> None:
         """Its client's own clock has ended it: what has not finished counts as out of time, not as cancelled."""

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from space_router.allowance import Allowances
 from space_router.api.door import Door
@@ -18,6 +19,9 @@ from space_router.metrics import Metrics
 from space_router.text.grammar import GrammarCheck
 from space_router.text.model_text import ModelText
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 
 @dataclass
 class Service:
@@ -31,6 +35,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     started: bool = False  # the engine has been ready once
     draining: bool = False  # SIGTERM has come
+    tracer: "Tracer | None" = None  # of spans; None: nobody wants any
     keys: ApiKeys = field(init=False)
     allowances: Allowances = field(init=False)
     restart: RollingRestart = field(init=False)
@@ -73,7 +78,7 @@ class Service:
     def run(self, plan: Plan) -> Running:
         """Its tokens are charged to the key that the plan's requests came with."""
         charge = self.allowances.of(plan.choices[0].request.key).charge
-        return Running(self.engine, self.text.tokenizer, self.metrics, plan, charge)
+        return Running(self.engine, self.text.tokenizer, self.metrics, plan, charge, self.tracer)
 
     def check_room(self) -> None:
         """Raises Overloaded where nobody can wait any more: sooner said than after a body is read and tokenised."""

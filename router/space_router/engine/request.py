@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from space_proto import worker_pb2
+
+if TYPE_CHECKING:
+    from space_router.engine.request_trace import RequestTrace
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
@@ -64,6 +67,7 @@ class ValidRequest:
     share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
     key: str = ""  # whose it is: the name of an API key, never the key; "": nobody's. Keys share the server fairly
     stops_on_text: bool = False  # its reader may leave before max_tokens, because a stop string appeared
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: nobody follows it
 
     @property
     def can_end_early(self) -> bool:

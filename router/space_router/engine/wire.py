@@ -44,6 +44,7 @@ def admit(
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,
             adapter=request.adapter,
             prediction=request.prediction or (),
+            traceparent="" if request.trace is None else request.trace.admitted(),
         )
     )
 

@@ -22,6 +22,7 @@ from space_router.grpc_face.event import Events
 from space_router.grpc_face.request import read, refuse_unknown
 from space_router.grpc_face.shown import shown
 from space_router.grpc_face.status import Context, answering
+from space_router.grpc_face.traced import call_span
 from space_router.grpc_face.values import conversation
 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
@@ -36,6 +37,10 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
         """Admitted before anything is sent; left, by its end or its client's, it holds nothing any more."""
+        with call_span(self._service.tracer, "spaceserve.v1.Generate/Generate", context.invocation_metadata()):
+            await self._generate(request, context)
+
+    async def _generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
         service = self._service
         async with answering(context, service.metrics), self._let_in(context):
             asked = await read(service, self._door(context), request, context.time_remaining())

@@ -26,7 +26,9 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--steps": config.steps,
         "--prefill-budget": config.prefill_budget,
         "--calibration-seconds": config.calibration_seconds,
+        "--tracing": config.tracing,
         "--log-level": config.log_level,
+        "--log-format": config.log_format,
         "--offline": config.offline,
     }
     if config.revision is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
+from opentelemetry.trace import Tracer
 from space_router.api.document import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
@@ -92,6 +93,7 @@ async def running(
     chat: str | None = "chatml",
     ready: bool = True,
     tokenizer: Tokenizer = TOKENIZER,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Router]:
     """A router in front of a worker that follows the script; at the end every page must be free or cached."""
     template = None if chat is None else ChatTemplate(BUILT_IN.get(chat, chat), {})
@@ -100,7 +102,7 @@ async def running(
     async with ScriptedWorker(script) as worker:
         served = replace(config or ServeConfig(), worker_address=(worker.address,))
         async with Engine(served, metrics) as engine:
-            service = Service(served, text, engine, metrics)
+            service = Service(served, text, engine, metrics, tracer=tracer)
             app = create_app(service)
             if ready:
                 await engine.wait_ready()
@@ -183,9 +185,11 @@ def start() -> Start:
     """`async with start("the reply", config=..., chat=...) as router`."""
 
     def begin(reply: str | None = None, *, config: ServeConfig | None = None, chat: str | None = "chatml",
-              ready: bool = True, tokenizer: Tokenizer = TOKENIZER,
+              ready: bool = True, tokenizer: Tokenizer = TOKENIZER, tracer: Tracer | None = None,
               **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
-        return running(script(reply, **changes), config=config, chat=chat, ready=ready, tokenizer=tokenizer)
+        return running(
+            script(reply, **changes), config=config, chat=chat, ready=ready, tokenizer=tokenizer, tracer=tracer
+        )
 
     return begin
 
