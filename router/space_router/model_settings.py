@@ -74,6 +74,16 @@ class ModelSettings:
         "auto|float32|bfloat16",
         own_workers=True,
     )
+    weights: str = setting(
+        "plain",
+        _GROUP,
+        "int8: linears in whole numbers of eight bits and a scale for each output, made while loading, on a CPU: half "
+        "the bytes of bfloat16 to hold and to read at every step, and a slightly different model; plain: as --dtype "
+        "has them",
+        parse.one_of("plain", "int8"),
+        "plain|int8",
+        own_workers=True,
+    )
     device: str = setting(
         "auto",
         _GROUP,

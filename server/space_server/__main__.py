@@ -150,6 +150,7 @@ def _load(
     model = load_model(
         checkpoint,
         dtype=config.dtype,
+        weights=config.weights,
         device=device or config.device,
         mask_ids=config.space_mask_ids,
         num_masks=config.space_num_masks,
@@ -226,7 +227,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
         "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
         facts.name,
-        str(facts.dtype).removeprefix("torch."),
+        facts.number_format,
         facts.dtype_reason,
         facts.device,
         facts.num_ranks,

@@ -201,7 +201,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
     what = [
         installed_version("spaceserve") or "a checkout",
         facts.model_hash,
-        str(facts.dtype),
+        facts.number_format,
         str(facts.device),
         device,
         str(os.cpu_count()),

@@ -40,6 +40,7 @@ class WorkerConfig:
     listen: str  # unix:PATH or HOST:PORT
     tls: CertificateFiles | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
+    weights: str  # plain or int8: see precision.py
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
     num_blocks: int | None  # wins over kv_memory
@@ -96,6 +97,12 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "connection on",
     )
     parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
+    parser.add_argument(
+        "--weights",
+        choices=("plain", "int8"),
+        default="plain",
+        help="int8: linears in eight bits, on a CPU: half the bytes of bfloat16 (default: %(default)s)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
     parser.add_argument(
         "--kv-memory", type=_amount, help="for keys and values: auto, bytes such as 1GiB, or a fraction of free memory"

@@ -106,7 +106,7 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
         else:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
         model = family.read_config(checkpoint)
-        dtype, reason = choose_dtype(config.dtype, device, getattr(model, "dtype", None))
+        dtype, reason = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights)
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
@@ -117,13 +117,14 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
+    held = f"{str(dtype).removeprefix('torch.')}{' with int8 weights' if config.weights == 'int8' else ''}"
     kept = "" if form is None else f", quantised ({form.name})"
     drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
     yield Finding(
         "model",
         "ok",
-        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in "
-        f"{str(dtype).removeprefix('torch.')} ({reason}){kept}; {drafts}",
+        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in {held} ({reason}){kept}; "
+        f"{drafts}",
     )
     num_heads, kv_heads, head_dim = family.sizes(model)
     yield _attention(config, device, dtype, num_heads, kv_heads, head_dim)

@@ -46,6 +46,7 @@ class ModelNeed:
     window: int
     dtype: torch.dtype
     device: torch.device
+    in_int8: tuple[int, int] | None = None  # weights and head with linears in eight bits; None: they are, or cannot be
 
     @property
     def fixed(self) -> int:
@@ -67,14 +68,14 @@ class ModelNeed:
         """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
         model = family.read_config(checkpoint)
         device = choose_device(config.device)
-        dtype, _ = choose_dtype(config.dtype, device, getattr(model, "dtype", None))
+        dtype, _ = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights)
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
             num_masks=config.space_num_masks,
             vocab_size=int(model.vocab_size),
         )
-        return cls.of(
+        need = cls.of(
             checkpoint,
             model,
             dtype,
@@ -86,6 +87,7 @@ class ModelNeed:
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
+        return need if config.weights == "plain" else need.with_int8() or need
 
     @classmethod
     def of(
@@ -117,6 +119,8 @@ class ModelNeed:
         own = getattr(config, "dtype", None)
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
         on_cpu = device.type == "cpu"
+        eight_bits = on_cpu and form is None and not unread and num_ranks == 1
+        linears = sum(_in_linears(tensors(file)) for file in checkpoint.weights) if eight_bits else 0
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
@@ -128,7 +132,15 @@ class ModelNeed:
             window=window,
             dtype=dtype,
             device=device,
+            in_int8=(2 * weights // dtype.itemsize - linears, vocab * hidden) if eight_bits else None,
         )
+
+    def with_int8(self) -> ModelNeed | None:
+        """The same with linears in eight bits; None: it cannot be told here, or is so already."""
+        if self.in_int8 is None:
+            return None
+        weights, head = self.in_int8
+        return replace(self.held_in(torch.bfloat16), weights=weights, head=head, in_int8=None)
 
     def parts(self, *, windows: bool = True) -> str:
         """In words; `windows`: keys and values too."""
@@ -182,6 +194,11 @@ def cure(need: ModelNeed, available: int) -> str:
             found.append(f"--dtype bfloat16 ({shown(half.least)})")
         elif not length and (length := half.longest(available)):
             found.append(f"--dtype bfloat16 --max-model-len {length}")
+    if (small := need.with_int8()) is not None:
+        if small.least <= available:
+            found.append(f"--weights int8 ({shown(small.least)})")
+        elif not found and (length := small.longest(available)):
+            found.append(f"--weights int8 --max-model-len {length}")
     if found:
         return f"It fits with {' or '.join(found)}."
     least = need.held_in(torch.bfloat16)
@@ -231,6 +248,12 @@ def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
     if section.adapter is not None:
         place = home / section.adapter
         yield from [place] if place.is_file() else place.glob("adapter_model*.safetensors")
+
+
+def _in_linears(stored: Iterator[tuple[str, str, int]]) -> int:
+    """Weights of a file that are read only as they are packed: bfloat16 ones of linears, but of the output head."""
+    names = ("embed", "lm_head", "norm")
+    return sum(count for name, kind, count in stored if kind == "BF16" and not any(part in name for part in names))
 
 
 def _held(stored: Iterator[tuple[str, str, int]], config: PreTrainedConfig | None, dtype: torch.dtype) -> int:

@@ -142,7 +142,7 @@ class Worker:
             max_draft_length=self.max_draft_length,
             num_masks=facts.num_masks,
             mask_ids=sorted(set(facts.mask_ids)),
-            dtype=str(facts.dtype).removeprefix("torch."),
+            dtype=facts.number_format,
             device=str(facts.device),
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,

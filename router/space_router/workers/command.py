@@ -15,6 +15,7 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--listen": address,
         "--parent-pid": os.getpid(),  # a worker whose router is gone ends itself
         "--dtype": config.dtype,
+        "--weights": config.weights,
         "--device": config.device,
         "--attention": config.attention,
         "--cpu-kernels": config.cpu_kernels,

@@ -1,0 +1,63 @@
+"""A worker whose linears are in eight bits: what it tells the router, what it needs, what it keeps its figures by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from space_model.checkpoint import Checkpoint
+from space_model.load import load_model
+from space_model.model_error import InvalidSetting
+from space_model.testing import tiny_checkpoint
+from space_server.calibration import cache_file
+from space_server.config import parse
+from space_server.free_memory import FreeMemory
+from space_server.memory import NotEnoughMemory
+from space_server.model_need import ModelNeed, check_fits
+from space_server.worker import Worker
+
+WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tiny_checkpoint(
+        tmp_path,
+        num_layers=6,
+        vocab_size=512,
+        dtype="bfloat16",
+        hidden_size=128,
+        num_heads=8,
+        kv_heads=8,
+        tie_word_embeddings=False,
+    )
+
+
+def test_it_says_so_and_keeps_figures_of_its_own(path: Path, tmp_path: Path) -> None:
+    plain, eight = (load_model(path, dtype="bfloat16", weights=weights) for weights in ("plain", "int8"))
+    worker = Worker(eight, num_blocks=8, block_size=16)
+    assert worker.hello("first").dtype == "bfloat16 with int8 weights"
+    files = [cache_file(tmp_path, model.facts, block_size=16, max_sequences=4) for model in (plain, eight)]
+    assert files[0] != files[1]
+
+
+def test_it_needs_less_and_is_named_as_a_cure(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    words = ["--model", str(path), *WORDS, "--dtype", "bfloat16"]
+    plain = ModelNeed.asked(parse(words), checkpoint)
+    eight = ModelNeed.asked(parse([*words, "--weights", "int8"]), checkpoint)
+    assert eight.head * 2 == plain.head
+    assert eight.weights < 0.7 * plain.weights
+    assert (eight.step, eight.kv_bytes_per_token) == (plain.step, plain.kv_bytes_per_token)
+    between = FreeMemory((eight.least + plain.least) // 2, "the machine")
+    check_fits(eight, between, "it")
+    with pytest.raises(NotEnoughMemory, match="--weights int8"):
+        check_fits(plain, between, "it")
+
+
+def test_it_is_not_shared(path: Path) -> None:
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(InvalidSetting, match="leave out --weights int8, or --tensor-parallel 2"):
+        load_model(path, weights="int8", ranks=ranks)
