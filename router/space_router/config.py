@@ -236,11 +236,21 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         None,
         _WORKERS,
         "threads of a CPU worker; default: 1 for weights below 64 MiB, where threads would wait for each other longer "
-        "than they compute, else as many as there are cores. The text is the same with each",
+        "than they compute, else OMP_NUM_THREADS, or the physical cores that affinity and the container's CPU quota "
+        "leave, less one for the router where there are 4 or more, shared among the workers. The text is the same with "
+        "each",
         parse.whole(1, 1024),
         "THREADS",
         own_workers=True,
     )
+    placement: str = setting(
+        "shared",
+        _WORKERS,
+        "shared: router and workers run on any core. apart: workers keep off the last processor, which is then the "
+        "router's: it never displaces a thread that others wait for, and steps have one core fewer, which they do not "
+        "miss where memory bounds them",
+        parse.one_of("shared", "apart"),
+        "shared|apart",
         own_workers=True,
     )
     powercap: str | None = setting(

@@ -31,6 +31,8 @@ from space_eval.prompts import PromptError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "engines": ("space_eval.engines", "other inference engines beside ours, in one run on the same weights"),
+    "edge": ("space_eval.edge", "one core and 1 GiB: are all texts exact, and what does the server take"),
+    "memory": ("space_eval.memory_table", "what SPACE takes in memory, beside a server with a draft model"),
     "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
     "make-model": (
         "space_eval.make_model",

@@ -285,7 +285,7 @@ def choose_steps(asked: Steps, facts: ModelFacts, *, synthetic: bool) -> Literal
 
 def _threads(config: WorkerConfig) -> int:
     """Of a product, where weights are large."""
-    beside_router = config.parent_pid is not None
+    beside_router = config.parent_pid is not None and config.cores is None  # else it keeps off one already
     return num_threads(num_cores(), beside_router=beside_router, num_workers=config.num_workers, environment=os.environ)
 
 

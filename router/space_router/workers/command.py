@@ -6,6 +6,7 @@ import os
 import sys
 
 from space_router.config import ServeConfig
+from space_router.placement import for_workers, processors
 
 
 def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
@@ -56,6 +57,10 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         flags["--powercap"] = config.powercap
     if config.num_threads is not None:
         flags["--num-threads"] = config.num_threads
+    if config.workers > 1:
+        flags["--num-workers"] = config.workers
+    if (cores := for_workers(config.placement, processors())) is not None:
+        flags["--cores"] = cores
     words = [str(word) for flag in flags.items() for word in flag]
     adapters = [word for name, folder in config.adapter for word in ("--adapter", f"{name}={folder}")]
     return [sys.executable, "-m", module, *words, *adapters]
