@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
@@ -172,15 +172,24 @@ def _check_brackets(source: str) -> None:
 
 
 def main() -> None:
-    """Check grammars for a router, one a line, as JSON: [kind, source] comes, null or the reason against it goes.
+    """Try grammars for a router or a worker, one a line, as JSON: [kind, source] comes, null or the reason against it
+    goes. They are of single bytes, until {"tokens": [hexadecimal, ...], "special": [id, ...]} comes: of these then.
 
     A process of its own, because a grammar can take long, take much memory, or overflow a stack.
     """
     _bound_memory()
+    known: LLTokenizer | None = None
     for line in sys.stdin.buffer:
-        kind, source = json.loads(line)
+        said = json.loads(line)
         try:
-            compile_grammar(_bytes_and(_special_ids(source) if kind == "lark" else frozenset()), kind, source)
+            if isinstance(said, dict):
+                known = LLTokenizer(
+                    TokenizerWrapper(TokenTable(list(map(bytes.fromhex, said["tokens"])), said["special"]))
+                )
+            else:
+                kind, source = said
+                single = _bytes_and(_special_ids(source) if kind == "lark" else frozenset()) if known is None else known
+                compile_grammar(single, kind, source)
             verdict = None
         except GrammarError as error:
             verdict = str(error)
@@ -196,20 +205,21 @@ def _special_ids(source: str) -> frozenset[int]:
 @lru_cache(maxsize=8)
 def _bytes_and(special: frozenset[int]) -> LLTokenizer:
     """A tokenizer of single bytes, which has these special ids, too."""
-    return LLTokenizer(TokenizerWrapper(_Bytes(special)))
+    first = max(special, default=-1) + 1  # the bytes have the ids behind all special ones
+    tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
+    tokens += [bytes([byte]) for byte in range(256)]
+    return LLTokenizer(TokenizerWrapper(TokenTable([*tokens, b"<end>"], special)))
 
 
-class _Bytes:
-    """The bytes have the ids behind all special ones."""
+class TokenTable:
+    """The text of each id, as the library asks for it; the last one is an end, which nobody ever samples."""
 
     bos_token_id = None
 
-    def __init__(self, special: frozenset[int]) -> None:
-        first = max(special, default=-1) + 1
-        self.tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
-        self.tokens += [bytes([byte]) for byte in range(256)] + [b"<end>"]
-        self.eos_token_id = first + 256
-        self.special_token_ids = [*special, first + 256]
+    def __init__(self, tokens: list[bytes], special: Collection[int]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = len(tokens) - 1
+        self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
         raise NotImplementedError("Text is never cut into ids here.")

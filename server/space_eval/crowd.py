@@ -248,7 +248,8 @@ class Overload:
         return (
             f"overload: {self.offered:.0f} requests/s at a capacity of {self.capacity:.1f}/s: {self.served_over:.1f}/s "
             f"served in {self.seconds_over:.2f} s each (at {SOME_TIMES:g} times: {self.served:.1f}/s in "
-            f"{self.seconds:.2f} s, medians); {self.num_refused} refused, {self.num_wrong} of them otherwise than by 429 with Retry-After, "
+            f"{self.seconds:.2f} s, medians); {self.num_refused} refused, {self.num_wrong} of them otherwise than by "
+            "429 with Retry-After, "
             f"median {1000 * self.refused:.1f} ms, 99 of 100 within {1000 * self.refused_99:.1f} ms, longest "
             f"{1000 * self.refused_last:.1f} ms; one alone {self.seconds_before:.2f} s before and "
             f"{self.seconds_after:.2f} s after: {_verdict(self.holds)}"

@@ -16,10 +16,11 @@ from space_proto import worker_pb2 as pb
 from space_proto.grammar import GrammarError, compile_grammar
 
 from space_server.grammar_state import GrammarState
+from space_server.grammar_trial import GrammarTrial
 from space_server.vocabulary import NoVocabulary, Vocabulary
 
 MOST_SECONDS = 20.0
-"""Longest that a sequence waits for its grammar. The router has compiled it before, in half of this time."""
+"""Longest that a sequence waits for its grammar. One is tried for half of this time, in a process that ends with it."""
 
 MOST_AT_ONCE = 2
 """Grammars that are compiled at the same time; the library lets other threads run meanwhile."""
@@ -72,6 +73,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning, never moved
         self._lock = threading.Lock()  # of both
+        self.trial: GrammarTrial | None = None  # from the first grammar on
         self._turns = threading.Semaphore(MOST_AT_ONCE)
 
     @classmethod
@@ -138,6 +140,7 @@ class Grammars:
                 known = self._compiled.get(name)
             if known is None:
                 kind = pb.GrammarKind.Name(grammar.kind).removeprefix("GRAMMAR_KIND_").lower()
+                self._trial_with(vocabulary).check(kind, grammar.source, deadline)
                 known = compile_grammar(vocabulary.tokenizer, kind, grammar.source)
                 known = _walked(known, vocabulary)
             with self._lock:
@@ -148,6 +151,12 @@ class Grammars:
             return stand(vocabulary, lambda: self._copy(known))
         finally:
             self._turns.release()
+
+    def _trial_with(self, vocabulary: Vocabulary) -> GrammarTrial:
+        with self._lock:
+            if self.trial is None:
+                self.trial = GrammarTrial(vocabulary, self._most_seconds / 2)
+            return self.trial
 
     def _copy(self, compiled: LLMatcher) -> LLMatcher:
         with self._lock:

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from llguidance import LLTokenizer, TokenizerWrapper
 from space_kernels.row import IdBits
+from space_proto.grammar import TokenTable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -46,7 +47,10 @@ class Vocabulary:
         by_text = {text: id_ for id_, text in enumerate(texts) if len(text) == 1}
         marks = [by_text[mark] for mark in (b'"', b"}", b"]", b":", b",", b"{", b"[", b"1") if mark in by_text]
         self.letters = [*marks, *sorted(set(by_text.values()).difference(marks))]  # ids of one byte, brackets first
-        self.tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(texts, special)))
+        table = [special.get(id_, text) for id_, text in enumerate(texts)]
+        self.tokens = [*table, b"<end>"], frozenset(special)
+        """Those of the tokenizer: with an end of its own behind the ids, and which of them are special."""
+        self.tokenizer = LLTokenizer(TokenizerWrapper(TokenTable(*self.tokens)))
 
     @property
     def size(self) -> int:
@@ -115,17 +119,3 @@ def _text(token: str, letters: dict[str, int] | None) -> bytes:
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     return token.replace("▁", " ").encode()
-
-
-class _Tokens:
-    """A vocabulary as the library asks for it: with an end of its own behind the ids, which nobody ever samples."""
-
-    bos_token_id = None
-
-    def __init__(self, texts: Sequence[bytes], special: Mapping[int, bytes]) -> None:
-        self.tokens = [special.get(id_, text) for id_, text in enumerate(texts)] + [b"<end>"]
-        self.eos_token_id = len(texts)
-        self.special_token_ids = [*special, len(texts)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        raise NotImplementedError("Text is never cut into ids here.")

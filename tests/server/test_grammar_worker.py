@@ -1,6 +1,8 @@
 """A grammar's text ends where it must, compiling it holds up nobody else, and what it forces is drafted."""
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,36 @@ def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path:
     router.run()
     going.set()
     assert router.ran[late].error == "The grammar was not compiled within 0.2 s. Make it smaller."
+
+
+def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_one_is_compiled(
+    byte_path: Path,
+) -> None:
+    known = Grammars(lambda: Vocabulary.read(byte_path, 320), most_seconds=30.0)
+    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
+
+    def error_of(source: str) -> str:
+        grammar = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=source)
+        asked = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=grammar), eos_ids=[EOS], max_tokens=3)
+        router.run()
+        return router.ran[asked].error
+
+    assert error_of("[a-c]{9}") == ""
+    assert known.trial is not None
+    first = known.trial.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)  # as one that never comes to an end
+    known.trial._seconds = 0.3
+    assert "cannot be compiled within 0.3 s and the memory for it. Make it smaller" in error_of("[a-d]{9}")
+    for thread in threading.enumerate():
+        if thread.name == "grammar":
+            thread.join(10)
+            assert not thread.is_alive()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    known.trial._seconds = 30.0
+    assert error_of("[a-d]{9}") == ""
+    assert known.trial.pid not in (None, first)
 
 
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:
