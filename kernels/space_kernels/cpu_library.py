@@ -31,6 +31,7 @@ from space_kernels.cpu_structs import (
     DraftsStruct,
     HeadsStruct,
     LinearStruct,
+    LogitsStruct,
     NetworkStruct,
     ProductStruct,
     RowsStruct,
@@ -56,7 +57,7 @@ _NEEDS = {
 }
 """What the kernel of the operating system calls what they need."""
 
-_SOURCE_FILES = ("linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "api.cpp", "probe.cpp")
+_SOURCE_FILES = ("linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
 """Longest that the compiler may take."""
@@ -86,6 +87,8 @@ class CpuLibrary:
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
         self.attend = function("attend", rows, heads, attention, c_int)
         self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
+        self.choose = function("choose", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
+        self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)
         self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int)

@@ -154,3 +154,16 @@ class BuffersStruct(Structure):
         ("attended", c_void_p),
         ("inner", c_void_p),
     )
+
+
+class LogitsStruct(Structure):
+    """`Logits` of cpu/choice.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("rows", c_int64),
+        ("stride", c_int64),
+        ("vocabulary", c_int64),
+        ("banned", c_void_p),
+        ("num_banned", c_int64),
+    )

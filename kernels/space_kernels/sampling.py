@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from space_kernels.cpu_choice import greatest, is_bare, takes
 from space_kernels.law import Law
 from space_kernels.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
 from space_kernels.ordering import first_columns
@@ -37,6 +38,8 @@ def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choi
     logits [N, V] float32 raw (overwritten), N rows, banned_ids [B] int64: never chosen.
     """
     runs = RowRuns.of(rows)
+    if is_bare(runs.run_laws) and (library := takes(logits)) is not None:
+        return Choice(*greatest(library, logits, banned_ids))
     process(logits, runs, banned_ids)
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
     usable = logits.gather(1, first)[:, 0].isfinite()

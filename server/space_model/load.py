@@ -23,6 +23,7 @@ from space_model.checkpoint import Checkpoint
 from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights, with_compiled
 from space_model.gated_linear import attach
+from space_model.head_rows import head_rows
 from space_model.model_error import (
     CheckpointNotFound,
     InvalidSetting,
@@ -191,6 +192,8 @@ def _assemble(
         keeps_rows=facts.has_any_draft_head or not facts.eight_bits,
         linear=ops.linear,
     )
+    if facts.most_masks:
+        facts = replace(facts, head_rows=head_rows(head.logits, facts.hidden_size, facts.dtype, facts.device))
     gated = [adapter.gated for adapter in adapters]
     if gated:
         layers, _ = family.decoder_layers(base)

@@ -44,6 +44,7 @@ class ModelFacts:
     acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
     eight_bits: bool = False  # linears are held in whole numbers of eight bits and scales
+    head_rows: int = 8  # whose logits cost no more than the head's weights read twice
     num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
 
     @property

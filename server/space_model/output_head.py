@@ -63,7 +63,7 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
-        padded = pad_rows(hidden)
+        padded = hidden if isinstance(self._product, CompiledLinear) else pad_rows(hidden)
         logits = self._product(padded)
         return self._finish(logits.float())[: len(hidden), : self.vocab_size]
 

@@ -47,6 +47,9 @@ ENOUGH = 0.1
 PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 4096), (32, 0), (512, 0))
 """Rows of a prompt, and ids computed before them; three early, for whoever decodes beside the first prompt."""
 
+MAKE = 2
+"""Raised whenever steps come to cost something else: what was kept before is measured again."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -200,6 +203,7 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
     device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
     what = [
         installed_version("spaceserve") or "a checkout",
+        str(MAKE),
         facts.model_hash,
         facts.number_format,
         str(facts.device),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from space_kernels.cpu_choice import best_of, takes
 from space_kernels.draft_head import NUM_CANDIDATES, propose
 from space_kernels.law import Law
 from space_kernels.processors import edit
@@ -22,6 +23,9 @@ from space_server.company import Companies, Company
 from space_server.sequence import Sequence
 from space_server.step_model import StepModel
 from space_server.stopwatch import Stopwatch
+
+NUM_GREEDY_CANDIDATES = 64
+"""Ids rescored where nobody's choice takes noise, which lifts improbable ones: drafts are the same with more."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,26 @@ class MaskRun:
         )
 
 
+@dataclass(slots=True)
+class MaskRows:
+    """The mask rows of a step."""
+
+    hidden: Tensor  # [M, hidden]
+    logits: Tensor | None  # [M, V], where they were made with the chain rows'
+    first: int  # flat row number of the first of them
+
+    def of(self, runs: Run[MaskRun], model: StepModel) -> tuple[Tensor, Tensor]:
+        """Those of the runs, one after the other: hidden, and logits that may be overwritten."""
+        if len(runs) == 1:  # without a copy
+            begin = runs[0].first - self.first
+            at: slice | Tensor = slice(begin, begin + runs[0].count)
+        else:
+            numbers = _consecutive([run.first - self.first for run in runs], [run.count for run in runs])
+            at = torch.from_numpy(numbers).to(self.hidden.device)
+        hidden = self.hidden[at]
+        return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
+
+
 def _choices(runs: Run[MaskRun], company: Company) -> RowRuns:
     """The choices that the drafts of all runs make."""
     return RowRuns(
@@ -68,7 +92,7 @@ def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
 
 def draft(
     model: StepModel,
-    hidden: Tensor,
+    rows: MaskRows,
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
@@ -76,16 +100,14 @@ def draft(
 ) -> list[list[int]]:
     """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
 
-    hidden [R, hidden]: all rows of the step. Without a draft head a mask's draft is its own choice; with one, its best
-    ids are rescored with the token before. Each run has the head of its adapter. `computing` runs during tensor work.
+    Without a draft head a mask's draft is its own choice; with one, its best ids are rescored with the token before.
+    Each run has the head of its adapter. `computing` runs during tensor work.
     `companies`: knows those who drafted last.
     """
     if not runs:
         return []
-    flat = torch.from_numpy(_consecutive([run.first for run in runs], [run.count for run in runs])).to(hidden.device)
     with computing:
-        masks = hidden[flat]  # [M, hidden]
-        logits = model.logits(masks)  # [M, V]
+        masks, logits = rows.of(runs, model)  # [M, hidden], [M, V]
     company = companies.of([run.sequence for run in runs])
     if company.is_alike:
         return _drafts(model, masks, logits, runs, banned_ids, computing, company)
@@ -95,7 +117,7 @@ def draft(
     bounds = [0, *itertools.accumulate(run.count for run in runs)]
     drafts: list[list[int]] = [[] for _ in runs]
     for (_, in_grammar), numbers in kinds.items():
-        at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=hidden.device)
+        at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=masks.device)
         choose = _drafts_in_grammars if in_grammar else _drafts
         company = Company([runs[n].sequence for n in numbers])
         some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, company)
@@ -173,9 +195,12 @@ def candidates(logits: Tensor, rows: RowRuns, banned_ids: Tensor) -> tuple[Tenso
 
     Penalties are taken as a shift of the mask's own logit: close enough for a draft.
     """
+    count = min(NUM_CANDIDATES if rows.run_laws.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
+    if not rows.run_laws.edits and (library := takes(logits)) is not None:
+        return best_of(library, logits, banned_ids, count)
     raw = logits.clone() if rows.run_laws.edits else logits
     edit(logits, rows, banned_ids)
-    best = torch.topk(logits, min(NUM_CANDIDATES, logits.shape[1]), dim=1, sorted=False)
+    best = torch.topk(logits, count, dim=1, sorted=False)
     ids, order = best.indices.sort(dim=1)
     allowed = best.values.gather(1, order)
     if raw is logits:

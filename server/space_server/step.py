@@ -24,7 +24,7 @@ from torch import Tensor
 
 from space_server.company import Companies, Company
 from space_server.draft_source import DraftSource
-from space_server.drafting import MaskRun, bounded, draft
+from space_server.drafting import MaskRows, MaskRun, bounded, draft
 from space_server.drafts import BY_MASKS, Forced, Origin, Proposal, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
@@ -128,10 +128,7 @@ class Stepper:
         planned = clock()
         hidden = self.model.forward(batch, self.kv)  # [R, hidden]
         self.num_forwards += 1
-        if not closing:
-            logits = hidden.new_empty(0, facts.vocab_size, dtype=torch.float32)
-        else:
-            logits = self.model.logits(hidden[chosen])
+        logits, of_masks = self._logits(hidden, batch, chosen)
         forwarded = clock()
         self._plan_keys = tuple(batch.rows.plans)
         if closing:
@@ -141,7 +138,7 @@ class Stepper:
                 with self._sampling:
                     advance.prompt_logprobs = self._prompt_logprobs(advance.plan, hidden, batch.chain_rows[number])
         judged = clock()
-        self._draft(batch, hidden, advances)
+        self._draft(batch, hidden, of_masks, advances)
         drafted = clock()
         sampling, drafting = self._sampling.seconds - sampling, self._drafting.seconds - drafting
         times.forward += forwarded - planned
@@ -152,6 +149,21 @@ class Stepper:
         times.judge += judged - forwarded - sampling
         times.propose += drafted - judged - drafting
         return advances
+
+    def _logits(self, hidden: Tensor, batch: ForwardBatch, chosen: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """[N, V] of the rows at which an id is chosen; and, where that is cheaper than to ask for the one group that
+        the verdict will select, [M, V] of all mask rows."""
+        num_chain, num_masks = batch.num_chain_rows, batch.num_mask_rows
+        num_chosen = chosen.stop if isinstance(chosen, slice) else len(chosen)
+        if not num_chosen:
+            return hidden.new_empty(0, self.model.facts.vocab_size, dtype=torch.float32), None
+        if not num_masks or num_chosen + num_masks > self.model.facts.head_rows:
+            return self.model.logits(hidden[chosen]), None
+        masks = hidden[num_chain : num_chain + num_masks]
+        is_adjacent = isinstance(chosen, slice)
+        rows = hidden[: num_chain + num_masks] if is_adjacent else torch.cat([hidden[chosen], masks])
+        logits = self.model.logits(rows)
+        return logits[:num_chosen], logits[num_chosen:]
 
     def _judge(self, advances: Run[Advance], logits: Tensor) -> None:
         """Choose at every chain row, accept the drafts that agree, cut at the first end.
@@ -209,8 +221,11 @@ class Stepper:
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(self, batch: ForwardBatch, hidden: Tensor, advances: Run[Advance]) -> None:
-        """Propose for every sequence that goes on: by the draft source, or by its masks."""
+    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[Advance]) -> None:
+        """Propose for every sequence that goes on: by the draft source, or by its masks.
+
+        logits [M, V]: of all mask rows, where they are known already.
+        """
         by_masks: list[tuple[Advance, Proposal | None]] = []
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
@@ -242,7 +257,8 @@ class Stepper:
                 advance.draft_depth = depth
                 by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, first, count))
-        drafted = draft(self.model, hidden, runs, self._banned, self._drafting, self._proposing)
+        rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
+        drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._proposing)
         are_ids = self._are_ids([*chain.from_iterable(drafted)])
         for (advance, proposal), drafts in zip(by_masks, drafted, strict=True):
             is_valid = are_ids and advance.plan.sequence.grammar is None
