@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz lock
+.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz audit lock
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ dashboard: install  ## a real Prometheus scrapes a real server, every panel is a
 
 fuzz: install  ## 101,000 hostile inputs: requests, messages, checkpoints, templates, grammars (FLAGS="--seed 7 --count 1000 --only templates")
 	@$(PYTHON_IN_VENV) -m space_eval.fuzz $(FLAGS)
+
+audit: install  ## what is known against the pinned packages: licences, yanked versions, vulnerabilities (FLAGS=--where-reachable)
+	@$(PYTHON_IN_VENV) docker/locks/audit.py $(FLAGS)
 
 clean-root:  ## the CPU image's own steps in a new Debian root, and a request to it (as root; apt-get install debootstrap)
 	@docker/clean_root.sh

@@ -1,0 +1,73 @@
+"""What is pinned is looked at, and what could not be asked is not taken for good."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+AUDIT = Path(__file__).parents[2] / "docker" / "locks" / "audit.py"
+
+
+@pytest.fixture
+def audit() -> dict[str, Any]:
+    return runpy.run_path(str(AUDIT))
+
+
+def test_nothing_is_shipped_under_a_licence_that_obliges(audit: dict[str, Any]) -> None:
+    looked_at = [name for lock in audit["SHIPPED"] for name in audit["names"](lock) if audit["licence"](name)]
+    assert len(looked_at) > 40
+    assert audit["licences"]().found == []
+
+
+@pytest.mark.parametrize("said", ["GPL-3.0", "AGPL-3.0-or-later AND MIT", "", "Commons Clause on Apache-2.0"])
+def test_a_licence_that_obliges_is_found(audit: dict[str, Any], said: str) -> None:
+    assert not audit["_is_free"](said)
+
+
+def told(audit: dict[str, Any], stdout: str, stderr: str = "", code: int = 0) -> None:
+    """What every program says that is asked."""
+    made = subprocess.CompletedProcess([], code, stdout, stderr)
+    audit["vulnerabilities"].__globals__["_run"] = lambda command: made
+
+
+KNOWN = {"name": "a", "version": "1", "vulns": []}
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "found", "is_asked"),
+    [
+        ([KNOWN, KNOWN | {"vulns": [{"id": "CVE-1"}]}], ["a 1: CVE-1"], True),
+        ([KNOWN], [], True),
+        ([{"name": "a", "skip_reason": "not found"}, {"name": "b", "skip_reason": "not found"}], [], False),
+        ([], [], False),
+    ],
+    ids=["one is known", "none is known", "a mirror that knows no package", "nothing at all"],
+)
+def test_a_database_that_knows_nothing_is_no_database(
+    audit: dict[str, Any], dependencies: list[Any], found: list[str], is_asked: bool
+) -> None:
+    told(audit, json.dumps({"dependencies": dependencies}))
+    asked = audit["vulnerabilities"]()
+    assert asked.found == found
+    assert (asked.not_asked == "") is is_asked
+    assert ("NOT ASKED" in asked.sentence()) is not is_asked
+
+
+def test_yanked_versions_are_named_and_a_silent_index_is_not_taken_for_a_good_word(audit: dict[str, Any]) -> None:
+    told(audit, "", "Would install 1 package\nwarning: `attrs==21.1.0` is yanked (reason: x)\n")
+    assert audit["yanked"]().found == ["attrs==21.1.0"]
+    told(audit, "", "error: no route\n", code=2)
+    assert audit["yanked"]().not_asked == "no index answers: error: no route"
+
+
+def test_the_status_says_what_was_found_and_what_was_not_asked(audit: dict[str, Any]) -> None:
+    good, bad, silent = audit["Audit"]("q", []), audit["Audit"]("q", ["x"]), audit["Audit"]("q", [], "nobody")
+    assert audit["status"]([good], where_reachable=False) == 0
+    assert audit["status"]([good, silent], where_reachable=False) == 2
+    assert audit["status"]([good, silent], where_reachable=True) == 0
+    assert audit["status"]([silent, bad], where_reachable=True) == 1
