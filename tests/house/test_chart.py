@@ -1,0 +1,223 @@
+"""The chart as it is applied: every object by the API's own schemas, its parts by what they have to say to each other.
+
+Kubernetes itself is not run here. `docker/manifests/render.py` made the files with helm; where helm is on the PATH (or
+HELM names it) they are made again and compared, and more settings are tried.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from space_router.config import build, settings
+from space_router.metrics import Metrics
+from space_server.config import parse
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ["1.29", "1.33", "1.37"]
+NAMES = ["small.yaml", "whole.yaml"]
+
+
+def _render() -> Any:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "docker/manifests/render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RENDER = _render()
+HELM = os.environ.get("HELM") or shutil.which("helm")
+needs_helm = pytest.mark.skipif(HELM is None, reason="there is no helm: set HELM, or put it on the PATH")
+
+
+def objects(name: str) -> list[dict[str, Any]]:
+    return list(filter(None, yaml.safe_load_all((ROOT / "docker/manifests" / name).read_text(encoding="utf-8"))))
+
+
+def of_kind(name: str, kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in objects(name) if one["kind"] == kind}
+
+
+def container(name: str, kind: str) -> dict[str, Any]:
+    (one,) = of_kind(name, kind).values()
+    (found,) = one["spec"]["template"]["spec"]["containers"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_manifests_are_those_of_this_chart(name: str) -> None:
+    first = (ROOT / "docker/manifests" / name).read_text(encoding="utf-8").partition("\n")[0]
+    assert first.split()[-1] == RENDER.digest(), "run docker/manifests/render.py"
+
+
+@needs_helm
+@pytest.mark.parametrize("name", NAMES)
+def test_helm_makes_them_again(name: str) -> None:
+    made = RENDER.rendered(HELM, RENDER.SETTINGS[name])
+    assert made == (ROOT / "docker/manifests" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_one_by_the_api_s_schema(name: str, version: str) -> None:
+    found = objects(name)
+    assert len(found) >= 6
+    for one in found:
+        if one["kind"] != "ServiceMonitor":  # the operator's, not the API's
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_a_wrong_field_would_be_seen() -> None:
+    (one,) = of_kind("whole.yaml", "StatefulSet").values()
+    one["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
+def test_the_whole_has_every_part() -> None:
+    assert sorted({one["kind"] for one in objects("whole.yaml")}) == [
+        "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceMonitor",
+        "StatefulSet",
+    ]  # fmt: skip
+    monitor = of_kind("whole.yaml", "ServiceMonitor")["spaceserve"]["spec"]
+    service = of_kind("whole.yaml", "Service")["spaceserve"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
+    assert monitor["endpoints"][0]["path"] == "/metrics"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_router_and_worker_take_their_flags(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    router, worker = (container(name, kind)["args"] for kind in ("Deployment", "StatefulSet"))
+    assert [router[0], worker[0]] == ["router", "worker"]
+    for path in {"keys/keys", "hub/token", "tls/tls.crt", "tls/tls.key", "tls/ca.crt"}:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("sk-one\n")
+    encrypted = [word for word in (*router, *worker) if "tls-" in word.partition("=")[0]]  # these need certificates
+    assert len(encrypted) == (6 if name == "whole.yaml" else 0)
+    assert {word[2:].partition("=")[0].replace("-", "_") for word in encrypted if word in router} <= settings().keys()
+    router, worker = ([word for word in words if word not in encrypted] for words in (router, worker))
+    here = [word.replace("/run/secrets", str(folder)) for word in router[1:]]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in here)
+    config = build({key.replace("-", "_"): value for key, value in flags.items()}, {})
+    assert (config.host, config.port) == ("0.0.0.0", 8080)
+    assert config.worker_address[0] == "spaceserve-worker-0.spaceserve-worker.default.svc:50051"
+    assert len(config.worker_address) == (8 if name == "whole.yaml" else 1)
+    assert parse([word.replace("/run/secrets", str(folder)) for word in worker[1:]]).listen == "0.0.0.0:50051"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_addresses_are_the_names_of_the_stateful_set_s_pods(name: str) -> None:
+    ((worker, pods),) = of_kind(name, "StatefulSet").items()
+    service = of_kind(name, "Service")[pods["spec"]["serviceName"]]["spec"]
+    (word,) = [word for word in container(name, "Deployment")["args"] if word.startswith("--worker-address=")]
+    port = service["ports"][0]["port"]
+    for number, address in enumerate(word.partition("=")[2].split(",")):
+        assert address == f"{worker}-{number}.{pods['spec']['serviceName']}.default.svc:{port}"
+    assert service["clusterIP"] == "None"
+    assert service["selector"].items() <= pods["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_are_nobody_and_write_only_where_something_is_mounted(name: str) -> None:
+    for kind in ("Deployment", "StatefulSet"):
+        (one,) = of_kind(name, kind).values()
+        pod, box = one["spec"]["template"]["spec"], container(name, kind)
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["enableServiceLinks"] is False  # a Service of our name would set SPACESERVE_PORT
+        assert box["securityContext"]["readOnlyRootFilesystem"]
+        assert {"/data", "/tmp"} <= {mount["mountPath"] for mount in box["volumeMounts"]}
+        claims = [claim["metadata"]["name"] for claim in one["spec"].get("volumeClaimTemplates", [])]
+        assert {mount["name"] for mount in box["volumeMounts"]} == {v["name"] for v in pod["volumes"]} | set(claims)
+
+
+def test_secrets_are_files_and_never_words_of_a_command() -> None:
+    (one,) = of_kind("whole.yaml", "Deployment").values()
+    secrets = [v["secret"]["secretName"] for v in one["spec"]["template"]["spec"]["volumes"] if "secret" in v]
+    assert sorted(secrets) == ["api-keys", "hub-token", "worker-tls"]
+    assert all("env" not in box or "OTEL" in str(box["env"]) for box in [container("whole.yaml", "Deployment")])
+
+
+def test_a_worker_gets_whole_gpus_and_memory_for_its_ranks() -> None:
+    box = container("whole.yaml", "StatefulSet")
+    assert box["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert "--tensor-parallel=2" in box["args"]
+    (one,) = of_kind("whole.yaml", "StatefulSet").values()
+    shm = next(v for v in one["spec"]["template"]["spec"]["volumes"] if v["name"] == "shm")
+    assert shm["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_autoscaler_alone_says_how_many_workers_there_are() -> None:
+    (pods,), (scaler,) = (
+        of_kind("whole.yaml", "StatefulSet").values(),
+        of_kind("whole.yaml", "HorizontalPodAutoscaler").values(),
+    )
+    assert "replicas" not in pods["spec"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == pods["metadata"]["name"]
+    wanted = {metric["object"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+    page = (ROOT / "docker/KUBERNETES.md").read_text(encoding="utf-8")
+    adapter = yaml.safe_load(re.search(r"```yaml\n(rules:.*?)```", page, flags=re.DOTALL)[1])
+    rules = adapter["rules"]["custom"]
+    assert {rule["name"]["as"] for rule in rules} == wanted
+    series = set(re.findall(r"^(spaceserve_\w+)", Metrics().render().decode(), flags=re.MULTILINE))
+    assert {word for rule in rules for word in re.findall(r"spaceserve_\w+", rule["metricsQuery"])} <= series
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probes_ask_what_the_server_answers_and_stopping_is_given_its_time(name: str) -> None:
+    (one,) = of_kind(name, "Deployment").values()
+    box = container(name, "Deployment")
+    assert [box[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")] == [
+        "/livez", "/livez", "/readyz",
+    ]  # fmt: skip
+    (drain,) = [float(word.partition("=")[2]) for word in box["args"] if word.startswith("--drain-timeout=")]
+    assert one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain
+    assert one["spec"]["strategy"] == {"type": "Recreate"}  # a worker serves one router
+
+
+def test_values_have_their_schema_and_a_wrong_one_is_refused() -> None:
+    schema = json.loads((ROOT / "docker/chart/values.schema.json").read_text())
+    values = yaml.safe_load((ROOT / "docker/chart/values.yaml").read_text())
+    jsonschema.validate(values, schema)
+    assert values.keys() == schema["properties"].keys() - {"global"}
+    for part in ("router", "worker", "autoscaling", "monitoring"):
+        assert values[part].keys() == schema["properties"][part]["properties"].keys()
+    with pytest.raises(jsonschema.ValidationError, match="modle"):
+        jsonschema.validate(values | {"modle": "demo"}, schema)
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "settings", ["worker.gpus=0,worker.storage=,networkPolicy=false", "router.arguments={--max-queue=9}"]
+)
+def test_other_settings_make_valid_objects_too(settings: str) -> None:
+    for one in filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings))):
+        kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
+@needs_helm
+def test_helm_finds_nothing_wrong() -> None:
+    run = subprocess.run([str(HELM), "lint", "--strict", str(ROOT / "docker/chart")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]])
+def test_services_of_the_compose_files_name_what_there_is(names: list[str]) -> None:
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged |= yaml.safe_load((ROOT / "docker" / name).read_text())
+    for service in merged["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            assert source.startswith("./") or source in merged.get("volumes", {})
