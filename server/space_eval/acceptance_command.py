@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)"
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--weights", choices=("plain", "int8"), default="plain", help="(default: plain)")
     parser.add_argument("--num-threads", type=int, help="of a product (default: as torch has it)")
     parser.add_argument("--out", type=Path, help="folder for acceptance.md and acceptance.json")
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_acceptance(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
     """All settings of the options over all prompts."""
-    model = load_model(options.model, dtype=options.dtype, num_threads=options.num_threads)
+    model = load_model(options.model, dtype=options.dtype, weights=options.weights, num_threads=options.num_threads)
     tokenizer = Tokenizer.from_file(str(Checkpoint.open(options.model).folder / "tokenizer.json"))
     longest = model.facts.window - options.max_tokens
     prompts = [tokenizer.encode(p.text).ids[-longest:] for p in load_prompts(options.prompts, options.limit)]
@@ -93,7 +94,7 @@ def run_acceptance(options: argparse.Namespace) -> tuple[list[AcceptanceRow], di
     facts: dict[str, object] = {
         "model": model.facts.name,
         "model hash": model.facts.model_hash[:12],
-        "dtype": str(model.facts.dtype).removeprefix("torch."),
+        "dtype": model.facts.number_format,
         "prompts": f"{options.prompts.name} ({len(prompts)}, {statistics.fmean(map(len, prompts)):.0f} tokens each)",
         "new tokens": options.max_tokens,
         "batch": 1,

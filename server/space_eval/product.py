@@ -50,6 +50,11 @@ class Row:
     over_plain: float  # F.linear's time over ours
     over_packed: float | None  # the library's prepacked product's; None: this torch has none
     error: float  # greatest, against float64 of the same bfloat16 numbers, over the greatest result
+    int8_seconds: float  # the same weights in eight bits
+    int8_share_of_bandwidth: float  # of half the bytes
+    int8_share_of_ceiling: float
+    int8_over_bfloat16: float  # the bfloat16 product's time over this one's
+    int8_error: float  # as `error`, against the same: that of the weights is in it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,11 +93,13 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
     ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
+    eight = [CompiledLinear(library, weight, None, eight_bits=True) for _ in range(2 * copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
     threads = torch.get_num_threads()
     arms: dict[str, Arm] = {
         "ours": lambda x, n: ours[n](x),
+        "int8": lambda x, n: [linear(x) for linear in eight[2 * n : 2 * n + 2]],
         "plain": lambda x, n: F.linear(x, plain[n]),
         "read": lambda x, n: library.read(plain[n].data_ptr(), size // 4, threads),
         "dots": lambda x, n: library.dots(len(x) * outputs * inputs // (2 * _PAIRS * threads), threads),
@@ -107,14 +114,20 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
             names = list(arms)[number % len(arms) :] + list(arms)[: number % len(arms)]
             for name in names:
                 times[name].append(_through_all(arms[name], x, copies))
+        times["int8"] = [seconds / 2 for seconds in times["int8"]]  # two products, so many bytes as one of the others
+        times["half"] = [seconds / 2 for seconds in times["read"]]
         wanted = x.double() @ weight.double().T
-        error = (CompiledLinear(library, weight, None, wide=True)(x).double() - wanted).abs().max() / wanted.abs().max()
+
+        def error(*, eight_bits: bool, x: Tensor = x, wanted: Tensor = wanted) -> float:
+            found = CompiledLinear(library, weight, None, wide=True, eight_bits=eight_bits)(x).double()
+            return float((found - wanted).abs().max() / wanted.abs().max())
+
         seconds = {name: statistics.median(of_arm) for name, of_arm in times.items()}
 
-        def over_ours(*names: str, times: dict[str, list[float]] = times) -> float:
-            """The median over the rounds: the longest of these arms over ours."""
+        def over(arm: str, *names: str, times: dict[str, list[float]] = times) -> float:
+            """The median over the rounds: the longest of these arms over that one."""
             least = map(max, zip(*(times[name] for name in names), strict=True))
-            return float(statistics.median(other / own for other, own in zip(least, times["ours"], strict=True)))
+            return float(statistics.median(other / own for other, own in zip(least, times[arm], strict=True)))
 
         found.append(
             Row(
@@ -124,11 +137,16 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
                 seconds=seconds["ours"],
                 bandwidth=size / seconds["read"],
                 arithmetic=2.0 * count * outputs * inputs / seconds["dots"],
-                share_of_bandwidth=over_ours("read"),
-                share_of_ceiling=over_ours("read", "dots"),
-                over_plain=over_ours("plain"),
-                over_packed=over_ours("packed") if packed else None,
-                error=float(error),
+                share_of_bandwidth=over("ours", "read"),
+                share_of_ceiling=over("ours", "read", "dots"),
+                over_plain=over("ours", "plain"),
+                over_packed=over("ours", "packed") if packed else None,
+                error=error(eight_bits=False),
+                int8_seconds=seconds["int8"],
+                int8_share_of_bandwidth=over("int8", "half"),
+                int8_share_of_ceiling=over("int8", "half", "dots"),
+                int8_over_bfloat16=over("int8", "ours"),
+                int8_error=error(eight_bits=True),
             )
         )
     return found
@@ -139,11 +157,13 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [
         f"The product of few rows, {record['kind']}, {record['threads']} threads, {record['machine']}, torch "
         f"{record['torch']}, commit {record['commit']}; medians of {record['rounds']} rounds, arms in turn. Two of the "
-        "arms do nothing but read as many bytes, and nothing but multiply as often: the ceiling is the longer of them.",
+        "arms do nothing but read as many bytes, and nothing but multiply as often: the ceiling is the longer of them. "
+        "int8: the same weights in eight bits, beside reading half the bytes; errors are against float64 of the "
+        "bfloat16 weights.",
         "",
         "| weights | rows | µs | GB/s there are | GFLOP/s there are | of bandwidth | of ceiling | F.linear / ours "
-        "| prepacked / ours | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| prepacked / ours | error | int8 µs | of bandwidth | of ceiling | bfloat16 / int8 | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         packed = "–" if row["over_packed"] is None else f"{row['over_packed']:.2f}"
@@ -151,7 +171,8 @@ def markdown(record: dict[str, Any]) -> str:
             f"| {row['outputs']}×{row['inputs']} | {row['rows']} | {row['seconds'] * 1e6:.0f} | "
             f"{row['bandwidth'] / 1e9:.1f} | {row['arithmetic'] / 1e9:.0f} | {row['share_of_bandwidth']:.0%} | "
             f"{row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {packed} | "
-            f"{row['error']:.0e} |"
+            f"{row['error']:.0e} | {row['int8_seconds'] * 1e6:.0f} | {row['int8_share_of_bandwidth']:.0%} | "
+            f"{row['int8_share_of_ceiling']:.0%} | {row['int8_over_bfloat16']:.2f} | {row['int8_error']:.0e} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -89,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    weights = ("plain", "int8")
+    machine.add_argument(
+        "--weights", choices=weights, default="plain", help="as `spaceserve` has them (default: plain)"
+    )
+    machine.add_argument("--base-weights", choices=weights, help="of --base (default: as --weights)")
     machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
     machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
 
@@ -122,6 +127,9 @@ def _measure(options: argparse.Namespace) -> int:
         raise QualityError(
             f"--temperature 0 gives the same text {options.samples} times. Give --temperature 0.8, or --samples 1."
         )
+    if options.base_weights and not options.base:
+        raise QualityError("--base-weights does nothing without --base.")
+    weights = {"model": options.weights, "base": options.base_weights or options.weights}
     tasks = [_load(name, source, options) for name, source in options.tasks.items()]
     paths = {"model": options.model} | ({"base": options.base} if options.base else {})
     settings: dict[str, object] = {
@@ -130,6 +138,7 @@ def _measure(options: argparse.Namespace) -> int:
         "temperature": temperature,
         **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
         **{name: getattr(options, name) for name in ("dtype", "layout", "window", "stride")},
+        **{f"weights of {label}": weights[label] for label in paths},
     }
     if options.out is not None:
         open_folder(options.out, settings)
@@ -137,7 +146,14 @@ def _measure(options: argparse.Namespace) -> int:
     found: dict[str, dict[str, list[Answer]]] = {task.name: {} for task in tasks}
     facts: dict[str, object] = {}
     for label, path in paths.items():
-        side = Side(label, path, dtype=options.dtype, device=_device(options.device), num_threads=options.num_threads)
+        side = Side(
+            label,
+            path,
+            dtype=options.dtype,
+            weights=weights[label],
+            device=_device(options.device),
+            num_threads=options.num_threads,
+        )
         speculate = label == "model" and side.model.facts.most_masks > 0
         on_cpu = side.model.facts.device.type == "cpu"
         writing = Writing(
@@ -166,7 +182,7 @@ def _measure(options: argparse.Namespace) -> int:
                 ]
         known = side.model.facts
         how = f"SPACE, k={known.most_masks}, layout {options.layout}" if speculate else "plain decoding"
-        facts[label] = f"{known.name} ({known.model_hash[:12]}), {str(known.dtype).removeprefix('torch.')}, {how}"
+        facts[label] = f"{known.name} ({known.model_hash[:12]}), {known.number_format}, {how}"
         del side
     facts["texts"] = (
         f"{options.samples} per record, temperature {temperature:g}, top-p {options.top_p:g}, at most "

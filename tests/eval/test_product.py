@@ -18,6 +18,7 @@ def test_a_small_measurement(
     assert [(row["outputs"], row["inputs"], row["rows"]) for row in record["rows"]] == [(64, 32, 1), (64, 32, 5)]
     assert all(0 < row["error"] < 1e-6 for row in record["rows"])
     assert all(row["seconds"] > 0 and row["over_plain"] > 0 for row in record["rows"])
+    assert all(0 < row["int8_error"] < 0.03 and row["int8_over_bfloat16"] > 0 for row in record["rows"])
     assert all(row["bandwidth"] > 0 and row["arithmetic"] > 0 for row in record["rows"])
     assert "| 64×32 | 5 |" in capsys.readouterr().out
 
