@@ -104,9 +104,3 @@ def test_the_embedded_model_serves_four_exact_streams_on_one_core_in_one_gib(
     assert text.count("4 of 4") == 2
     assert (tmp_path / "edge.md").read_text(encoding="utf-8") == text
     assert edge.ROUTERS_SHARE == 0.25
-
-
-@pytest.mark.slow
-def test_too_little_memory_is_refused_with_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--memory", "420MiB"]) == 1
-    assert "ulimit -d" in capsys.readouterr().err
