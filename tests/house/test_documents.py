@@ -23,7 +23,7 @@ from space_train.estimate import to_markdown
 from space_train.model_shape import ModelShape
 
 ROOMS = {"router/README.md", "server/README.md", "kernels/README.md", "docker/README.md", "server/QUESTIONS.md"}
-MAY_NEED = {"a GPU", "Docker", "13 GB"}
+MAY_NEED = {"a GPU", "Docker", "13 GB", "Docker and a cluster", "a package registry", "those engines"}
 """What a command may need that no test has: said beside it, for whoever types it."""
 
 
