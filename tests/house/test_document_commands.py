@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(60)
     ]
     jsonl(there / "chats.jsonl", [{"messages": chat} for chat in chats])
-    jsonl(there / "held_out.jsonl", [{"text": f"def f{n}(x):\n    return x + {n}\n" * 4} for n in range(20)])
+    jsonl(there / "held_out.jsonl", [{"text": f"def f{n}(x):\n    return x + {n}\n" * 16} for n in range(20)])
     (there / "keys.txt").write_text("sk-0123456789 name=team-a requests-per-minute=60\n")
     shutil.copytree(EMBEDDED, there / "vicuna-v1.3-7b-space", ignore=shutil.ignore_patterns("*.safetensors", "__*"))
     publish(there / "vicuna-v1.3-7b-space")
