@@ -15,7 +15,7 @@ from torch import Tensor
 UNMEASURED = 64
 """Of a device that rows cost nothing for as long."""
 
-TRIED = (6, 8, 10, 12, 16, 20, 24, 32)
+TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Numbers of rows."""
 
 ROUNDS, SECONDS = 5, 0.3

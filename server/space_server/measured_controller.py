@@ -31,8 +31,16 @@ PROPOSAL_MARGIN = 1.5
 """How many times the price of its row a draft that no mask made must bring: prices are differences of noisy figures,
 and who looks best is often lucky."""
 
-EVERY = 8
-"""Steps after which the choice is looked at again, where the crowd keeps its size to an eighth."""
+EVERY, SELDOM = 8, 64
+"""Steps after which the choice is looked at again, where the crowd keeps its size to an eighth; while decoding stays
+plain, ever more of them, up to the second.
+"""
+
+TRIAL, TRIAL_AFTER, TRIAL_SELDOM, TRIAL_WORTH = 16, 192, 6144, 0.92
+"""Steps for which speculation is tried where it is expected to bring less than it must, but as much as this share of
+plain decoding; after how many plain steps; and after how many where each trial ends plainly, and the next one waits
+twice as long. A cost that was measured in a bad moment would keep plain decoding for ever: nobody would learn better.
+"""
 
 KEPT_RATE, FORGIVEN = 0.15, 0.0005
 """How fast the share of what drafts promised that came true is followed, per look; and how much of what is missing is
@@ -127,6 +135,9 @@ class MeasuredController:
         self._num_sequences = 0  # that it was taken for
         self._num_surprises = 0  # of the cost, when it was looked at
         self._num_since = 0  # steps since it was looked at
+        self._num_to_look = EVERY  # steps between two looks
+        self._num_to_try = TRIAL_AFTER  # plain steps before the next trial
+        self._trial = 0  # steps of one that are left
         self._num_plain = PATIENCE  # steps of plain decoding in a row
         self._num_to_probe = PROBE_EVERY
         self._advantage = 0.0  # expected, over plain decoding
@@ -151,7 +162,9 @@ class MeasuredController:
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
-        is_due = has_changed or surprised or self._num_since >= EVERY
+        if has_changed or surprised or self._rule is not None:
+            self._num_to_look = EVERY
+        is_due = has_changed or surprised or self._num_since >= self._num_to_look
         has_others = any(room.chances for room in rooms)
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
@@ -199,12 +212,20 @@ class MeasuredController:
         best = max(RULES, key=rates.__getitem__)
         self._advantage = rates[best] / plain - 1.0
         if self._rule is None:
+            self._num_to_look = min(2 * self._num_to_look, SELDOM)
             if rates[best] > (1.0 + TAKE_UP) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
+            elif rates[best] > TRIAL_WORTH * plain and self._num_plain >= self._num_to_try:
+                self._rule, self._trial = best, TRIAL
+        elif self._trial > self._num_since:
+            self._trial -= self._num_since
         elif rates[best] < (1.0 + LEAVE) * plain:
-            self._rule = None
+            self._rule, self._trial = None, 0
+            self._num_to_try = min(2 * self._num_to_try, TRIAL_SELDOM)
         elif rates[best] > (1.0 + CHANGE) * rates[self._rule]:
-            self._rule = best
+            self._rule, self._trial, self._num_to_try = best, 0, TRIAL_AFTER
+        else:
+            self._trial, self._num_to_try = 0, TRIAL_AFTER
         self._rate = plain if self._rule is None else rates[self._rule]
         self._usual = self._expected(self._rule, crowd, load).seconds
         self._promised = self._rate / self._kept
