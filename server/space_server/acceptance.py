@@ -23,7 +23,7 @@ PRIOR_WEIGHT = 40.0
 SHAPE_MEMORY = 0.998
 """What a verdict on a draft still weighs at the next one: the shape follows about the last 500."""
 
-STEP = 0.12
+STEP = 0.06
 """How far one verdict moves a sequence, in log-odds per unit of surprise."""
 
 FORGET = 0.004

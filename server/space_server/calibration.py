@@ -121,6 +121,9 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), *prompts[1:3]]
     # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
     cases += [Case(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)]
+    if k > 2:  # 5, 6, 7 and 8 rows: about there lie the bends
+        between = [DraftLayout.of(1, masks) for masks in ((2, 1), (2, 2), (3, 2), (3, 3))]
+        cases += [Case(num_sequences, layout) for num_sequences in (1, 2) for layout in between]
     for num_sequences in (32, 64, 16, 128, 256):
         cases += [Case(num_sequences, plain), Case(num_sequences, some if num_sequences <= 16 else few)]
     for num_sequences in (1, 8, 32):

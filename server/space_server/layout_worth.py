@@ -10,8 +10,11 @@ from space_model.draft_layout import DraftLayout
 
 _ROUNDS = 64
 
+_RARE = 0.005
+"""A share of the steps that decides nothing."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Worth:
     """A layout's means per step, in the long run."""
 
@@ -19,6 +22,7 @@ class Worth:
     tokens: float  # E: emitted
     chain_rows: float
     mask_rows: float
+    steps: tuple[tuple[float, int, int], ...] = ()  # the share of steps with so many chain rows and masks
 
     @classmethod
     def of(cls, layout: DraftLayout, chances: Sequence[float]) -> Worth:
@@ -60,10 +64,14 @@ class Worth:
             # Half of the way, so that states taken in turn settle too.
             shares = [0.5 * (old + new) for old, new in zip(shares, after, strict=True)]
         means = [sum(share * row[part] for share, row in zip(shares, rows, strict=True)) for part in range(3)]
-        return cls(layout, *means)
+        sizes: dict[tuple[int, int], float] = {}
+        for share, (_, chain_rows, mask_rows) in zip(shares, rows, strict=True):
+            sizes[chain_rows, mask_rows] = sizes.get((chain_rows, mask_rows), 0.0) + share
+        steps = ((share, *size) for size, share in sizes.items() if share > _RARE)
+        return cls(layout, *means, tuple(steps))
 
 
-PLAIN = Worth(DraftLayout.plain(), 1.0, 1.0, 0.0)
+PLAIN = Worth(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from space_server.step_cost import OUTLIER, StepCost, StepShape
 MASK_PRICE = 0.8
 """Of a row's price, what a mask row's is: it is neither sampled nor written."""
 
-TAKE_UP, LEAVE, CHANGE = 0.08, 0.03, 0.02
+TAKE_UP, LEAVE, CHANGE = 0.08, 0.0, 0.02
 """By how much speculating must be expected to beat plain decoding to be taken up, and to go on; and another rule the
 one that is followed. What is expected leaves out what ends and beginnings cost, some hundredths; between the first two
 nothing changes, so that a crowd at the threshold does not swing.
@@ -31,20 +31,23 @@ PROPOSAL_MARGIN = 1.5
 """How many times the price of its row a draft that no mask made must bring: prices are differences of noisy figures,
 and who looks best is often lucky."""
 
-EVERY, SELDOM = 8, 64
+EVERY, SELDOM = 16, 64
 """Steps after which the choice is looked at again, where the crowd keeps its size to an eighth; while decoding stays
 plain, ever more of them, up to the second.
 """
 
-TRIAL, TRIAL_AFTER, TRIAL_SELDOM, TRIAL_WORTH = 16, 192, 6144, 0.92
+TRIAL, TRIAL_AFTER, TRIAL_SELDOM, TRIAL_WORTH, FORGOTTEN = 16, 192, 6144, 0.92, 0.9
 """Steps for which speculation is tried where it is expected to bring less than it must, but as much as this share of
-plain decoding; after how many plain steps; and after how many where each trial ends plainly, and the next one waits
-twice as long. A cost that was measured in a bad moment would keep plain decoding for ever: nobody would learn better.
+plain decoding; after how many plain steps; after how many at most, where each trial ends plainly and the next one waits
+twice as long; and what is left of that waiting with each look at which speculation pays. A cost that was measured in a
+bad moment would keep plain decoding for ever: nobody would learn better.
 """
 
-KEPT_RATE, FORGIVEN = 0.15, 0.0005
-"""How fast the share of what drafts promised that came true is followed, per look; and how much of what is missing is
-forgotten in each step of plain decoding, so that drafts are tried again."""
+KEPT_RATE, KEPT_STEPS, FORGIVEN = 0.2, 96, 0.002
+"""How fast the share of what drafts promised that came true is followed, per look: as the steps of sequences since the
+last one are to so many, for one text is no rule, and no faster than the first; and how much of what is missing is
+forgotten in each step of plain decoding, so that drafts are tried again: less, the more often that was in vain.
+"""
 
 KEPT_LEAST, KEPT_MOST = 0.4, 1.1
 
@@ -198,37 +201,54 @@ class MeasuredController:
         """Compare what was promised at the last look with what came true since."""
         if self._seconds:
             kept = self._tokens / (self._seconds * self._promised)
-            self._kept += KEPT_RATE * (min(KEPT_MOST, max(KEPT_LEAST, kept)) - self._kept)
+            rate = min(KEPT_RATE, self._num_since * self._num_sequences / KEPT_STEPS)
+            self._kept += rate * (min(KEPT_MOST, max(KEPT_LEAST, kept)) - self._kept)
             self._tokens, self._seconds = 0, 0.0
         elif self._rule is None:
-            self._kept += (1.0 - self._kept) * min(1.0, FORGIVEN * self._num_since)
+            self._kept += (1.0 - self._kept) * min(1.0, FORGIVEN * self._num_since * TRIAL_AFTER / self._num_to_try)
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
         self._look_back()
         load = Load(num_context=load.num_context)
         self.row_price = self._row_price(crowd.size, load)
         plain = self._expected(None, crowd, load).rate
-        rates = {rule: self._kept * self._expected(rule, crowd, load).rate for rule in RULES}
-        best = max(RULES, key=rates.__getitem__)
-        self._advantage = rates[best] / plain - 1.0
+        rates = self._rates(crowd, load)
+        best = max(rates, key=rates.__getitem__, default=None)
+        most = 0.0 if best is None else rates[best]
+        self._advantage = most / plain - 1.0
+        now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, SELDOM)
-            if rates[best] > (1.0 + TAKE_UP) * plain and self._num_plain >= PATIENCE:
+            if most > (1.0 + TAKE_UP) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
-            elif rates[best] > TRIAL_WORTH * plain and self._num_plain >= self._num_to_try:
+            elif most > TRIAL_WORTH * plain and self._num_plain >= self._num_to_try:
                 self._rule, self._trial = best, TRIAL
-        elif self._trial > self._num_since:
+        elif self._trial > self._num_since and best is not None:
             self._trial -= self._num_since
-        elif rates[best] < (1.0 + LEAVE) * plain:
+            self._rule = self._rule if now else best
+        elif most < (1.0 + LEAVE) * plain:
             self._rule, self._trial = None, 0
             self._num_to_try = min(2 * self._num_to_try, TRIAL_SELDOM)
-        elif rates[best] > (1.0 + CHANGE) * rates[self._rule]:
-            self._rule, self._trial, self._num_to_try = best, 0, TRIAL_AFTER
         else:
-            self._trial, self._num_to_try = 0, TRIAL_AFTER
+            self._rule = best if most > (1.0 + CHANGE) * now else self._rule
+            self._trial, self._num_to_try = 0, max(TRIAL_AFTER, int(FORGOTTEN * self._num_to_try))
         self._rate = plain if self._rule is None else rates[self._rule]
         self._usual = self._expected(self._rule, crowd, load).seconds
         self._promised = self._rate / self._kept
+
+    def _rates(self, crowd: Crowd, load: Load) -> dict[Rule, float]:
+        """Tokens per second of each rule by which somebody has masks, as far as they come true."""
+        kinds = [kind for kind in crowd.kinds if kind.max_masks]
+        known: dict[tuple[Worth, ...], float] = {}  # several rules choose the same
+        rates: dict[Rule, float] = {}
+        for rule in RULES:
+            worths_of = tuple([chosen(kind, rule) for kind in kinds])
+            if all(not worth.mask_rows for worth in worths_of):
+                continue
+            if worths_of not in known:
+                known[worths_of] = self._kept * self._expected(rule, crowd, load).rate
+            rates[rule] = known[worths_of]
+        return rates
 
     def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
         """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""
@@ -239,6 +259,8 @@ class MeasuredController:
         return max(found, key=found.__getitem__)
 
     def _expected(self, rule: Rule | None, crowd: Crowd, load: Load) -> Expected:
+        if crowd.size == 1 and rule is not None:
+            return self._alone(next(iter(crowd.kinds)), rule, crowd, load)
         tokens = chain = float(crowd.size)
         masks = drafting = 0.0
         for kind, count in crowd.kinds.items():
@@ -260,6 +282,19 @@ class MeasuredController:
             round(chain * crowd.num_noisy / crowd.size),
         )
         return Expected(tokens, self.cost.seconds(shape) + self._pause)
+
+    def _alone(self, kind: Kind, rule: Rule, crowd: Crowd, load: Load) -> Expected:
+        """Of one sequence: its steps differ in size, and what they cost is no line."""
+        worth = chosen(kind, rule) if kind.max_masks else PLAIN
+        total = seconds = 0.0
+        for share, chain, masks in worth.steps:
+            noisy = chain if crowd.num_noisy else 0
+            shape = StepShape(
+                1, chain, masks, int(masks > 0), load.num_prefill_rows, load.num_prefill_pairs, load.num_context, noisy
+            )
+            total += share
+            seconds += share * self.cost.seconds(shape)
+        return Expected(worth.tokens, seconds / total + self._pause)
 
     def _row_price(self, num_sequences: int, load: Load) -> float:
         """At what a token costs now, with a margin for the host's part in proposing and judging.

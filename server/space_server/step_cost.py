@@ -89,6 +89,7 @@ class StepShape(NamedTuple):
 
 
 Point = tuple[StepShape, float]
+Place = tuple[int, int, bool]
 
 
 class StepCost:
@@ -100,9 +101,9 @@ class StepCost:
         self._crowd = _BentLine(CROWDS, self._weights[1 : 1 + len(CROWDS)])
         self._rows = _BentLine(BENDS, self._weights[-len(BENDS) :])
         self._drift = 0.0  # log of measured / expected
-        self._places: dict[tuple[int, int], float] = {}  # the same, beyond the drift, by sequences and rows
-        self._num_steps: dict[tuple[int, int], int] = {}  # learnt from, by place
-        self._fears: dict[tuple[int, int], float] = {}  # by place, as long as no other becomes known
+        self._places: dict[Place, float] = {}  # the same, beyond the drift, by sequences and rows
+        self._num_steps: dict[Place, int] = {}  # learnt from, by place
+        self._fears: dict[Place, float] = {}  # by place, as long as no other becomes known
         self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
         self.num_surprises = 0
 
@@ -115,7 +116,7 @@ class StepCost:
         smooth = _bends(len(parts[0])) * (SMOOTHNESS * np.median(rows / seconds))
         wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth))))
         cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth)), wanted))
-        beyond: dict[tuple[int, int], list[float]] = {}
+        beyond: dict[Place, list[float]] = {}
         for shape, taken in points:
             error = math.log(taken / cost._base(shape))
             if shape.num_prefill_rows:
@@ -169,11 +170,11 @@ class StepCost:
         self._places[place] = (1.0 - LEAK) * self._places[place] + rate * surprise
         self._num_steps[place] = num_steps + 1
 
-    def _fear(self, place: tuple[int, int]) -> float:
+    def _fear(self, place: Place) -> float:
         """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""
         if place not in self._fears:
-            sequences, rows = place
-            distances = (max(sequences - other, rows - far) for other, far in self._places)
+            sequences, rows, _ = place
+            distances = (max(sequences - other, rows - far) for other, far, _ in self._places)
             self._fears[place] = CAUTION * max(0, min(distances, default=0) - NEAR)
         return self._fears[place]
 
@@ -257,9 +258,9 @@ def _between(number: int, bends: Sequence[int]) -> list[float]:
     return [max(0.0, min(number, end) - begin) for begin, end in zip(bends, (*bends[1:], math.inf), strict=True)]
 
 
-def _place(shape: StepShape) -> tuple[int, int]:
-    """Shapes of about the same size, to an eighth of a doubling."""
-    return _eighths(shape.num_sequences), _eighths(shape.num_rows)
+def _place(shape: StepShape) -> Place:
+    """Shapes of about the same size, to an eighth of a doubling; those that draw noise apart from those that do not."""
+    return _eighths(shape.num_sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ def test_a_draft_behind_a_rejected_one_says_nothing() -> None:
 
 def test_who_is_not_drafted_for_becomes_average_again() -> None:
     acceptance = Acceptance(AcceptanceShape())
-    run(acceptance, [0.0] * 5, 60)
+    run(acceptance, [0.0] * 5, 120)
     low = acceptance.shift
     for _ in range(500):
         acceptance.step(1, 0, 0)
