@@ -63,12 +63,12 @@ class Worth:
                     after[number] += share * chance
             # Half of the way, so that states taken in turn settle too.
             shares = [0.5 * (old + new) for old, new in zip(shares, after, strict=True)]
-        means = [sum(share * row[part] for share, row in zip(shares, rows, strict=True)) for part in range(3)]
+        tokens, chain, masks = (sum(share * row[n] for share, row in zip(shares, rows, strict=True)) for n in range(3))
         sizes: dict[tuple[int, int], float] = {}
         for share, (_, chain_rows, mask_rows) in zip(shares, rows, strict=True):
             sizes[chain_rows, mask_rows] = sizes.get((chain_rows, mask_rows), 0.0) + share
         steps = ((share, *size) for size, share in sizes.items() if share > _RARE)
-        return cls(layout, *means, tuple(steps))
+        return cls(layout, tokens, chain, masks, tuple(steps))
 
 
 PLAIN = Worth(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
