@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -96,7 +97,8 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         shown = latest
         return _configuration(latest)
 
-    return grpc.dynamic_ssl_server_credentials(_configuration(shown), renewed, shown.authority is not None)
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # None, too: nothing has changed
+    return grpc.dynamic_ssl_server_credentials(_configuration(shown), fetch, shown.authority is not None)
 
 
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:

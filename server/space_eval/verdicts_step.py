@@ -23,6 +23,7 @@ class RecordedModel(SpaceModel):
 
     def __init__(self, model: SpaceModel) -> None:
         vars(self).update(vars(model))
+        self.facts = replace(model.facts, head_rows=0)  # the masks' logits are asked for behind the verdict, alone
         if self.draft_head is not None:  # compiled it would rescore where nobody sees it; the bits are the same
             self.draft_head = replace(self.draft_head, compiled=None)
         self.last_logits = torch.empty(0)
@@ -79,7 +80,7 @@ class RuledStepper(Stepper):
         advance.tokens = made[:count]
         advance.num_accepted = min(accepted, count)
 
-    def _draft(self, batch: ForwardBatch, hidden: Tensor, advances: Run[Advance]) -> None:
+    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[Advance]) -> None:
         (advance,) = advances
         sequence = advance.plan.sequence
         law = sequence.law
@@ -89,7 +90,7 @@ class RuledStepper(Stepper):
             sequence.law = replace(law, key=int(self._rng.integers(1 << 63)))
         self._recorded.rescored.clear()
         try:
-            super()._draft(batch, hidden, advances)
+            super()._draft(batch, hidden, logits, advances)
         finally:
             sequence.law = law
         self._q = self._draft_laws(len(advance.drafts), law.temperature)

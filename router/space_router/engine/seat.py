@@ -32,7 +32,10 @@ class WorkerSource(Protocol):
     """Where a worker comes from: a process that is kept alive, or an address where somebody else keeps one."""
 
     name: str
-    credentials: grpc.ChannelCredentials | None  # for TLS
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """For TLS, as they are now."""
 
     async def start(self) -> str:
         """A fresh worker's address, after a back-off where the last one failed."""
