@@ -126,7 +126,7 @@ class ModelNeed:
         return cls(
             weights=weights // num_ranks,
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
-            drafting=sum(_held(tensors(file), None, dtype) for file in drafting),
+            drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
             kv_bytes_per_token=2 * layers * kv_heads * head_dim * dtype.itemsize // num_ranks,
             window=window,
@@ -220,7 +220,7 @@ def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
             if name != "__metadata__":
                 yield name, str(entry["dtype"]), math.prod(entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointNotFound(f"{file} is no safetensors file, or is cut short: {error}.") from error
+        raise CheckpointNotFound(f"{file} cannot be read: no safetensors file, or cut short ({error}).") from error
 
 
 def num_weights(config: PreTrainedConfig) -> int:

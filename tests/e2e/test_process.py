@@ -85,7 +85,7 @@ def test_weights_that_cannot_be_read_end_the_start_with_the_workers_words(checkp
     ran = spaceserve("--model", str(broken), "--port", "0")
     assert ran.returncode == 1
     assert "spaceserve: error: " in ran.stdout
-    assert "broken cannot be read" in ran.stdout
+    assert "model.safetensors cannot be read" in ran.stdout
     assert ran.stdout.count("cannot be read") == 1
     assert "Traceback" not in ran.stdout + ran.stderr
 

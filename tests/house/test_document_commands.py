@@ -262,6 +262,7 @@ def test_commands_that_other_tests_run_are_found_there(root: Path, commands: lis
 
 
 def test_make_serve_is_an_installation_and_serve(root: Path) -> None:
-    said = subprocess.run(["make", "-n", "serve"], cwd=root, check=True, capture_output=True, text=True).stdout
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    said = subprocess.run(["make", "-n", "serve"], cwd=root, check=True, capture_output=True, text=True, env=own).stdout
     venv = os.environ.get("SPACESERVE_VENV") or ".venv"
     assert said.split() == ["docker/install.sh", "--venv", venv, "&&", "exec", f"{venv}/bin/spaceserve", "serve"]

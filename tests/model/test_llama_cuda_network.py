@@ -49,7 +49,10 @@ class OnOps:
         adapters: Sequence[GatedLora],
         prefix: str,
         ranks: Ranks | None,
+        *,
+        eight_bits: bool,
     ) -> LlamaCudaNetwork:
+        assert not eight_bits
         return LlamaCudaNetwork(base, heads, groups, width, self._ops, adapters, prefix, ranks)
 
 

@@ -154,7 +154,10 @@ class OnTensors:
         adapters: list[GatedLora],
         prefix: str,
         ranks: Ranks | None,
+        *,
+        eight_bits: bool,
     ) -> LlamaCudaNetwork:
+        assert not eight_bits
         return LlamaCudaNetwork(base, heads, groups, width, OPS, adapters, prefix, ranks)
 
 
