@@ -210,14 +210,3 @@ def test_other_settings_make_valid_objects_too(settings: str) -> None:
 def test_helm_finds_nothing_wrong() -> None:
     run = subprocess.run([str(HELM), "lint", "--strict", str(ROOT / "docker/chart")], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-
-
-@pytest.mark.parametrize("names", [["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]])
-def test_services_of_the_compose_files_name_what_there_is(names: list[str]) -> None:
-    merged: dict[str, Any] = {}
-    for name in names:
-        merged |= yaml.safe_load((ROOT / "docker" / name).read_text())
-    for service in merged["services"].values():
-        for volume in service.get("volumes", []):
-            source = volume.partition(":")[0]
-            assert source.startswith("./") or source in merged.get("volumes", {})
