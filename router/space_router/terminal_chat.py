@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from space_router.terminal_client import ChatError, ChatServer
+from space_router.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
 from space_router.terminal_paint import Paint, safe, wants_colour
 
 URL = "http://127.0.0.1:8080"
-KEY_VARIABLE = "SPACESERVE_API_KEY"
 COMPLETION_TOKENS = 256
 """Most tokens of a continued text, unless something else is set: a text seldom says where it ends."""
 RETRY_SECONDS = 1.0
@@ -280,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal need not know every character
     try:
-        server = ChatServer(given.url, _key(given.api_key_file, os.environ))
+        server = ChatServer(given.url, own_key(given.api_key_file, os.environ))
         prompt = _prompt(given.prompt, sys.stdin)
         settings = _settings(given)
         colour = not given.no_color and wants_colour(sys.stdout, os.environ)
@@ -321,16 +320,6 @@ def _ready(conversation: Conversation) -> dict[str, Any]:
             waiting = True
         time.sleep(RETRY_SECONDS)
     return info
-
-
-def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The key from a file's first word or from the environment; never from a flag, where every process can read it."""
-    if file is None:
-        return environment.get(KEY_VARIABLE, "").strip() or None
-    try:
-        return file.expanduser().read_text(encoding="utf-8").split()[0]
-    except (OSError, IndexError, UnicodeError):
-        raise ChatError(f"--api-key-file {file}: there is no key in it.") from None
 
 
 def _prompt(given: str | None, stdin: TextIO) -> str | None:

@@ -7,11 +7,14 @@ import json
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 10.0
 """For a server that is there to take a connection, or to say what it is."""
+
+KEY_VARIABLE = "SPACESERVE_API_KEY"
 
 
 class ChatError(Exception):
@@ -135,3 +138,13 @@ def _message(told: Any) -> str:
     if isinstance(error, str):
         return error
     raise ValueError("an error without a message")
+
+
+def own_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The key from a file's first word or from the environment; never from a flag, where every process can read it."""
+    if file is None:
+        return environment.get(KEY_VARIABLE, "").strip() or None
+    try:
+        return file.expanduser().read_text(encoding="utf-8").split()[0]
+    except (OSError, IndexError, UnicodeError):
+        raise ChatError(f"--api-key-file {file}: there is no key in it.") from None

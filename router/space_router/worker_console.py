@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from space_router.output import say
-from space_router.terminal_client import ChatError, ChatServer
+from space_router.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
 
 URL = "http://127.0.0.1:8080"
-KEY_VARIABLE = "SPACESERVE_API_KEY"
 LOOK_SECONDS = 0.2  # between two looks at a restart
 
 _EXAMPLES = """\
@@ -30,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 where a restart failed, 2 where the server cannot be asked."""
     options = _parser().parse_args(argv)
     try:
-        server = ChatServer(options.url, _key(options.api_key_file, os.environ))
+        server = ChatServer(options.url, own_key(options.api_key_file, os.environ))
         if options.command == "restart":
             return restart(server, options.only, options.finish_seconds)
         say(table(server.ask("/workers")))
@@ -84,16 +83,6 @@ def table(told: Mapping[str, Any]) -> str:
     if state["error"]:
         lines.append(state["error"])
     return "\n".join(lines)
-
-
-def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """The key from a file's first word or from the environment; never from a flag, where every process can read it."""
-    if file is None:
-        return environment.get(KEY_VARIABLE, "").strip() or None
-    try:
-        return file.expanduser().read_text(encoding="utf-8").split()[0]
-    except (OSError, IndexError, UnicodeError):
-        raise ChatError(f"--api-key-file {file}: there is no key in it.") from None
 
 
 def _numbers(text: str) -> list[int]:

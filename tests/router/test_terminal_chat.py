@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from space_router import terminal_chat
 from space_router.terminal_chat import COMPLETION_TOKENS, Conversation, Settings, Tally
-from space_router.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer
+from space_router.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer, own_key
 from space_router.terminal_paint import Paint, safe, wants_colour
 
 
@@ -243,13 +243,13 @@ def test_what_is_piped_in_comes_behind_the_prompt() -> None:
 def test_the_key_is_the_files_first_word_or_the_variables(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("k3y another\n")
-    assert terminal_chat._key(file, {}) == "k3y"
-    assert terminal_chat._key(None, {"SPACESERVE_API_KEY": " k3y\n"}) == "k3y"
-    assert terminal_chat._key(None, {}) is None
+    assert own_key(file, {}) == "k3y"
+    assert own_key(None, {"SPACESERVE_API_KEY": " k3y\n"}) == "k3y"
+    assert own_key(None, {}) is None
     assert "k3y" not in repr(ChatServer("http://host", "k3y"))
     file.write_text("")
     with pytest.raises(ChatError, match="no key in it"):
-        terminal_chat._key(file, {})
+        own_key(file, {})
 
 
 # --- what goes wrong

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from space_router.api_keys import ApiKeys
+from space_router.grpc_face.handlers import Following, Handler, in_place_of
 from space_router.grpc_face.status import Context, refuse
 from space_router.metrics import Metrics
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 """What probes reach without a key."""
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 
@@ -32,9 +32,7 @@ class Access(grpc.aio.ServerInterceptor):
         self._metrics = metrics
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_SERVICE):
@@ -50,11 +48,4 @@ class Access(grpc.aio.ServerInterceptor):
             self._metrics.rejected_total.labels(reason="unauthorized").inc()
             await refuse(context, self._keys.refusal())
 
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        made: Handler = make(unauthorized, handler.request_deserializer, handler.response_serializer)
-        return made
+        return in_place_of(handler, unauthorized)

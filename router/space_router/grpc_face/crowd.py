@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from space_router.errors import Unavailable
-from space_router.grpc_face.access import OPEN_SERVICE, Handler
+from space_router.grpc_face.access import OPEN_SERVICE
+from space_router.grpc_face.handlers import Following, Handler, in_place_of, method_of
 from space_router.grpc_face.status import Context, refuse
 from space_router.metrics import Metrics
 
@@ -26,14 +26,12 @@ class Crowd(grpc.aio.ServerInterceptor):
         self._num_calls = 0
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler_call_details.method.startswith(OPEN_SERVICE):
             return handler
-        method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        method = method_of(handler)
 
         async def answer(request: Any, context: Context) -> Any:
             if self._num_calls >= self._most:
@@ -45,11 +43,7 @@ class Crowd(grpc.aio.ServerInterceptor):
             finally:
                 self._num_calls -= 1
 
-        make: Any = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
-        return made
+        return in_place_of(handler, answer)
 
     def _refusal(self) -> Unavailable:
         return Unavailable(

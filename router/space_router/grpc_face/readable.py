@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from space_router.errors import InvalidRequest
-from space_router.grpc_face.access import Handler
+from space_router.grpc_face.handlers import Following, Handler, in_place_of, method_of
 from space_router.grpc_face.status import Context, refuse
 from space_router.metrics import Metrics
 
@@ -30,14 +29,12 @@ class Readable(grpc.aio.ServerInterceptor):
         self._metrics = metrics
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        method = method_of(handler)
         deserialize = handler.request_deserializer
 
         def read(content: bytes) -> Any:
@@ -52,8 +49,4 @@ class Readable(grpc.aio.ServerInterceptor):
                 await refuse(context, InvalidRequest(f"The request cannot be read: {request.reason}."))
             return await method(request, context)
 
-        make: Any = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        made: Handler = make(answer, read, handler.response_serializer)
-        return made
+        return in_place_of(handler, answer, read)
