@@ -28,8 +28,10 @@ from space_server.model_need import shown
 from space_eval.bench_facts import commit, machine
 from space_eval.bench_prompts import built_in
 from space_eval.bench_server import ServerError, ServerProcess
+from space_eval.flag_values import whole
 from space_eval.installed_size import installed
 from space_eval.process_memory import Held, MemoryWatch
+from space_eval.written import write
 
 ROUTERS_SHARE = 0.25
 """Of the memory limit; the rest is the worker's."""
@@ -109,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = markdown(record, found, wrong)
     print(text, end="")
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "edge.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (options.out / "edge.md").write_text(text, encoding="utf-8")
+        write(options.out, "edge", record, text)
     return 1 if wrong else 0
 
 
@@ -250,12 +250,6 @@ def _amount(text: str) -> int:
     return amount
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1; got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spaceserve bench edge",
@@ -266,9 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="demo", help="what is served (demo)")
     add("--memory", type=_amount, default=1 << 30, metavar="SIZE", help="of all processes together (1GiB)")
-    add("--streams", type=_whole, default=4, help="at once (4)")
-    add("--tokens", type=_whole, default=128, help="of each answer, at most (128)")
-    add("--drafts", type=_whole, default=5, help="per step of the first start, always (5)")
+    add("--streams", type=whole, default=4, help="at once (4)")
+    add("--tokens", type=whole, default=128, help="of each answer, at most (128)")
+    add("--drafts", type=whole, default=5, help="per step of the first start, always (5)")
     add("--core", type=int, help="the one core (the first that this process may use)")
     add("--out", type=Path, metavar="FOLDER", help="folder for edge.json and .md")
     return parser

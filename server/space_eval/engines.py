@@ -26,6 +26,7 @@ from space_eval.engines_point import Point
 from space_eval.engines_process import BUILT_IN, OURS, EngineFailed, EngineProcess, EngineSpec
 from space_eval.engines_report import ModelResult, PointResult, to_markdown, write
 from space_eval.engines_rounds import measure
+from space_eval.flag_values import whole
 
 TRANSFORMERS = "transformers"
 CHANCES = (".78", ".57")
@@ -245,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help="leave one out; repeatable")
     parser.add_argument("--converted", type=Path, default=Path("converted"), help="other formats' folder [converted]")
     parser.add_argument("--batch", type=_numbers, default=[1, 8, 32], metavar="B,…", help="sequences [1,8,32]")
-    parser.add_argument("--prompt-tokens", type=_whole, default=128, help="before decoding is timed [128]")
+    parser.add_argument("--prompt-tokens", type=whole, default=128, help="before decoding is timed [128]")
     parser.add_argument(
         "--new-tokens", type=_numbers, default=[128, 64, 48], metavar="N,…", help="for each of the batches [128,64,48]"
     )
@@ -253,22 +254,16 @@ def _parser() -> argparse.ArgumentParser:
         "--prefill-tokens", type=_numbers, default=[512], metavar="N,…", help="of prompts that are timed [512]"
     )
     parser.add_argument("--no-synthetic", dest="synthetic", action="store_false", help="no drafts by decree")
-    parser.add_argument("--rounds", type=_whole, default=5, help="in which all take turns [5]")
+    parser.add_argument("--rounds", type=whole, default=5, help="in which all take turns [5]")
     parser.add_argument("--point-seconds", type=float, default=120.0, help="after which no round begins [120]")
-    parser.add_argument("--threads", type=_whole, default=2, help="of every engine [2]")
+    parser.add_argument("--threads", type=whole, default=2, help="of every engine [2]")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of all [bfloat16]")
     parser.add_argument("--out", type=Path, help="folder for engines.json, engines.md and logs [table only]")
     return parser
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
-
-
 def _numbers(text: str) -> list[int]:
-    return [_whole(word.strip()) for word in text.split(",")]
+    return [whole(word.strip()) for word in text.split(",")]
 
 
 def _fail(status: int, reason: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import random
 import signal
 import sys
@@ -27,6 +26,7 @@ from space_eval.fault_report import Mended, markdown, record
 from space_eval.fault_requests import Answer, ask, bodies
 from space_eval.load_client import Endpoint, LoadError, get_json
 from space_eval.process_figures import ProcessFigures
+from space_eval.written import write
 
 MENDING_SECONDS = 120.0
 """Longest wait for tokens after a fault: the machine may be busy with much else."""
@@ -65,9 +65,7 @@ def run(options: argparse.Namespace) -> int:
     text = markdown(made)
     print(text)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "faults.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        (options.out / "faults.md").write_text(text + "\n", encoding="utf-8")
+        write(options.out, "faults", made, text)
     return 0 if made["passed"] else 1
 
 

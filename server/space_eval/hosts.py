@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.resources
-import json
 import random
 import signal
 import sys
@@ -25,6 +24,7 @@ from space_eval.bench_watch import idle
 from space_eval.fault_requests import Answer, ask, bodies
 from space_eval.host_machines import Host, HostError, can_have_namespaces, hosts, scripted, served
 from space_eval.load_client import Endpoint, LoadError, get_json
+from space_eval.written import write
 
 WORKER_TIMEOUT = 3.0  # seconds of silence after which the router gives a machine up
 MENDING_SECONDS = 300.0
@@ -77,9 +77,7 @@ def run(options: argparse.Namespace) -> int:
     text = markdown(made)
     print(text)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "hosts.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        (options.out / "hosts.md").write_text(text + "\n", encoding="utf-8")
+        write(options.out, "hosts", made, text)
     return 0 if made["passed"] else 1
 
 

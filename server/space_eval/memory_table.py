@@ -7,7 +7,6 @@ stands beside what the same arithmetic says.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,11 @@ from space_server.model_need import shown
 from space_train.model_shape import SHAPES, ModelShape, UnknownShape
 
 from space_eval.bench_facts import commit, machine
+from space_eval.flag_values import whole
 from space_eval.make_model import SIZES, Size
 from space_eval.memory_measured import measure
 from space_eval.memory_sides import DRAFT_MODELS, Serving, Side, with_draft_model, with_space
+from space_eval.written import write
 
 _EPILOG = """\
 examples:
@@ -60,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text += "\n" + check_markdown(record["check"])
     print(text, end="")
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "memory.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (options.out / "memory.md").write_text(text, encoding="utf-8")
+        write(options.out, "memory", record, text)
     return 0
 
 
@@ -175,20 +174,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"second models: {', '.join(DRAFT_MODELS)}, or checkpoints (tinyllama-1.1b llama-160m)",
     )
-    add("--sequences", type=_whole, default=8, help="at once (8)")
-    add("--tokens", type=_whole, default=2048, help="known of each (2048)")
-    add("--k", type=_whole, default=5, help="drafts per step (5)")
-    add("--rank", type=_whole, default=32, help="of the adapter (32, as training has it)")
-    add("--head-hidden", type=_whole, default=384, help="width of the draft head (384, as training has it)")
+    add("--sequences", type=whole, default=8, help="at once (8)")
+    add("--tokens", type=whole, default=2048, help="known of each (2048)")
+    add("--k", type=whole, default=5, help="drafts per step (5)")
+    add("--rank", type=whole, default=32, help="of the adapter (32, as training has it)")
+    add("--head-hidden", type=whole, default=384, help="width of the draft head (384, as training has it)")
     add("--check", action="store_true", help="load small models here and put what they take beside what is computed")
     add("--out", type=Path, metavar="FOLDER", help="folder for memory.json and .md")
     return parser
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1; got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from space_eval.bench_facts import commit, machine
 from space_eval.bench_prompts import built_in
+from space_eval.flag_values import whole
 from space_eval.overhead_arms import PLAIN, PRUNED, Arm, arms
 from space_eval.overhead_curve import MOST_ROWS, measure_pass
 from space_eval.overhead_report import Measured, Subject, draw, row, to_markdown, write
@@ -249,10 +250,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer batches, layouts, rounds and tokens: does it work?")
     parser.add_argument("--batch", type=_numbers, dest="batches", metavar="B,…", help="sequences [1,2,4,8,16,32,64]")
     parser.add_argument("--k", type=_numbers, dest="ks", metavar="K,…", help="drafts of fixed layouts [1,2,3,5]")
-    parser.add_argument("--rounds", type=_whole, dest="num_rounds", help="in which all layouts take turns [9]")
-    parser.add_argument("--max-tokens", type=_whole, help="timed, of each sequence [64]")
-    parser.add_argument("--steps", type=_whole, dest="most_steps", help="most steps of a turn [24]")
-    parser.add_argument("--prompt-tokens", type=_whole, help="of each sequence [64]")
+    parser.add_argument("--rounds", type=whole, dest="num_rounds", help="in which all layouts take turns [9]")
+    parser.add_argument("--max-tokens", type=whole, help="timed, of each sequence [64]")
+    parser.add_argument("--steps", type=whole, dest="most_steps", help="most steps of a turn [24]")
+    parser.add_argument("--prompt-tokens", type=whole, help="of each sequence [64]")
     parser.add_argument("--temperature", type=float, help="0 is greedy [0]")
     parser.add_argument("--seed", type=int, help="of synthetic acceptance [0]")
     parser.add_argument(
@@ -268,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")
-    parser.add_argument("--num-threads", type=_whole, help="of a product [as the server chooses]")
+    parser.add_argument("--num-threads", type=whole, help="of a product [as the server chooses]")
     parser.add_argument("--out", type=Path, help="folder for overhead.json, overhead.md and figures [table only]")
     return parser
 
@@ -280,14 +281,8 @@ def _chances(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_whole(word.strip()) for word in text.split(",")}))
+    return tuple(sorted({whole(word.strip()) for word in text.split(",")}))
 
 
 def _fail(status: int, reason: str) -> int:

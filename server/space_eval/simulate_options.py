@@ -10,6 +10,7 @@ from pathlib import Path
 from space_server.synthetic import NAMED
 
 from space_eval.bench_limits import Limits, seconds_of
+from space_eval.flag_values import whole
 from space_eval.load_file import load_recorded
 from space_eval.load_lengths import FORMS, LengthError, Lengths
 from space_eval.prompts import PromptError
@@ -198,19 +199,19 @@ def _parser() -> argparse.ArgumentParser:
         help="how wrong the worker is about each kind of step at its start; `exact`: it knows, and never learns [0]",
     )
     machine.add_argument("--jitter", type=_share, default=0.02, help="spread of a step's seconds, as a share [0.02]")
-    machine.add_argument("--workers", type=_whole, default=1, help="each with a machine of its own [1]")
-    machine.add_argument("--num-blocks", type=_whole, default=32768, help="pages of a worker [32768]")
-    machine.add_argument("--block-size", type=_whole, default=16, help="ids of a page [16]")
-    machine.add_argument("--max-sequences", type=_whole, default=64, help="running at once on a worker [64]")
-    machine.add_argument("--window", type=_whole, default=131072, help="most ids of one request [131072]")
+    machine.add_argument("--workers", type=whole, default=1, help="each with a machine of its own [1]")
+    machine.add_argument("--num-blocks", type=whole, default=32768, help="pages of a worker [32768]")
+    machine.add_argument("--block-size", type=whole, default=16, help="ids of a page [16]")
+    machine.add_argument("--max-sequences", type=whole, default=64, help="running at once on a worker [64]")
+    machine.add_argument("--window", type=whole, default=131072, help="most ids of one request [131072]")
     machine.add_argument(
         "--prefill-budget",
         type=lambda text: None if text == "off" else _duration(text),
         default=0.1,
         help="longest step that prompts may make while others decode; off: no bound [100ms]",
     )
-    machine.add_argument("--max-prefill-rows", type=_whole, default=512, help="prompt rows of a step [512]")
-    machine.add_argument("--max-queue", type=_whole, default=256, help="waiting requests; more are refused [256]")
+    machine.add_argument("--max-prefill-rows", type=whole, default=512, help="prompt rows of a step [512]")
+    machine.add_argument("--max-queue", type=whole, default=256, help="waiting requests; more are refused [256]")
     machine.add_argument("--link", type=_link, default=0.0002, help="from router to worker, and back: each way [200us]")
     text = parser.add_argument_group("drafts")
     text.add_argument(
@@ -221,10 +222,10 @@ def _parser() -> argparse.ArgumentParser:
         help=".78, .57, or chances by mask depth, that a draft comes true if those before it do [.78: .84 .81 .78 …]",
     )
     text.add_argument("--acceptance-spread", type=_spread, default=0.5, help="of texts around it, in log-odds [0.5]")
-    text.add_argument("--masks", type=_whole, default=5, help="per group, of the checkpoint [5]")
+    text.add_argument("--masks", type=whole, default=5, help="per group, of the checkpoint [5]")
     load = parser.add_argument_group("load")
     shape = load.add_mutually_exclusive_group()
-    shape.add_argument("--streams", type=_whole, help="so many at once, each the next when it is done with one")
+    shape.add_argument("--streams", type=whole, help="so many at once, each the next when it is done with one")
     shape.add_argument(
         "--swing", type=_swing, metavar="LOW:HIGH:PERIOD", help="two numbers of streams in turn: 1:64:5s"
     )
@@ -242,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--output-tokens", type=_lengths, default="lognormal:128:0.6:4:1024", help="the same, of answers [%(default)s]"
     )
-    load.add_argument("--max-tokens", type=_whole, help="that clients ask for; answers end before [just what they get]")
+    load.add_argument("--max-tokens", type=whole, help="that clients ask for; answers end before [just what they get]")
     load.add_argument(
         "--prefixes", type=_of(Prefixes.parse), metavar="N:LENGTH[:SHARE]", help="texts that prompts begin with"
     )
@@ -275,7 +276,7 @@ def _arms(text: str) -> tuple[Speculation, ...]:
         elif word == "off":
             made.append("off")
         else:
-            made.append(_whole(word))
+            made.append(whole(word))
     if len(set(made)) < len(made):
         raise argparse.ArgumentTypeError(f"names a way twice: {text!r}")
     return tuple(made)
@@ -334,12 +335,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return -1.0
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
 
 
 def _duration(text: str) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.resources
-import json
 import resource
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from space_eval.process_figures import ProcessFigures
 from space_eval.streams_reader import LETTER, StreamReader, request
 from space_eval.streams_report import Point, figures, markdown, record
 from space_eval.streams_worker import MAX_SEQUENCES, WINDOW, said_at
+from space_eval.written import write
 
 CONNECTING = 64  # readers that connect at once
 SECONDS = 300.0  # longest wait for all streams of one point, beside their pace
@@ -184,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = record(points, {"machine": machine(), "commit": commit(), "serve_flags": options.serve_flags})
     print(markdown(made))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "streams.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        (options.out / "streams.md").write_text(markdown(made) + "\n", encoding="utf-8")
+        write(options.out, "streams", made, markdown(made))
         _say(f"wrote {options.out}/streams.md and streams.json")
     return int(any(point.num_lost for point in points))
 
