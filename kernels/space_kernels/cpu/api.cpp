@@ -6,26 +6,22 @@
 #include <atomic>
 
 #include "draft.h"
+#include "export.h"
 #include "network.h"
-
-#define JOINED(a, b) a##_##b
-#define NAMED(a, b) JOINED(a, b)
-#define EXPORT(name) NAMED(space_##name, KIND)
 
 using namespace KIND;
 
 extern "C" {
 
-__attribute__((visibility("default"))) void EXPORT(pack)(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {
+void EXPORT(pack)(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {
     pack(weight, outputs, inputs, panels);
 }
 
-__attribute__((visibility("default"))) void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs,
-                                                          Code* panels) {
+void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels) {
     pack(weight, outputs, inputs, panels);
 }
 
-__attribute__((visibility("default"))) void EXPORT(linear)(const Linear* weight, const Product* product, int num_threads) {
+void EXPORT(linear)(const Linear* weight, const Product* product, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
         const Share panels(weight->panels, TOGETHER);
@@ -33,7 +29,7 @@ __attribute__((visibility("default"))) void EXPORT(linear)(const Linear* weight,
     }
 }
 
-__attribute__((visibility("default"))) void EXPORT(norm)(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out,
+void EXPORT(norm)(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out,
                   int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
@@ -44,24 +40,23 @@ __attribute__((visibility("default"))) void EXPORT(norm)(const bf16* x, const bf
 }
 
 // Heads are normed, turned and stored as a layer of `forward` does it; `cos` null: only stored.
-__attribute__((visibility("default"))) void EXPORT(store)(const Rows* rows, const Heads* heads, const Attention* a, const bf16* query_norm,
+void EXPORT(store)(const Rows* rows, const Heads* heads, const Attention* a, const bf16* query_norm,
                    const bf16* key_norm, float eps, const float* cos, const float* sin, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     turn_and_store(*rows, *heads, *a, query_norm, key_norm, eps, cos, sin);
 }
 
-__attribute__((visibility("default"))) void EXPORT(attend)(const Rows* rows, const Heads* heads, const Attention* a, int num_threads) {
+void EXPORT(attend)(const Rows* rows, const Heads* heads, const Attention* a, int num_threads) {
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
     for (int64_t item; (item = next.fetch_add(1)) < rows->num_tiles * heads->kv;) attend(*rows, *heads, *a, item);
 }
 
-__attribute__((visibility("default"))) void EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
+void EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
     forward(*network, *rows, *buffers, num_threads);
 }
 
-__attribute__((visibility("default"))) void EXPORT(draft)(const DraftHead* head, const Drafts* drafts,
-                                                          int num_threads) {
+void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads) {
     draft(*head, *drafts, num_threads);
 }
 }

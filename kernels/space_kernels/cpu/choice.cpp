@@ -1,14 +1,11 @@
 #include "choice.h"
+#include "export.h"
 
 #include <omp.h>
 
 #include <algorithm>
 #include <limits>
 #include <vector>
-
-#define JOINED(a, b) a##_##b
-#define NAMED(a, b) JOINED(a, b)
-#define EXPORT(name) NAMED(space_##name, KIND)
 
 namespace KIND {
 
@@ -123,13 +120,11 @@ using namespace KIND;
 
 extern "C" {
 
-__attribute__((visibility("default"))) void EXPORT(choose)(const Logits* logits, int64_t* ids, bool* usable,
-                                                           int num_threads) {
+void EXPORT(choose)(const Logits* logits, int64_t* ids, bool* usable, int num_threads) {
     choose(*logits, ids, usable, num_threads);
 }
 
-__attribute__((visibility("default"))) void EXPORT(best_of)(const Logits* logits, int64_t count, int64_t* ids,
-                                                            float* offsets, int num_threads) {
+void EXPORT(best_of)(const Logits* logits, int64_t count, int64_t* ids, float* offsets, int num_threads) {
     best_of(*logits, count, ids, offsets, num_threads);
 }
 }

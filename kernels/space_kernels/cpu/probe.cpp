@@ -2,13 +2,10 @@
 
 #include <omp.h>
 
+#include "export.h"
 #include "network.h"
 
 using namespace KIND;
-
-#define JOINED(a, b) a##_##b
-#define NAMED(a, b) JOINED(a, b)
-#define EXPORT(name) __attribute__((visibility("default"))) NAMED(space_##name, KIND)
 
 extern "C" {
 

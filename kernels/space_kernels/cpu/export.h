@@ -1,0 +1,9 @@
+// Names of what Python calls: one function for each kind of processor, all in one library.
+
+#pragma once
+
+#include "isa.h"
+
+#define JOINED(a, b) a##_##b
+#define NAMED(a, b) JOINED(a, b)
+#define EXPORT(name) __attribute__((visibility("default"))) NAMED(space_##name, KIND)
