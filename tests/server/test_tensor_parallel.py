@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -189,6 +190,19 @@ def children(pid: int) -> list[int]:
     return [child for child in found if b"space_server" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+def address_of(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
+    """Where a worker listens, once it is ready; where it never is, the test fails with what each of its threads did."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        for pid in (*children(process.pid), process.pid):
+            os.kill(pid, signal.SIGABRT)  # with PYTHONFAULTHANDLER this dumps the stacks
+        pytest.fail(f"not ready after {seconds:g} s: {process.stderr.read()}")
+    word, address = process.stdout.readline().split()
+    assert word == "ready"
+    return address
+
+
 async def written(address: str, prompt: list[int]) -> tuple[list[int], list[float]]:
     """What the worker at the address writes behind a prompt, greedily."""
     async with grpc.aio.insecure_channel(address) as channel:
@@ -218,11 +232,10 @@ def test_another_group_of_a_whole_worker_says_the_same_bits_and_ends_when_a_rank
     tiny_path: Path, tmp_path: Path, said: Said
 ) -> None:
     command = [sys.executable, "-m", "space_server", *flags(tiny_path, f"unix:{tmp_path / 'w'}", timeout=10.0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    dumping = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dumping) as process:
+        address = address_of(process)
         assert process.stderr is not None
-        word, address = process.stdout.readline().split()
-        assert word == "ready"
         assert asyncio.run(written(address, PROMPTS[3])) == said.texts["greedy", "plain", 0][0][3]
         (follower,) = children(process.pid)
         os.kill(follower, signal.SIGKILL)
