@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from types import FrameType
 
 import uvicorn
+from space_proto.garbage import collect_seldom
 from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
 
@@ -127,6 +128,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 await face_scope.enter_async_context(face)
                 say(f"gRPC on {face.address}")
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, restart)
+            collect_seldom()
             watching = asyncio.create_task(_watch(service, address, say))
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             try:

@@ -39,6 +39,7 @@ from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks, check_ranks
+from space_proto.garbage import collect_seldom
 from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
 
@@ -52,7 +53,7 @@ from space_server.drafts import DraftSources
 from space_server.energy import Meter, find_sensors
 from space_server.free_memory import FreeMemory
 from space_server.grammars import Grammars
-from space_server.host_memory import collect_seldom, keep_freed_memory, use_one_heap
+from space_server.host_memory import keep_freed_memory, use_one_heap
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 
 # What glibc's mallopt calls them.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
-
-_NEW_OBJECTS = 50_000
-"""More of them than were let go of, before garbage is looked for. Steps leave none: what they make goes by itself."""
 
 KEPT, PAD = 1 << 30, 64 << 20
 """Bytes: tensors up to so large are taken from the heap, of which so much may be free at its end; it grows by PAD."""
@@ -48,13 +44,3 @@ def _told(*options: tuple[int, int]) -> bool:
     except (AttributeError, OSError):
         return False
     return all(mallopt(option, value) == 1 for option, value in options)
-
-
-def collect_seldom() -> None:
-    """Never look for garbage among the objects that there are now, the model's, and seldom among new ones.
-
-    A step of many sequences makes more objects than Python looks at once for by itself: between two steps it would.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, 20, 50)
