@@ -12,8 +12,10 @@ from space_model.draft_layout import DraftLayout
 
 from space_server.acceptance import LEVELS_PER_UNIT
 from space_server.controller import Load, Room
+from space_server.kept_promise import KeptPromise
 from space_server.layout_worth import PLAIN, Worth, worths
-from space_server.step_cost import OUTLIER, StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
+from space_server.trials import Trials
 
 MASK_PRICE = 0.8
 """Of a row's price, what a mask row's is: it is neither sampled nor written."""
@@ -36,28 +38,8 @@ EVERY, SELDOM = 16, 64
 plain, ever more of them, up to the second.
 """
 
-TRIAL, TRIAL_AFTER, TRIAL_SELDOM, TRIAL_WORTH, FORGOTTEN = 16, 192, 6144, 0.92, 0.9
-"""Steps for which speculation is tried where it is expected to bring less than it must, but as much as this share of
-plain decoding; after how many plain steps; after how many at most, where each trial ends plainly and the next one waits
-twice as long; and what is left of that waiting with each look at which speculation pays. A cost that was measured in a
-bad moment would keep plain decoding for ever: nobody would learn better.
-"""
-
-KEPT_RATE, KEPT_STEPS, FORGIVEN = 0.2, 96, 0.002
-"""How fast the share of what drafts promised that came true is followed, per look: as the steps of sequences since the
-last one are to so many, for one text is no rule, and no faster than the first; and how much of what is missing is
-forgotten in each step of plain decoding, so that drafts are tried again: less, the more often that was in vain.
-"""
-
-KEPT_LEAST, KEPT_MOST = 0.4, 1.1
-
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
-
-PAUSE_RATE, LONGEST_PAUSE = 0.02, 0.005
-"""How fast the pauses between steps are followed, in which reports go out and the host has its turn; longer ones are no
-part of stepping.
-"""
 
 PROBE_EVERY, PROBE_WITHIN = 256, 0.15
 """A plain step is measured once in so many, where speculation is expected to win by less than this share."""
@@ -139,18 +121,13 @@ class MeasuredController:
         self._num_surprises = 0  # of the cost, when it was looked at
         self._num_since = 0  # steps since it was looked at
         self._num_to_look = EVERY  # steps between two looks
-        self._num_to_try = TRIAL_AFTER  # plain steps before the next trial
-        self._trial = 0  # steps of one that are left
+        self._trials = Trials()
         self._num_plain = PATIENCE  # steps of plain decoding in a row
         self._num_to_probe = PROBE_EVERY
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
-        self._kept = 1.0  # of the tokens per second that rules promise, what came true: beginnings and ends take some
-        self._promised = 1.0  # tokens per second of the rule, as they were reckoned
-        self._usual = math.inf  # seconds of a step by the rule, as they were reckoned
+        self._promise = KeptPromise()  # of the tokens per second that rules promise
         self._watched = False  # whether the step that runs is one by the rule, and nothing else
-        self._tokens, self._seconds = 0, 0.0  # of these since the last look
-        self._pause = 0.0  # between two steps: what every step costs beside itself
         self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
     @property
@@ -192,23 +169,13 @@ class MeasuredController:
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """The step that was chosen last brought so many tokens in so many seconds, `pause` seconds behind the last."""
         if pause is not None:
-            self._pause += PAUSE_RATE * (min(pause, LONGEST_PAUSE) - self._pause)
-        if self._watched:  # what costs are learnt from leaves out as much of a hiccup
-            self._tokens += num_tokens
-            self._seconds += min(seconds + self._pause, OUTLIER * self._usual)
-
-    def _look_back(self) -> None:
-        """Compare what was promised at the last look with what came true since."""
-        if self._seconds:
-            kept = self._tokens / (self._seconds * self._promised)
-            rate = min(KEPT_RATE, self._num_since * self._num_sequences / KEPT_STEPS)
-            self._kept += rate * (min(KEPT_MOST, max(KEPT_LEAST, kept)) - self._kept)
-            self._tokens, self._seconds = 0, 0.0
-        elif self._rule is None:
-            self._kept += (1.0 - self._kept) * min(1.0, FORGIVEN * self._num_since * TRIAL_AFTER / self._num_to_try)
+            self._promise.paused(pause)
+        if self._watched:
+            self._promise.stepped(num_tokens, seconds)
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
-        self._look_back()
+        if not self._promise.look_back(self._num_since * self._num_sequences) and self._rule is None:
+            self._promise.forgive(self._num_since / self._trials.rarity)
         load = Load(num_context=load.num_context)
         self.row_price = self._row_price(crowd.size, load)
         plain = self._expected(None, crowd, load).rate
@@ -221,23 +188,22 @@ class MeasuredController:
             self._num_to_look = min(2 * self._num_to_look, SELDOM)
             if most > (1.0 + TAKE_UP) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
-            elif most > TRIAL_WORTH * plain and self._num_plain >= self._num_to_try:
-                self._rule, self._trial = best, TRIAL
-        elif self._trial > self._num_since and best is not None:
-            self._trial -= self._num_since
+            elif self._trials.is_due(most / plain, self._num_plain):
+                self._rule = best
+                self._trials.begin()
+        elif self._trials.goes_on(self._num_since) and best is not None:
             self._rule = self._rule if now else best
         elif most < (1.0 + LEAVE) * plain:
-            self._rule, self._trial = None, 0
-            self._num_to_try = min(2 * self._num_to_try, TRIAL_SELDOM)
+            self._rule = None
+            self._trials.failed()
         else:
             self._rule = best if most > (1.0 + CHANGE) * now else self._rule
-            self._trial, self._num_to_try = 0, max(TRIAL_AFTER, int(FORGOTTEN * self._num_to_try))
+            self._trials.paid()
         self._rate = plain if self._rule is None else rates[self._rule]
-        self._usual = self._expected(self._rule, crowd, load).seconds
-        self._promised = self._rate / self._kept
+        self._promise.give(self._rate / self._promise.share, self._expected(self._rule, crowd, load).seconds)
 
     def _rates(self, crowd: Crowd, load: Load) -> dict[Rule, float]:
-        """Tokens per second of each rule by which somebody has masks, as far as they come true."""
+        """Tokens per second of each rule by which somebody has masks, as far as promises are kept."""
         kinds = [kind for kind in crowd.kinds if kind.max_masks]
         known: dict[tuple[Worth, ...], float] = {}  # several rules choose the same
         rates: dict[Rule, float] = {}
@@ -246,7 +212,7 @@ class MeasuredController:
             if all(not worth.mask_rows for worth in worths_of):
                 continue
             if worths_of not in known:
-                known[worths_of] = self._kept * self._expected(rule, crowd, load).rate
+                known[worths_of] = self._promise.share * self._expected(rule, crowd, load).rate
             rates[rule] = known[worths_of]
         return rates
 
@@ -281,7 +247,7 @@ class MeasuredController:
             load.num_context,
             round(chain * crowd.num_noisy / crowd.size),
         )
-        return Expected(tokens, self.cost.seconds(shape) + self._pause)
+        return Expected(tokens, self.cost.seconds(shape) + self._promise.pause)
 
     def _alone(self, kind: Kind, rule: Rule, crowd: Crowd, load: Load) -> Expected:
         """Of one sequence: its steps differ in size, and what they cost is no line."""
@@ -294,7 +260,7 @@ class MeasuredController:
             )
             total += share
             seconds += share * self.cost.seconds(shape)
-        return Expected(worth.tokens, seconds / total + self._pause)
+        return Expected(worth.tokens, seconds / total + self._promise.pause)
 
     def _row_price(self, num_sequences: int, load: Load) -> float:
         """At what a token costs now, with a margin for the host's part in proposing and judging.
@@ -307,7 +273,7 @@ class MeasuredController:
         for rows in (*PROPOSED_ROWS, 4 * num_sequences):
             more = StepShape(num_sequences, num_sequences + rows, num_context=load.num_context)
             dearest = max(dearest, (self.cost.seconds(more) - before) / rows)
-        return PROPOSAL_MARGIN * dearest * num_sequences / (before + self._pause)
+        return PROPOSAL_MARGIN * dearest * num_sequences / (before + self._promise.pause)
 
     def _is_probe(self) -> bool:
         """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""

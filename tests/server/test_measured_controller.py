@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 from space_model.draft_layout import DraftLayout
+from space_server import trials
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import Load, Room
 from space_server.layout_worth import worths
@@ -13,8 +14,6 @@ from space_server.measured_controller import (
     PATIENCE,
     SELDOM,
     TAKE_UP,
-    TRIAL,
-    TRIAL_AFTER,
     MeasuredController,
 )
 from space_server.step_cost import StepCost, StepShape
@@ -194,7 +193,7 @@ def test_what_was_measured_in_a_bad_moment_is_found_out_by_a_trial() -> None:
     machine = Misjudged(1.0, 0.06)
     controller = MeasuredController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
-    for _ in range(2 * TRIAL_AFTER):
+    for _ in range(2 * trials.AFTER):
         layout = next_layout(controller, [room()])
         machine.num_tried += layout.num_masks > 0
     assert layout.num_masks > 0
@@ -205,4 +204,4 @@ def test_where_plain_decoding_is_best_trials_become_rare() -> None:
     controller = MeasuredController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(12_000)]
-    assert 2 * TRIAL <= sum(tried) < 0.01 * len(tried)
+    assert 2 * trials.STEPS <= sum(tried) < 0.01 * len(tried)
