@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from types import TracebackType
 
 from space_proto import worker_pb2
@@ -32,8 +30,9 @@ from space_router.engine.outcome import Advance
 from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
 from space_router.engine.request import ValidRequest
+from space_router.engine.roster import Roster
 from space_router.engine.scheduler import Scheduler
-from space_router.engine.seat import Seat
+from space_router.engine.seat import Seat, WorkerSource
 from space_router.engine.stream import Stream
 from space_router.engine.timer import CallLater, on_the_loop
 from space_router.engine.trials import Trials
@@ -42,9 +41,6 @@ from space_router.workers.cause import Cause
 from space_router.workers.command import worker_command
 from space_router.workers.link import WorkerMismatch
 from space_router.workers.sources import worker_sources
-from space_router.workers.supervisor import Supervisor
-
-logger = logging.getLogger(__name__)
 
 MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
 NEAR = 2.0  # a deadline is near once no more is left than so many times what the request takes at the present pace
@@ -68,12 +64,14 @@ class Engine:
         *,
         tokenizer_hash: str | None = None,
         worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
+        sources: Sequence[WorkerSource] | None = None,
         max_lag: int = MAX_LAG,
         clock: Callable[[], float] = time.monotonic,
         call_later: CallLater | None = None,
     ) -> None:
         """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
-        `worker_argv`: how a worker is started on an address; `max_lag`: tokens a reader may be behind; `clock`:
+        `worker_argv`: how a worker is started on an address; `sources`: of workers, None for those that the config
+        names, none at all for those that `roster.follow` will; `max_lag`: tokens a reader may be behind; `clock`:
         seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
         """
         self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
@@ -96,19 +94,14 @@ class Engine:
         self._up = asyncio.Event()
         self._given_up = asyncio.Event()
         self._hopeless: WorkerStartFailed | None = None
-        self._exit = AsyncExitStack()
-        self._tasks: list[asyncio.Task[None]] = []
-        self.seats = [
-            Seat(
-                source,
-                schedule=self.new_scheduler,
-                tokenizer_hash=tokenizer_hash,
-                worker_timeout=config.worker_timeout,
-                max_prefill_rows=config.max_prefill_rows,
-                number=number,
-            )
-            for number, source in enumerate(worker_sources(config, worker_argv))
-        ]
+        self._tokenizer_hash = tokenizer_hash
+        self.roster = Roster(
+            worker_sources(config, worker_argv) if sources is None else sources,
+            seat_for=self._new_seat,
+            engaged=self,
+            hopeless=self._give_up,
+        )
+        self.seats = self.roster.seats
 
     def new_scheduler(self, facts: ModelFacts) -> Scheduler:
         """For a worker that has come."""
@@ -116,10 +109,18 @@ class Engine:
             facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
         )
 
+    def _new_seat(self, source: WorkerSource, number: int) -> Seat:
+        return Seat(
+            source,
+            schedule=self.new_scheduler,
+            tokenizer_hash=self._tokenizer_hash,
+            worker_timeout=self.config.worker_timeout,
+            max_prefill_rows=self.config.max_prefill_rows,
+            number=number,
+        )
+
     async def __aenter__(self) -> Engine:
-        for source in (seat.source for seat in self.seats if isinstance(seat.source, Supervisor)):
-            await self._exit.enter_async_context(source)
-        self._tasks = [asyncio.create_task(self._keep(seat)) for seat in self.seats]
+        await self.roster.__aenter__()
         return self
 
     async def __aexit__(
@@ -128,10 +129,7 @@ class Engine:
         self._draining = True
         for live in list(self._open.values()):
             self._break_off(live, RequestFailed("The server has stopped before this request was done."))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._exit.aclose()
+        await self.roster.__aexit__(kind, error, traceback)
 
     # What the HTTP face asks.
 
@@ -224,21 +222,14 @@ class Engine:
 
     # What the seats say.
 
-    async def _keep(self, seat: Seat) -> None:
-        """Run one seat; the last one that gives up takes the waiting requests with it."""
-        try:
-            await seat.run(self)
-        except WorkerStartFailed as error:
-            logger.error("%s", error)
-            self.seats.remove(seat)
-            if self.seats:
-                return
-            self._hopeless = error
-            self._given_up.set()
-            self._up.set()
-            for live in list(self._open.values()):
-                self._break_off(live, WorkerFailed("No worker can be started any more."))
-            self._settle()
+    def _give_up(self, error: WorkerStartFailed) -> None:
+        """No worker can be had any more: the waiting requests end with it."""
+        self._hopeless = error
+        self._given_up.set()
+        self._up.set()
+        for live in list(self._open.values()):
+            self._break_off(live, WorkerFailed("No worker can be started any more."))
+        self._settle()
 
     def expect(self, facts: ModelFacts) -> None:
         """Every worker may have to go on where another has stopped."""

@@ -110,6 +110,11 @@ class Seat:
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
             self._link.send(commands)
 
+    def give_up(self) -> None:
+        """No worker is awaited here any more: whoever waits for one hears of it."""
+        self.is_given_up = True
+        self._news.set()
+
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for something that comes true by what happens here: a worker comes, reports, or is lost."""
         while not holds():

@@ -1,0 +1,117 @@
+"""A router whose workers come and go by a list follows it, and no stream is lost by that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.engine.request import ValidRequest
+from space_router.metrics import Metrics
+from space_router.testing import Script, ScriptedWorker
+
+Make = Callable[..., ValidRequest]
+Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
+SCRIPT = Script(eos_ids=(), step_seconds=0.005)
+
+
+@asynccontextmanager
+async def following() -> AsyncIterator[Engine]:
+    async with Engine(ServeConfig(), Metrics(), sources=()) as engine:
+        yield engine
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110  conditions of every kind, none of which is an event
+        await asyncio.sleep(0.005)
+
+
+async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
+    async with engine.submit(request) as stream:
+        return tuple([token async for delta in stream for token in delta.tokens])
+
+
+def run(body: Any) -> None:
+    asyncio.run(asyncio.wait_for(body, 30.0))
+
+
+def up(engine: Engine) -> int:
+    return engine.load().num_workers_up
+
+
+def test_workers_are_met_as_they_are_listed_and_their_seats_taken_once_they_are_not_and_away(
+    request_of: Make, answer: Answer
+) -> None:
+    async def whole() -> None:
+        async with following() as engine, ScriptedWorker(SCRIPT) as two, AsyncExitStack() as stack:
+            one = await stack.enter_async_context(ScriptedWorker(SCRIPT))
+            engine.roster.follow([one.address])
+            await engine.wait_ready()
+            engine.roster.follow([one.address, two.address])
+            await until(lambda: up(engine) == 2)
+            requests = [request_of(5 + i, 60, name=str(i)) for i in range(6)]
+            streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+            await until(lambda: all(s.scheduler and s.scheduler.num_running for s in engine.seats))
+            engine.roster.follow([two.address])
+            assert up(engine) == 2  # it may be finishing what it runs
+            await stack.aclose()
+            await until(lambda: up(engine) == 1)
+            engine.roster.follow([two.address])
+            assert [seat.number for seat in engine.seats] == [1]
+            assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+            engine.roster.follow([one.address, two.address])
+            assert sorted(seat.number for seat in engine.seats) == [0, 1]  # numbers are used again
+
+    run(whole())
+
+
+def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer) -> None:
+    async def whole() -> None:
+        async with following() as engine:
+            async with ScriptedWorker(SCRIPT) as first:
+                engine.roster.follow([first.address])
+                await engine.wait_ready()
+            await until(lambda: up(engine) == 0)
+            engine.roster.follow([])
+            assert engine.seats == []
+            request = request_of(5, 10)
+            waiting = asyncio.create_task(text_of(engine, request))
+            async with ScriptedWorker(SCRIPT) as second:
+                engine.roster.follow([second.address])
+                assert await waiting == answer(request, SCRIPT)
+
+    run(whole())
+
+
+def test_a_worker_of_another_model_is_left_out_until_it_is_listed_anew(request_of: Make, answer: Answer) -> None:
+    async def whole() -> None:
+        stranger = Script(model_hash="another")
+        async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(stranger) as other, following() as engine:
+            engine.roster.follow([one.address])
+            await engine.wait_ready()
+            both = [one.address, other.address]
+            engine.roster.follow(both)
+            await until(lambda: len(engine.seats) == 1)
+            engine.roster.follow(both)
+            assert len(engine.seats) == 1
+            request = request_of(5, 10)
+            assert await text_of(engine, request) == answer(request, SCRIPT)
+            engine.roster.follow([one.address])
+            engine.roster.follow(both)
+            assert len(engine.seats) == 2
+
+    run(whole())
+
+
+def test_an_engine_with_workers_of_its_own_follows_nobody() -> None:
+    async def whole() -> None:
+        config = ServeConfig(worker_address=("localhost:1",))
+        async with Engine(config, Metrics()) as engine:
+            with pytest.raises(ValueError, match="These workers are fixed"):
+                engine.roster.follow([])
+
+    run(whole())
