@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renew docker/locks/run.txt and dev.txt from pyproject.toml, for every platform at once, with hashes.
+# Renew docker/locks/run.txt, dev.txt and ray.txt from pyproject.toml, for every platform at once, with hashes.
 #
 #   docker/lock.sh              keep the pinned versions where pyproject.toml still allows them
 #   docker/lock.sh --upgrade    take the newest versions that pyproject.toml allows
@@ -25,3 +25,4 @@ compile() {
 
 compile docker/locks/run.txt --extra tracing "$@"
 compile docker/locks/dev.txt --extra train --extra dev --constraint docker/locks/run.txt "$@"
+compile docker/locks/ray.txt --extra tracing --extra ray --constraint docker/locks/run.txt "$@"

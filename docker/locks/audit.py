@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 SHIPPED = (FOLDER / "run.txt", FOLDER / "torch.txt")
-LOCKS = (FOLDER / "run.txt", FOLDER / "dev.txt")
+LOCKS = (FOLDER / "run.txt", FOLDER / "dev.txt", FOLDER / "ray.txt")
 
 PIP_AUDIT = "pip-audit==2.10.1"
 SECONDS = 300.0

@@ -27,7 +27,7 @@ DISTRIBUTIONS = {
     "prometheus-client", "grpc_tools": "grpcio-tools", "yaml": "pyyaml", "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection", "opentelemetry": "opentelemetry-sdk",
 }  # fmt: skip
-OPTIONAL = {"flash_attn", "triton"}
+OPTIONAL = {"flash_attn", "triton", "ray"}
 
 
 def imported(file: Path) -> set[str]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 
-from space_proto.certificate import CertificateFiles
-
 from space_router.engine.errors import WorkerStartFailed
 from space_router.engine.seat import Engaged, Seat, WorkerSource
 from space_router.workers.remote import RemoteWorker
@@ -22,7 +20,7 @@ class Roster:
     """A seat for each worker, kept as long as there is hope of one.
 
         async with Roster(sources, seat_for=..., engaged=engine, hopeless=...) as roster:
-            roster.follow(["gpu1:50051", "gpu2:50051"])   # only one that began with no sources
+            roster.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only one that began with no sources
 
     One that follows is never hopeless: the next list may name a worker that serves.
     """
@@ -45,6 +43,7 @@ class Roster:
         self._follows = not sources
         self._followed: dict[str, Seat] = {}  # by address; those that were given up stay until they are not listed
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> Roster:
@@ -57,29 +56,35 @@ class Roster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._retiring]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._exit.aclose()
 
-    def follow(self, addresses: Collection[str], certificate: CertificateFiles | None = None) -> None:
-        """Seat whoever is new on the list. Who is not on it any more loses the seat once he is away: as long as he is
-        up, he may be finishing what he runs.
+    def follow(self, addresses: Collection[str], *, finish_seconds: float) -> None:
+        """Seat whoever is new on the list. Who is not on it any more is taken off duty, and loses the seat once he has
+        ended, at the next list.
 
-        `certificate`: for new ones, None: not encrypted. Raises ValueError where the workers are fixed.
+        `finish_seconds`: what he still runs then goes on elsewhere. Raises ValueError where the workers are fixed.
         """
         if not self._follows:
             raise ValueError("These workers are fixed: only an engine that is started without any follows a list.")
         for address, seat in list(self._followed.items()):
-            if address not in addresses and seat.scheduler is None:
+            if address in addresses:
+                continue
+            if seat.scheduler is None:
                 del self._followed[address]
                 self._dismiss(seat)
+            elif not seat.scheduler.closing:
+                retiring = asyncio.create_task(seat.retire(finish_seconds=finish_seconds))
+                self._retiring.add(retiring)
+                retiring.add_done_callback(self._retiring.discard)
         for address in addresses:
             if address not in self._followed:
                 taken = {seat.number for seat in self.seats}
                 number = next(number for number in range(len(taken) + 1) if number not in taken)
-                seat = self._followed[address] = self._seat_for(RemoteWorker(address, certificate), number)
+                seat = self._followed[address] = self._seat_for(RemoteWorker(address), number)
                 self.seats.append(seat)
                 self._seated(seat)
 

@@ -130,6 +130,11 @@ class Supervisor:
         """The worker works: if it dies now, it is started again at once."""
         self._backoff.worked()
 
+    async def ended(self) -> None:
+        """Until the process that was started last is no more."""
+        if self._process is not None:
+            await self._process.wait()
+
     async def inquest(self) -> Cause:
         """Why the process, whose conversation has ended or fallen silent, is lost: what the system says of it."""
         process = self._process

@@ -49,21 +49,21 @@ def test_workers_are_met_as_they_are_listed_and_their_seats_taken_once_they_are_
     async def whole() -> None:
         async with following() as engine, ScriptedWorker(SCRIPT) as two, AsyncExitStack() as stack:
             one = await stack.enter_async_context(ScriptedWorker(SCRIPT))
-            engine.roster.follow([one.address])
+            engine.roster.follow([one.address], finish_seconds=0.0)
             await engine.wait_ready()
-            engine.roster.follow([one.address, two.address])
+            engine.roster.follow([one.address, two.address], finish_seconds=0.0)
             await until(lambda: up(engine) == 2)
             requests = [request_of(5 + i, 60, name=str(i)) for i in range(6)]
             streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
             await until(lambda: all(s.scheduler and s.scheduler.num_running for s in engine.seats))
-            engine.roster.follow([two.address])
-            assert up(engine) == 2  # it may be finishing what it runs
+            engine.roster.follow([two.address], finish_seconds=0.0)
+            await one.drained.wait()  # and what it ran has been handed over
             await stack.aclose()
             await until(lambda: up(engine) == 1)
-            engine.roster.follow([two.address])
+            engine.roster.follow([two.address], finish_seconds=0.0)
             assert [seat.number for seat in engine.seats] == [1]
             assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
-            engine.roster.follow([one.address, two.address])
+            engine.roster.follow([one.address, two.address], finish_seconds=0.0)
             assert sorted(seat.number for seat in engine.seats) == [0, 1]  # numbers are used again
 
     run(whole())
@@ -73,15 +73,15 @@ def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer)
     async def whole() -> None:
         async with following() as engine:
             async with ScriptedWorker(SCRIPT) as first:
-                engine.roster.follow([first.address])
+                engine.roster.follow([first.address], finish_seconds=0.0)
                 await engine.wait_ready()
             await until(lambda: up(engine) == 0)
-            engine.roster.follow([])
+            engine.roster.follow([], finish_seconds=0.0)
             assert engine.seats == []
             request = request_of(5, 10)
             waiting = asyncio.create_task(text_of(engine, request))
             async with ScriptedWorker(SCRIPT) as second:
-                engine.roster.follow([second.address])
+                engine.roster.follow([second.address], finish_seconds=0.0)
                 assert await waiting == answer(request, SCRIPT)
 
     run(whole())
@@ -91,17 +91,17 @@ def test_a_worker_of_another_model_is_left_out_until_it_is_listed_anew(request_o
     async def whole() -> None:
         stranger = Script(model_hash="another")
         async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(stranger) as other, following() as engine:
-            engine.roster.follow([one.address])
+            engine.roster.follow([one.address], finish_seconds=0.0)
             await engine.wait_ready()
             both = [one.address, other.address]
-            engine.roster.follow(both)
+            engine.roster.follow(both, finish_seconds=0.0)
             await until(lambda: len(engine.seats) == 1)
-            engine.roster.follow(both)
+            engine.roster.follow(both, finish_seconds=0.0)
             assert len(engine.seats) == 1
             request = request_of(5, 10)
             assert await text_of(engine, request) == answer(request, SCRIPT)
-            engine.roster.follow([one.address])
-            engine.roster.follow(both)
+            engine.roster.follow([one.address], finish_seconds=0.0)
+            engine.roster.follow(both, finish_seconds=0.0)
             assert len(engine.seats) == 2
 
     run(whole())
@@ -112,6 +112,6 @@ def test_an_engine_with_workers_of_its_own_follows_nobody() -> None:
         config = ServeConfig(worker_address=("localhost:1",))
         async with Engine(config, Metrics()) as engine:
             with pytest.raises(ValueError, match="These workers are fixed"):
-                engine.roster.follow([])
+                engine.roster.follow([], finish_seconds=0.0)
 
     run(whole())

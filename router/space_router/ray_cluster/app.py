@@ -1,0 +1,114 @@
+"""The application for Ray Serve: `serve run space_router.ray_cluster.app:app model=PATH max_workers=3`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from space_proto.log_lines import log_to_stderr
+
+from space_router.api.document import DocumentedApp
+from space_router.ray_cluster.cluster import Cluster
+from space_router.ray_cluster.router_replica import Present, RouterReplica
+from space_router.ray_cluster.scaling import Scaling
+from space_router.ray_cluster.worker_replica import HANDOVER_SECONDS, WorkerReplica
+
+try:
+    import ray
+    from ray import serve
+except ImportError as error:
+    raise ImportError(
+        "space_router.ray_cluster.app needs Ray Serve, which is not installed here: pip install 'spaceserve[ray]', on "
+        "every machine of the cluster."
+    ) from error
+
+HEALTH_SECONDS = 2.0
+ANSWER_SECONDS = 5.0  # that workers have to say where they are
+MORE_THAN_QUEUED = 1_000_000  # the router has a queue with a bound of its own, and answers 429 beyond it
+
+
+class Worker:
+    """A replica is a worker process."""
+
+    async def __init__(self, cluster: Cluster) -> None:  # type: ignore[misc]  # Serve awaits it
+        config = cluster.config()
+        log_to_stderr(config.log_level, config.log_format)
+        self._replica = WorkerReplica(config, ray.util.get_node_ip_address())
+        await self._replica.start()
+
+    async def meet(self, num_requests: int) -> str:
+        return self._replica.meet(num_requests)
+
+    async def check_health(self) -> None:
+        self._replica.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.record_autoscaling_stats()
+
+    async def __del__(self) -> None:
+        """Serve awaits it when the replica is to go."""
+        if hasattr(self, "_replica"):
+            await self._replica.stop()
+
+
+class Router:
+    """The one replica is the router: a worker serves one at a time."""
+
+    async def __init__(self, cluster: Cluster, workers: Any) -> None:  # type: ignore[misc]
+        config = cluster.config()
+        log_to_stderr(config.log_level, config.log_format)
+        self._workers = workers
+        self._replica = RouterReplica(config, self._meet)
+        self._application = await self._replica.start()
+
+    def __serve_build_asgi_app__(self) -> DocumentedApp:
+        return self._application
+
+    async def _meet(self, num_requests: int) -> Present:
+        said = self._workers.broadcast("meet", num_requests)
+        answers = await said.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
+        addresses = frozenset(answer for answer in answers if isinstance(answer, str))
+        return Present(addresses, is_complete=len(addresses) == len(answers))
+
+    async def __del__(self) -> None:
+        """Serve awaits it when the replica is to go, and its requests have ended or their time is up."""
+        if hasattr(self, "_replica"):
+            await self._replica.stop()
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """What `import_path` names. `args`: see `spaceserve ray --help`. Raises ConfigError."""
+    cluster = Cluster.of(args)
+    drain = cluster.config().drain_timeout
+    workers = serve.deployment(Worker).options(
+        **(_scaling(cluster) if cluster.max_workers > cluster.min_workers else {"num_replicas": cluster.min_workers}),
+        ray_actor_options={"num_cpus": cluster.cpus_per_worker, "num_gpus": cluster.gpus_per_worker},
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=drain + 2 * HANDOVER_SECONDS,
+    )
+    router = serve.deployment(serve.ingress()(Router)).options(
+        num_replicas=1,
+        max_ongoing_requests=MORE_THAN_QUEUED,
+        ray_actor_options={"num_cpus": 1},
+        graceful_shutdown_timeout_s=drain,
+    )
+    return router.bind(cluster, workers.bind(cluster))
+
+
+def _scaling(cluster: Cluster) -> dict[str, Any]:
+    policy = {
+        "policy_function": f"{Scaling.__module__}:{Scaling.__name__}",
+        "policy_kwargs": {"requests_per_worker": cluster.requests_per_worker},
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": cluster.min_workers,
+            "max_replicas": cluster.max_workers,
+            "upscale_delay_s": cluster.upscale_delay,
+            "downscale_delay_s": cluster.downscale_delay,
+            "metrics_interval_s": 1.0,
+            "look_back_period_s": 5.0,
+            "policy": policy,
+        }
+    }

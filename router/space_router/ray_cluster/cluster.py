@@ -1,0 +1,126 @@
+"""What the Ray Serve application is told: how many workers of what size, and the flags of `spaceserve serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from space_router import parse
+from space_router.config import ServeConfig, build, settings
+from space_router.errors import ConfigError
+from space_router.setting import setting
+
+_GROUP = "Ray cluster"
+_PLAIN = "router and workers there speak unencrypted, so keep the cluster's network private"
+
+ELSEWHERE = {
+    "host": "`http_options` of the Serve config say where its proxy listens",
+    "port": "`http_options` of the Serve config say where its proxy listens",
+    "grpc_port": "Serve's proxy passes HTTP on; for gRPC run `spaceserve router`",
+    "tls_cert": "Serve's proxy speaks to clients: see ssl_certfile in its `http_options`",
+    "tls_key": "Serve's proxy speaks to clients: see ssl_keyfile in its `http_options`",
+    "max_connections": "Serve's proxy holds the connections",
+    "max_header": "Serve's proxy reads the headers",
+    "slow_reader_timeout": "Serve's proxy holds what a client has not read",
+    "client_buffer": "Serve's proxy holds what a client has not read",
+    "workers": "give min_workers and max_workers",
+    "worker_address": "workers are Ray's replicas; for others run `spaceserve router`",
+    "placement": "Ray places router and workers",
+    "worker_tls_ca": _PLAIN,
+    "worker_tls_cert": _PLAIN,
+    "worker_tls_key": _PLAIN,
+}
+"""Flags of `spaceserve serve` that do nothing here, and what does it instead."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The arguments of the application."""
+
+    min_workers: int = setting(
+        1, _GROUP, "fewest workers; a new one reads its weights first", parse.whole(1, 1024), "N"
+    )
+    max_workers: int = setting(1, _GROUP, "most workers; as many as min_workers: no scaling", parse.whole(1, 1024), "N")
+    requests_per_worker: int = setting(
+        32,
+        _GROUP,
+        "requests, running and queued, for which there shall be one worker; the default is half of --max-sequences",
+        parse.whole(1, 4096),
+        "REQUESTS",
+    )
+    upscale_delay: float = setting(
+        10.0, _GROUP, "seconds that more workers have to be wanted before they are started", parse.seconds(0), "SECONDS"
+    )
+    downscale_delay: float = setting(
+        300.0,
+        _GROUP,
+        "seconds that fewer workers have to do before one is ended; starting it again costs its weights' reading",
+        parse.seconds(0),
+        "SECONDS",
+    )
+    gpus_per_worker: int = setting(
+        1,
+        _GROUP,
+        "GPUs of one worker, all on one machine; more than one are its ranks (--tensor-parallel); 0 runs on the CPU",
+        parse.whole(0, 64),
+        "GPUS",
+    )
+    cpus_per_worker: int = setting(
+        1, _GROUP, "processors that Ray sets aside for one worker", parse.whole(0, 1024), "CPUS"
+    )
+    flags: Mapping[str, str] = field(default_factory=dict)  # those of `spaceserve serve`, as texts
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Cluster:
+        """From the `args` of a Serve config file, or the words behind `serve run`. Raises ConfigError."""
+        own = {f.name: f.metadata["setting"] for f in fields(cls) if "setting" in f.metadata}
+        values: dict[str, Any] = {}
+        flags: dict[str, str] = {}
+        for name, given in arguments.items():
+            text = _text(given)
+            if name in own:
+                try:
+                    values[name] = own[name].parse(text)
+                except ValueError as error:
+                    raise ConfigError(f"{name}={text!r}: {error}.") from None
+            elif name in ELSEWHERE:
+                raise ConfigError(f"{name}={text!r} does nothing on a Ray cluster: {ELSEWHERE[name]}.")
+            elif name in settings():
+                flags[name] = text
+            else:
+                raise ConfigError(
+                    f"There is no argument {name!r}. Give those of `spaceserve ray --help`, which are "
+                    f"{', '.join(own)}, and any flag of `spaceserve serve`, with _ for -."
+                )
+        if "max_workers" not in values:
+            values["max_workers"] = values.get("min_workers", cls.max_workers)
+        cluster = cls(**values, flags=flags)
+        if cluster.min_workers > cluster.max_workers:
+            raise ConfigError(
+                f"min_workers={cluster.min_workers} is more than max_workers={cluster.max_workers}: give at "
+                "least as many max_workers."
+            )
+        ranks = cluster.config().tensor_parallel if "tensor_parallel" in flags else max(1, cluster.gpus_per_worker)
+        if cluster.gpus_per_worker and ranks != cluster.gpus_per_worker:
+            raise ConfigError(
+                f"tensor_parallel={ranks} does not fit gpus_per_worker={cluster.gpus_per_worker}: each rank has "
+                "one GPU. Leave tensor_parallel out."
+            )
+        if ranks > 1:
+            cluster = cls(**values, flags=flags | {"tensor_parallel": str(ranks)})
+        cluster.config()
+        return cluster
+
+    def config(self) -> ServeConfig:
+        """Of the router, and of each worker, on the machine where this is called. Raises ConfigError."""
+        return build(self.flags, {})
+
+
+def _text(given: object) -> str:
+    """As on a command line. YAML reads on and off as true and false."""
+    if isinstance(given, bool):
+        return "on" if given else "off"
+    if isinstance(given, list):
+        return ",".join(map(_text, given))
+    return str(given)
