@@ -40,6 +40,10 @@ RUN_BY = {
         "tests/router/process/test_rolling_restart_process.py",
         'front.workers("restart", "--finish-seconds"',
     ),
+    ".venv/bin/python -m pytest -m slow tests/server/test_torchrun.py": (
+        "tests/server/test_torchrun.py",
+        "def test_two_agents_serve",
+    ),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
 }
 """Commands that other tests run, and what of those says so."""
@@ -68,6 +72,7 @@ ADDED = {
     "bench overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
     "bench product": "--rounds 1 --shapes 768x768",
     "bench simulate": "--duration 1s",
+    "bench sizing": "--nodes 1 --workers 1 --max-sequences 4 --duration 200ms",
     "bench streams": "--tokens 8 --no-flood",
     "eval acceptance": FEW,
     "eval crowd": "--seconds 4 --tokens 32",
