@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
     "soak": ("space_eval.soak", "mixed load for an hour: does memory, latency or anything else grow"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
+    "sizing": ("space_eval.sizing", "what one node and many serve, and the routers they need, by the simulator"),
     "streams": ("space_eval.streams", "what one router adds and costs, from one stream to a thousand"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }

@@ -67,6 +67,7 @@ class Record:
     queue: array[float] = field(default_factory=lambda: array("d"))
     outcomes: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0  # within the time that counts
+    num_pieces: int = 0  # they came in
     num_decoded: int = 0
     num_emitted: int = 0  # by decode steps
     num_drafted: int = 0
@@ -112,6 +113,9 @@ class Figures:
     accepted: float  # share of drafts
     rows_per_step: float
     busy: float  # share of the workers' time
+    router_busy: float  # share of the router's one core
+    num_pieces: int  # that the tokens came in
+    link_bytes_per_token: float  # between router and workers, both ways, without the frames around messages
     prompt_cached: float  # share of prompt ids that were not computed
     num_preemptions: int
     changes_per_second: float  # of the controller's rule, per worker; nan where there is none

@@ -165,13 +165,14 @@ class Ask:
     num_choices: int = 1
     priority: int = 0
     key: str = ""
+    temperature: float = 1.0
     leaves_after: int | None = None  # ids, after which its reader goes away
 
     def request(self, choice: int) -> ValidRequest:
         return ValidRequest(
             request_id=f"{self.number}.{choice}",
             prompt_ids=self.prompt_ids,
-            sampling=Sampling(seed=self.number, choice=choice, temperature=1.0),
+            sampling=Sampling(seed=self.number, choice=choice, temperature=self.temperature),
             max_tokens=self.max_tokens,
             eos_ids=(EOS,) if self.max_tokens > self.num_output else (),
             priority=self.priority,
@@ -192,6 +193,7 @@ class Work:
     keys: Shares = Shares(("",), (1.0,))
     choices: Shares = Shares(("1",), (1.0,))
     cancelled: float = 0.0  # share of requests whose reader leaves within the answer
+    temperature: float = 1.0  # 0: greedy
     recorded: Sequence[Recorded] = ()  # lengths, in turn; empty: drawn
     seed: int = 1
 
@@ -215,6 +217,7 @@ class Work:
                 num_choices=int(self.choices.draw(source)),
                 priority=int(self.priorities.draw(source)),
                 key=self.keys.draw(source),
+                temperature=self.temperature,
                 leaves_after=leaves,
             )
 
@@ -240,6 +243,8 @@ class Work:
         for what, shares in (("keys", self.keys), ("priorities", self.priorities), ("choices", self.choices)):
             if len(shares.values) > 1 or (what == "choices" and shares.values != ("1",)):
                 parts.append(f"{what} {shares.form}")
+        if not self.temperature:
+            parts.append("greedy")
         if self.cancelled:
             parts.append(f"{self.cancelled:.0%} left by their readers")
         return "; ".join(parts)

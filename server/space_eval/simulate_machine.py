@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.resources
 import json
 import random
 from collections.abc import Mapping
@@ -130,6 +131,29 @@ PRESETS: Mapping[str, Roofline] = {
     )
 }
 """Machines by name, from data sheets and SPACE §5: computed, not measured."""
+
+
+MEASURED: Mapping[str, tuple[str, str]] = {
+    "cpu-embedded": (
+        "embedded-2-cores.json",
+        "2 cores (x86-64, AVX-512 bf16), the embedded model: 61 steps measured by a worker, commit 649c90e",
+    ),
+    "cpu-125m": (
+        "llama-125m-2-cores.json",
+        "2 cores (x86-64, AVX-512 bf16), a Llama of 125 M: the steps behind the table of engines in server/README.md, "
+        "commit b0b0f82",
+    ),
+}
+"""Machines by name whose steps were measured: the file of points, and what it is."""
+
+
+def named(name: str) -> Roofline | Measured:
+    """One of PRESETS or MEASURED."""
+    if name in PRESETS:
+        return PRESETS[name]
+    file, what = MEASURED[name]
+    text = (importlib.resources.files("space_eval") / "machines" / file).read_text(encoding="utf-8")
+    return Measured(what, StepCost.from_points(read_points(json.loads(text))))
 
 
 def measured(file: Path) -> Measured:

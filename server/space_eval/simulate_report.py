@@ -59,6 +59,7 @@ def facts(scenario: Scenario) -> dict[str, Any]:
         + ("no budget" if worker.prefill_budget is None else f"{_ms(worker.prefill_budget)} budget"),
         "limits": dict(scenario.limits.seconds) if scenario.limits else None,
         "link": scenario.link,
+        "router": f"{scenario.router.name} of its own",
         "seed": scenario.seed,
     }
 

@@ -21,6 +21,7 @@ from space_eval.bench_limits import Limits
 from space_eval.simulate_figures import LATENCIES, Figures, Moment, Record, percentiles
 from space_eval.simulate_load import Ask, Streams, Work
 from space_eval.simulate_machine import Known, Machine, estimate
+from space_eval.simulate_router import NOTHING, RouterCost
 from space_eval.simulate_table import Table
 from space_eval.simulate_text import Acceptance, Library
 from space_eval.simulate_worker import SimulatedWorker, Speculation, WorkerSettings
@@ -41,6 +42,7 @@ class Scenario:
     cost_error: float | None = 0.0  # of what workers have measured at their start; None: they know the machine exactly
     jitter: float = 0.0  # standard deviation of a step's log seconds
     link: float = 0.0002  # seconds from router to worker, and back
+    router: RouterCost = NOTHING  # beside what workers take; nothing: it is infinitely fast
     max_prefill_rows: int = 512
     max_queue: int = 256
     deaths: tuple[tuple[float, int, float], ...] = ()  # when, which worker, seconds until the next one is there
@@ -96,7 +98,9 @@ class Simulation:
         self._most_failed = most_failed
         self._library = Library(scenario.acceptance, scenario.seed)
         self._asks = scenario.work.asks()
-        self._closing = False
+        self._closing = self._cut = False
+        self._num_coming = 0  # requests that the router has not got to yet
+        self._router_seconds = 0.0  # that it worked in the time that counts
         self._wall = self._cpu = 0.0
         length = scenario.seconds / NUM_MOMENTS
         self._moment = Moment(length, length)
@@ -106,6 +110,7 @@ class Simulation:
             num_workers=scenario.num_workers,
             config=ServeConfig(max_queue=scenario.max_queue, max_prefill_rows=scenario.max_prefill_rows),
             link=scenario.link,
+            router=scenario.router,
         )
 
     def _new_worker(self, number: int) -> SimulatedWorker:
@@ -135,7 +140,9 @@ class Simulation:
                 if broken_off := self._num_failed() > self._most_failed:
                     break
             self._closing = True
+            self._router_seconds = self.table.router_seconds
             if broken_off or isinstance(self.scenario.work.arrivals, Streams):
+                self._cut = True
                 for stream in list(self.visits):
                     self._end(stream, "cut")
             self.table.run(math.inf)
@@ -168,7 +175,7 @@ class Simulation:
 
     def _arrive(self, ask: Ask) -> None:
         if not self._closing:
-            self._submit(ask, None)
+            self._come(ask, None)
             self._next_arrival()
 
     def _num_failed(self) -> int:
@@ -181,8 +188,8 @@ class Simulation:
     def _next_of_stream(self) -> None:
         arrivals = self.scenario.work.arrivals
         assert isinstance(arrivals, Streams)
-        if not self._closing and len(self.visits) < arrivals.wanted(self.table.now):
-            self._submit(next(self._asks), lambda: self.table.at(self.table.now, self._next_of_stream))
+        if not self._closing and len(self.visits) + self._num_coming < arrivals.wanted(self.table.now):
+            self._come(next(self._asks), lambda: self.table.at(self.table.now, self._next_of_stream))
 
     def _swing(self, arrivals: Streams) -> None:
         """Another half begins."""
@@ -191,17 +198,26 @@ class Simulation:
         wanted = arrivals.wanted(self.table.now)
         for stream in list(self.visits)[wanted:]:
             self._end(stream, "cut")
-        for _ in range(wanted - len(self.visits)):
+        for _ in range(wanted - len(self.visits) - self._num_coming):
             self._next_of_stream()
         half = round(self.table.now / arrivals.period) + 1
         if half * arrivals.period < self.scenario.seconds:
             self.table.at(half * arrivals.period, lambda: self._swing(arrivals))
 
-    def _submit(self, ask: Ask, then: Callable[[], None] | None) -> None:
+    def _come(self, ask: Ask, then: Callable[[], None] | None) -> None:
+        """A request is at the router's door."""
+        begun = self.table.now
+        self._num_coming += 1
+        self.table.do(self.scenario.router.per_request, lambda: self._submit(ask, begun, then))
+
+    def _submit(self, ask: Ask, begun: float, then: Callable[[], None] | None) -> None:
+        self._num_coming -= 1
+        if self._cut:
+            return
         first: Stream | None = None
         for choice in range(ask.num_choices):
             self._library.write(ask.number, choice, ask.num_output)
-            visit = Visit(ask, self.table.now, then if choice == ask.num_choices - 1 else None)
+            visit = Visit(ask, begun, then if choice == ask.num_choices - 1 else None)
             try:
                 leader = first if first in self.visits else None
                 stream = self.table.engine.submit(ask.request(choice), leader=leader)
@@ -238,6 +254,7 @@ class Simulation:
                     moment.num_tokens += num_tokens
                     if counts:
                         record.num_tokens += num_tokens
+                        record.num_pieces += 1
                     if delta.decoded:
                         record.num_decoded += 1
                         record.num_emitted += num_tokens
@@ -332,6 +349,9 @@ class Simulation:
             accepted=_share(record.num_accepted, record.num_drafted),
             rows_per_step=_share(sum(rows * count for rows, count in record.rows.items()), record.num_steps),
             busy=sum(m.busy for m in moments) / (scenario.seconds * scenario.num_workers),
+            router_busy=self._router_seconds / scenario.seconds,
+            num_pieces=record.num_pieces,
+            link_bytes_per_token=_share(self.table.link_bytes, sum(visit.num_tokens for visit in self.ended)),
             prompt_cached=_share(record.num_cached, record.num_prompt),
             num_preemptions=sum(scheduler.num_preemptions for scheduler in finite),
             changes_per_second=changes / scenario.seconds / scenario.num_workers if measured else math.nan,

@@ -18,6 +18,7 @@ from space_router.metrics import Metrics
 from space_router.workers.cause import Cause
 from space_server.worker import PROTOCOL_MAJOR
 
+from space_eval.simulate_router import NOTHING, RouterCost
 from space_eval.simulate_worker import SimulatedWorker
 
 Heard = Callable[[worker_pb2.StepReport, Sequence[LiveRequest]], None]
@@ -88,6 +89,7 @@ class TableSeat(Seat):
 
     def flush(self) -> None:
         if self.scheduler is not None and (commands := self.scheduler.take_commands()):
+            self._table.link_bytes += sum(command.ByteSize() for command in commands)
             due = self._table.now + self._table.link
             self._inbox.append((due, commands))
             if not self._busy:
@@ -114,10 +116,13 @@ class TableSeat(Seat):
         if worker is not self.worker:
             return
         self._busy = False
-        if self._table.link:
-            self._table.at(self._table.now + self._table.link, lambda: self._hear(worker, report))
+        table = self._table
+        table.link_bytes += report.ByteSize()
+        work = table.router.per_piece * sum(bool(part.tokens) for part in report.sequences)
+        if table.link:
+            table.at(table.now + table.link, lambda: table.do(work, lambda: self._hear(worker, report)))
         else:
-            self._hear(worker, report)
+            table.do(work, lambda: self._hear(worker, report))
         self._step()
 
     def _hear(self, worker: SimulatedWorker, report: worker_pb2.StepReport) -> None:
@@ -140,10 +145,16 @@ class Table:
         num_workers: int,
         config: ServeConfig,
         link: float,
+        router: RouterCost = NOTHING,
     ) -> None:
-        """`new_worker`: for a seat's number; `link`: seconds that a message takes between router and worker."""
+        """`new_worker`: for a seat's number; `link`: seconds that a message takes between router and worker;
+        `router`: what that takes for its own part.
+        """
         self.now = 0.0
         self.link = link
+        self.link_bytes = 0  # of all messages between router and workers, without the frames around them
+        self.router = router
+        self._router_seconds = self._router_free = 0.0  # that it has been given to do; when it has done it
         self.heard = heard
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_actions = 0
@@ -157,6 +168,21 @@ class Table:
         """Do something then."""
         self._num_actions += 1
         heapq.heappush(self._due, (seconds, self._num_actions, action))
+
+    def do(self, seconds: float, action: Callable[[], None]) -> None:
+        """The router does something that takes it so long, after all that it was given before."""
+        begin = max(self.now, self._router_free)
+        self._router_free = begin + seconds
+        self._router_seconds += seconds
+        if self._router_free > self.now:
+            self.at(self._router_free, action)
+        else:
+            action()
+
+    @property
+    def router_seconds(self) -> float:
+        """That it has worked until now."""
+        return self._router_seconds - max(0.0, self._router_free - self.now)
 
     def run(self, until: float) -> bool:
         """Let time pass up to `until` seconds; False if nothing is due any more."""

@@ -23,6 +23,7 @@ class StreamReader(asyncio.Protocol):
         """`on_begin`: at the first token; `on_end`: once the connection is over, however it ended."""
         self.seconds = array("d")  # of each token, on the monotonic clock
         self.num_events = 0
+        self.num_bytes = 0  # of the answer, its head included
         self.is_whole = False  # it came to [DONE]
         self.head = b""  # what came first: a status line
         self._request, self._on_begin, self._on_end = request, on_begin, on_end
@@ -36,6 +37,7 @@ class StreamReader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
+        self.num_bytes += len(data)
         if not self.head:
             self.head = data[:400]
         data = self._rest + data

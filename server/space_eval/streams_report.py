@@ -25,6 +25,7 @@ class Point:
     num_lost: int  # that did not come to their end with every token
     num_tokens: int  # read in all
     num_events: int  # they came in
+    bytes_per_event: float  # of HTTP, heads included
     seconds: float  # that all ran
     tokens_per_second: float
     added_ms: Mapping[str, float]  # from the worker's report to the reader: median, p99, most
@@ -65,6 +66,7 @@ def figures(
                 within += 1
                 added.append(1e3 * (came - sent))
     cpu = ending.cpu_seconds - begun.cpu_seconds
+    num_events = sum(reader.num_events for reader in readers.values())
     mib = [process.resident_bytes / 2**20 for process in (before.process, ending.process, after)]
     return Point(
         num_streams=num_streams,
@@ -72,7 +74,8 @@ def figures(
         pace=pace,
         num_lost=lost,
         num_tokens=read,
-        num_events=sum(reader.num_events for reader in readers.values()),
+        num_events=num_events,
+        bytes_per_event=sum(r.num_bytes for r in readers.values()) / num_events if num_events else math.nan,
         seconds=seconds,
         tokens_per_second=within / seconds if within else math.nan,
         added_ms={"median": percentile(added, 0.5), "p99": percentile(added, 0.99), "most": percentile(added, 1.0)},
@@ -100,8 +103,9 @@ def markdown(made: Mapping[str, Any]) -> str:
         " and the readers in one process, on the same machine.",
         "",
         "| streams | tokens/s each | tokens/s | lost | added ms: median | p99 | most | µs CPU per token "
-        "| tokens/s per core | ms CPU per request | KiB per stream | router MiB before, while, after |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| tokens/s per core | ms CPU per request | bytes per event | KiB per stream "
+        "| router MiB before, while, after |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         pace = f"{row['pace']:g}" if row["pace"] else "flood"
@@ -111,7 +115,8 @@ def markdown(made: Mapping[str, Any]) -> str:
         rate = _shown(row["tokens_per_second"], ",.0f")
         lines.append(
             f"| {row['num_streams']} | {pace} | {rate} | {row['num_lost']} | {added} "
-            f"| {costs} | {row['cpu_ms_per_request']:.2f} | {row['resident_kib_per_stream']:.0f} | {memory} |"
+            f"| {costs} | {row['cpu_ms_per_request']:.2f} | {_shown(row['bytes_per_event'], '.0f')} "
+            f"| {row['resident_kib_per_stream']:.0f} | {memory} |"
         )
     if any(math.isnan(row["cpu_us_per_token"]) for row in rows):
         lines += ["", "- : the first streams had ended before the last began. Give them more --tokens."]

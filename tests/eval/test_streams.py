@@ -69,11 +69,15 @@ def test_a_reader_counts_every_letter_once_however_the_bytes_are_cut(size: int) 
         reader.data_received(said[start : start + size])
     reader.connection_lost(None)
     assert (len(reader.seconds), reader.num_events, reader.is_whole) == (4, 3, True)
+    assert reader.num_bytes == len(said)
     assert told == ["begun", "over"]
 
 
 def reader_of(seconds: list[float], *, is_whole: bool = True) -> Any:
-    return SimpleNamespace(seconds=array("d", seconds), num_events=len(seconds), is_whole=is_whole)
+    num_events = len(seconds)
+    return SimpleNamespace(
+        seconds=array("d", seconds), num_events=num_events, num_bytes=300 * num_events, is_whole=is_whole
+    )
 
 
 def point(readers: dict[int, Any], said: dict[int, list[float]]) -> Point:
@@ -104,6 +108,7 @@ def test_figures_are_of_the_time_in_which_all_streams_ran() -> None:
     assert found.cpu_ms_per_request == pytest.approx(250.0)
     assert found.resident_kib_per_stream == pytest.approx(5 * 1024)
     assert found.router_mib == (50, 60, 55)
+    assert found.bytes_per_event == 300
 
 
 @pytest.mark.parametrize(
