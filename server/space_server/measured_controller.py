@@ -35,7 +35,7 @@ and who looks best is often lucky."""
 
 EVERY, SELDOM = 16, 64
 """Steps after which the choice is looked at again, where the crowd keeps its size to an eighth; while decoding stays
-plain, ever more of them, up to the second.
+plain, ever more of them, up to the second, and a crowd of another size waits for the first.
 """
 
 PATIENCE = 24
@@ -144,8 +144,10 @@ class MeasuredController:
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
         if has_changed or surprised or self._rule is not None:
             self._num_to_look = EVERY
-        is_due = has_changed or surprised or self._num_since >= self._num_to_look
         has_others = any(room.chances for room in rooms)
+        # Who drafts must know at once whether that pays in another crowd; plain decoding can wait for its turn.
+        drafts = self._rule is not None or has_others or not self._num_sequences  # nothing is known at first
+        is_due = surprised or (has_changed and drafts) or self._num_since >= self._num_to_look
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
             self._watched = False
