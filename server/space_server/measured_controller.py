@@ -176,14 +176,17 @@ class MeasuredController:
             self._promise.stepped(num_tokens, seconds)
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
-        if not self._promise.look_back(self._num_since * self._num_sequences) and self._rule is None:
-            self._promise.forgive(self._num_since / self._trials.rarity)
+        is_known = self._promise.look_back(self._num_since * self._num_sequences)
         load = Load(num_context=load.num_context)
         self.row_price = self._row_price(crowd.size, load)
         plain = self._expected(None, crowd, load).rate
         rates = self._rates(crowd, load)
         best = max(rates, key=rates.__getitem__, default=None)
         most = 0.0 if best is None else rates[best]
+        if best is None:  # nobody may draft: nothing is learnt of it, and no trial comes nearer
+            self._num_plain = min(self._num_plain, PATIENCE)
+        elif self._rule is None and not is_known:
+            self._promise.forgive(self._num_since / self._trials.rarity)
         self._advantage = most / plain - 1.0
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         if self._rule is None:
@@ -193,7 +196,9 @@ class MeasuredController:
             elif self._trials.is_due(most / plain, self._num_plain):
                 self._rule = best
                 self._trials.begin()
-        elif self._trials.goes_on(self._num_since) and best is not None:
+        elif best is None:
+            self._rule = None
+        elif self._trials.goes_on(self._num_since):
             self._rule = self._rule if now else best
         elif most < (1.0 + LEAVE) * plain:
             self._rule = None

@@ -205,3 +205,14 @@ def test_where_plain_decoding_is_best_trials_become_rare() -> None:
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(12_000)]
     assert 2 * trials.STEPS <= sum(tried) < 0.01 * len(tried)
+
+
+def test_a_crowd_that_may_not_draft_teaches_nothing_about_drafts() -> None:
+    machine = Machine(1.0, 0.37)
+    controller = MeasuredController(machine)
+    assert settled(controller, [room()]) == [DraftLayout.plain()]
+    for _ in range(4 * trials.AFTER):
+        assert controller.layouts([Room(1, 4, 0, ROOM_ENOUGH)], Load()) == [DraftLayout.plain()]
+        controller.stepped(1, 1.0)
+    tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(trials.AFTER // 2)]
+    assert not any(tried)
