@@ -16,11 +16,6 @@ HIDDEN, INNER, VOCABULARY, CANDIDATES = 64, 48, 300, 40
 GREEDY, WARM, HOT = Law(temperature=0.0), Law(temperature=0.8), Law(temperature=2.0)
 
 
-@pytest.fixture(params=cpu_library.own_kinds())
-def library(request: pytest.FixtureRequest) -> cpu_library.CpuLibrary:
-    return cpu_library.library_for(request.param)
-
-
 def drawn(form: DraftHeadForm) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
 

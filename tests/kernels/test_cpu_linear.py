@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from space_kernels import cpu_library
 from space_kernels.cpu_library import CpuLibrary
 from space_kernels.cpu_linear import CompiledLinear, cpu_linear, in_turn
 from torch.nn import functional as F
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (48, 2)]
-
-
-@pytest.fixture(params=cpu_library.own_kinds())
-def library(request: pytest.FixtureRequest) -> CpuLibrary:
-    return cpu_library.library_for(request.param)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def draw(out: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,19 +28,6 @@ def linear_of(request: pytest.FixtureRequest) -> Linear:
     if request.param == "torch":
         return EightBitLinear
     return partial(CompiledLinear, cpu_library.library_for(request.param), eight_bits=True)
-
-
-@pytest.fixture(params=cpu_library.own_kinds())
-def library(request: pytest.FixtureRequest) -> CpuLibrary:
-    return cpu_library.library_for(request.param)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def draw(out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from space_kernels import linear
@@ -12,14 +10,6 @@ from torch.nn import functional as F
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (2048, 128)]
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def draw(out: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
