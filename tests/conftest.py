@@ -1,6 +1,7 @@
 """How the tests are shared out among processes, and where Triton's kernels run."""
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,3 +32,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
             return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Torch's, of this test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

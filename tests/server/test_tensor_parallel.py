@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import grpc.aio
+import psutil
 import pytest
 import torch
 from space_model.forward_batch import ForwardBatch, Segment
@@ -184,10 +185,7 @@ def test_a_rank_that_falls_silent_ends_the_group_within_the_watchdog(said: Said)
 
 def children(pid: int) -> list[int]:
     """Processes of `python -m space_server` that this one started."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return [child for child in found if b"space_server" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child.pid for child in psutil.Process(pid).children() if "space_server" in child.cmdline()]
 
 
 def address_of(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
@@ -233,7 +231,11 @@ def test_another_group_of_a_whole_worker_says_the_same_bits_and_ends_when_a_rank
 ) -> None:
     command = [sys.executable, "-m", "space_server", *flags(tiny_path, f"unix:{tmp_path / 'w'}", timeout=10.0)]
     dumping = os.environ | {"PYTHONFAULTHANDLER": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dumping) as process:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dumping) as process,
+        ExitStack() as ends,
+    ):
+        ends.callback(process.kill)  # else Popen would wait for ever for one that a failed test has left running
         address = address_of(process)
         assert process.stderr is not None
         assert asyncio.run(written(address, PROMPTS[3])) == said.texts["greedy", "plain", 0][0][3]
@@ -255,7 +257,9 @@ def test_the_embedded_model_where_torchrun_starts_the_ranks_and_sigterm_ends_the
         for rank in (0, 1)
     ]
     leader, follower = ranks
-    with leader, follower:
+    with leader, follower, ExitStack() as ends:
+        for rank in ranks:
+            ends.callback(rank.kill)
         assert leader.stdout is not None
         word, address = leader.stdout.readline().split()
         assert word == "ready"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+import psutil
 import pytest
 from space_eval.host_machines import can_have_namespaces
 from space_model.load import load_model
@@ -153,18 +154,15 @@ def free_port() -> int:
 
 def below(pid: int) -> list[int]:
     """Every process that this one has started, and theirs."""
-    found: list[int] = []
     try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(word) for word in (task / "children").read_text().split()]
-    except FileNotFoundError:
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
-    return found + [more for child in found for more in below(child)]
 
 
 def is_worker(pid: int) -> bool:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return b"space_server" in words and b"--nnodes" not in words
+    words = psutil.Process(pid).cmdline()
+    return "space_server" in words and "--nnodes" not in words
 
 
 async def written(address: str) -> list[int]:
