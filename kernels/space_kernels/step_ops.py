@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from space_kernels import choose as choosing
+from space_kernels import decree as decreeing
 from space_kernels import draft_head, step_state
+from space_kernels.decree import Decrees
 from space_kernels.law_tensors import LawTensors, Stages
 from space_kernels.sampling import Choice
 from space_kernels.step_index import StepIndex
@@ -60,7 +62,7 @@ class Edit(Protocol):
 
 @dataclass(frozen=True)
 class StepOps:
-    """One implementation of each part; each is like its reference in `step_state`, `choose` or `draft_head`."""
+    """One implementation of each part, like its reference in `step_state`, `choose`, `draft_head` or `decree`."""
 
     rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
     judge_step: Callable[[StepState, StepIndex, DeviceRows, Choice], StepVerdict]
@@ -69,6 +71,7 @@ class StepOps:
     choose: Choose
     edit: Edit
     choose_candidates: draft_head.ChooseCandidates
+    decree: Callable[[Decrees, Tensor, Tensor, StepVerdict, Tensor, Tensor], Tensor]
 
 
 def step_ops_for(device: torch.device | str) -> StepOps:
@@ -88,12 +91,13 @@ def reference_step_ops() -> StepOps:
         choose=choosing.choose,
         edit=choosing.edit,
         choose_candidates=draft_head.choose_candidates,
+        decree=decreeing.decree,
     )
 
 
 def triton_step_ops() -> StepOps:
     """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
-    from space_kernels import draft_head_triton, sampling_triton, step_state_triton
+    from space_kernels import decree_triton, draft_head_triton, sampling_triton, step_state_triton
 
     return StepOps(
         rows=step_state_triton.rows,
@@ -103,4 +107,5 @@ def triton_step_ops() -> StepOps:
         choose=sampling_triton.choose,
         edit=sampling_triton.edit,
         choose_candidates=draft_head_triton.choose_candidates,
+        decree=decree_triton.decree,
     )

@@ -5,8 +5,8 @@ near that rounding decides, drafts and plain decoding part, and what was to be a
 rows are the embedding's in another order, and the layers only whisper: behind id c comes next(c), by a wide margin.
 Every weight is read and multiplied as ever.
 
-Masks of such a model know nothing. `Fortunate` gives each mask row the embedding of the id it stands for, or of a wrong
-one, with the chances of a trained checkpoint: all else, drafting, verdict, rollback, is real.
+Masks of such a model know nothing: drafts come true by decree (`space_server.synthetic`), with the chances of a trained
+checkpoint. `Foretold` knows the text without decoding it; all else, drafting, verdict, rollback, is real.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from space_kernels.dispatch import Ops
-from space_model.batch_pattern import BatchPattern
 from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights
-from space_model.forward_batch import ForwardBatch
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
-from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
+from space_server.sequence import Sequence as SequenceOfIds
+from space_server.synthetic import SyntheticAcceptance
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -183,65 +181,17 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, head: DraftHeadWeight
     file.write_text(json.dumps(config | {"space": section}, indent=1), encoding="utf-8")
 
 
-class Fortunate:
-    """A model behind whose back the masks stand for what they should, as often as `chances` say.
+class Foretold:
+    """Synthetic acceptance where what follows is known beforehand: nobody need decode it first."""
 
-    A draft of mask j for id t comes true where t's own number in [0, 1) lies below chances[j-1], as in
-    `space_server.synthetic`. Three small gathers per step, on the device.
-    """
+    def __init__(self, facts: ModelFacts, chances: Sequence[float]) -> None:
+        self.synthetic = SyntheticAcceptance(chances, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
+        self._following = next_ids(facts.vocab_size).tolist()
 
-    def __init__(self, model: SpaceModel, chances: Sequence[float]) -> None:
-        facts = model.facts
-        self._model, self._vocab_size = model, facts.vocab_size
-        self._stands_for = _stands_for(facts.vocab_size, chances).to(facts.device).view(-1)  # [k+1, V], flat
-        self._places = lru_cache(maxsize=None)(self._new_places)  # graphs read its tensors: none may go
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._model.facts
-
-    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        return self._model.draft_head_of(adapter)
-
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        return self._model.allocate_kv(num_blocks, block_size)
-
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        if batch.pattern.num_mask_rows:
-            parents, offsets = self._places(batch.pattern)
-            batch = replace(batch, ids=self._stands_for[batch.ids[parents] + offsets])
-        return self._model.forward(batch, kv)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
-
-    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return self._model.logits_of(hidden, ids)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._model.embed(ids)
-
-    def _new_places(self, pattern: BatchPattern) -> tuple[Tensor, Tensor]:
-        """[R] the chain row that each row stands behind, or itself; [R] which mask it is, times V."""
-        parents = list(range(pattern.rows.num_padded))
-        depths = [0] * len(parents)
-        for chain, groups in zip(pattern.chain_rows, pattern.mask_rows, strict=True):
-            first = len(chain) - len(groups)  # the root's place among the segment's chain rows
-            for group, rows in enumerate(groups):
-                for depth, row in enumerate(rows, start=1):
-                    parents[row], depths[row] = chain[first + group], depth
-        device = self.facts.device
-        return torch.tensor(parents, device=device), torch.tensor(depths, device=device) * self._vocab_size
-
-
-def _stands_for(vocab_size: int, chances: Sequence[float]) -> Tensor:
-    """[k+1, V]: the id that mask j behind id c is taken for, so that it says next^(j+1)(c), or something else."""
-    following = next_ids(vocab_size)
-    luck = torch.rand(vocab_size, generator=torch.Generator().manual_seed(2))
-    table = [torch.arange(vocab_size)]
-    right = table[0]
-    for chance in chances:
-        right = following[right]
-        table.append(torch.where(luck[following[right]] < chance, right, following[following[right]]))
-    return torch.stack(table)
+    def tell(self, sequence: SequenceOfIds, num_tokens: int) -> None:
+        """What will follow this sequence, which has just been admitted."""
+        text, last = [], sequence.ids[-1]
+        for _ in range(num_tokens):
+            last = self._following[last]
+            text.append(last)
+        self.synthetic.ended(sequence, text)

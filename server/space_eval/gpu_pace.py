@@ -16,7 +16,7 @@ from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import PROTOCOL_MAJOR, Worker
 
-from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS
+from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS, Foretold
 from space_eval.overhead_arms import Arm
 
 BLOCK_SIZE = 16
@@ -85,8 +85,10 @@ class PacedWorker:
         max_sequences: int,
         steps: str = HOST,
         cost: StepCost | None = None,
+        foretold: Foretold | None = None,
     ) -> None:
-        self.arm, self._room, self._facts = arm, room, model.facts
+        """`foretold`: decrees which drafts come true; None: they are the masks' own."""
+        self.arm, self._room, self._facts, self._foretold = arm, room, model.facts, foretold
         self.worker = Worker(
             model,
             num_blocks=kv.num_blocks,
@@ -95,6 +97,7 @@ class PacedWorker:
             kv=kv,
             cost=cost,
             controller=arm.controller(),
+            synthetic=None if foretold is None else foretold.synthetic,
             device_steps=steps == DEVICE,
         )
         most = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
@@ -160,6 +163,9 @@ class PacedWorker:
                 max_draft_length=NUM_MASKS if self.arm.num_drafts is None else self.arm.num_drafts,
             )
             self.worker.apply(pb.Command(admit=admit))
+            sequence = self.worker.batch.get(self._num_admitted)
+            if self._foretold is not None and sequence is not None:
+                self._foretold.tell(sequence, sequence.num_left)
             tokens[self._num_admitted] = 0
         self._num_stepped = 0
         return tokens

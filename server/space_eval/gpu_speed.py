@@ -23,7 +23,7 @@ from space_server.synthetic import NAMED
 
 from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_use
 from space_eval.gpu_exact import changed_texts
-from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Fortunate, Shape, facts_of, random_llama, space_llama
+from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
 from space_eval.gpu_llama import draft_head as random_head
 from space_eval.gpu_pace import BLOCK_SIZE, Pace, PacedWorker, Room, known_steps
 from space_eval.gpu_record import Notebook, StageFailed, StageNotRun, written
@@ -146,22 +146,26 @@ class _Measurement:
     def _batch_of_one(
         self, model: SpaceModel, kv: PagedKV, how: str, bandwidth: float, *, is_default: bool
     ) -> dict[str, float]:
-        """Steps of a single sequence: what each layout takes, and gives. Headlines are those of the default steps."""
+        """Steps of a single sequence: what each layout takes, and gives. Headlines are those of the default steps.
+
+        Drafts come true by decree, in steps on the device as in the host's.
+        """
         notes, name, effort = self._notes, self._name, self._effort
-        fortunate = Fortunate(model, ACCEPTANCE)
+        foretold = Foretold(model.facts, ACCEPTANCE)
         arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), auto()]
         found: dict[str, Pace] = {}
         busy: dict[str, float] = {}
-        cost = self._cost(fortunate, kv)
+        cost = self._cost(model, kv)
         for arm in arms:
             paced = PacedWorker(
-                fortunate,
+                model,
                 kv,
                 arm,
                 effort.room,
                 max_sequences=self._most,
                 steps=how,
                 cost=cost if arm.rule is None else None,
+                foretold=foretold,
             )
             found[arm.name] = self._best(paced, 1)
             if arm.name in ("plain", f"k={NUM_MASKS}") and not notes.dry:
@@ -170,8 +174,8 @@ class _Measurement:
                 except RuntimeError as error:
                     notes.missing(f"{name} device idle between steps, {arm.name}", str(error)[:300])
         masks_alone = PacedWorker(
-            Fortunate(without_draft_head(model), ACCEPTANCE), kv, full(NUM_MASKS), effort.room,
-            max_sequences=self._most, steps=how,
+            without_draft_head(model), kv, full(NUM_MASKS), effort.room,
+            max_sequences=self._most, steps=how, foretold=foretold,
         )  # fmt: skip
         found["k=5, no draft head"] = self._best(masks_alone, 1)
         notes.table(
@@ -188,6 +192,7 @@ class _Measurement:
         best = max(pace.tokens_per_second for pace in drafting)
         notes.figure(f"{head}speed-up with the best layout, acceptance .78", best / first.tokens_per_second)
         notes.figure(f"{head}tokens per step at k=5", whole.tokens_per_step)
+        notes.figure(f"{head}drafts that no decree covered", foretold.synthetic.num_unknown)
         for arm_name, seconds in busy.items():
             idle = 1.0 - seconds / found[arm_name].step_seconds
             notes.figure(f"{head}device idle between steps, {arm_name}", max(0.0, idle), "%")
@@ -198,11 +203,13 @@ class _Measurement:
     def _crowds(self, model: SpaceModel, kv: PagedKV, how: str) -> None:
         """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
         notes, name, effort = self._notes, self._name, self._effort
-        fortunate = Fortunate(model, ACCEPTANCE)
+        foretold = Foretold(model.facts, ACCEPTANCE)
         arms = [plain(), auto()]
-        cost = self._cost(fortunate, kv)
+        cost = self._cost(model, kv)
         paced = {
-            arm.name: PacedWorker(fortunate, kv, arm, effort.room, max_sequences=self._most, steps=how, cost=c)
+            arm.name: PacedWorker(
+                model, kv, arm, effort.room, max_sequences=self._most, steps=how, cost=c, foretold=foretold
+            )
             for arm, c in zip(arms, (None, cost), strict=True)
         }
         rows = []
@@ -234,7 +241,7 @@ class _Measurement:
         kv = self._pages(model)
         rows = []
         for arm in (plain(), full(NUM_MASKS)):
-            paced = PacedWorker(Fortunate(model, ACCEPTANCE), kv, arm, effort.room, max_sequences=self._most, steps=how)
+            paced = PacedWorker(model, kv, arm, effort.room, max_sequences=self._most, steps=how)
             seconds = self._best(paced, 1).step_seconds
             notes.figure(f"{name} a step of {arm.name} with exact products, over the usual", seconds / usual[arm.name])
             rows.append([arm.name, f"{1e3 * usual[arm.name]:.2f}", f"{1e3 * seconds:.2f}"])
@@ -243,7 +250,7 @@ class _Measurement:
         if changed:
             raise StageFailed(f"exact products, {changed[0]}")
 
-    def _cost(self, model: Fortunate, kv: PagedKV) -> StepCost | None:
+    def _cost(self, model: SpaceModel, kv: PagedKV) -> StepCost | None:
         """As a server's own measurement at its start has it."""
         points = calibrate(model, kv, max_sequences=self._most, seconds=self._effort.calibration_seconds)
         return StepCost.from_points(points) if points else None

@@ -204,7 +204,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
             label(synthetic.chances),
         )
     # A decreed acceptance is that of masks: nothing else drafts beside it.
-    steps = choose_steps(config.steps, facts, synthetic=synthetic is not None)
+    steps = choose_steps(config.steps, facts)
     looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
     if looks_up and steps != "host":
         _log.warning("--lookup %s: requests that may speculate are stepped from the host", config.lookup)
@@ -274,11 +274,11 @@ def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCo
     return cost
 
 
-def choose_steps(asked: Steps, facts: ModelFacts, *, synthetic: bool) -> Literal["device", "eager", "host"]:
+def choose_steps(asked: Steps, facts: ModelFacts) -> Literal["device", "eager", "host"]:
     """Who keeps sequences between steps: what is asked for, where it can be had."""
     if asked == "host" or (asked == "auto" and facts.device.type == "cpu"):
         return "host"
-    reason = "synthetic acceptance is decreed on the host" if synthetic else why_on_host(facts)
+    reason = why_on_host(facts)
     if reason is not None:
         _log.warning("steps wait for the host: %s", reason)
         return "host"

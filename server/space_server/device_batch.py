@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Run
 
 import torch
+from space_kernels.decree import Decrees
 from space_kernels.law_tensors import LawRoom, Stages
 from space_kernels.processors import TokenCounts
 from space_kernels.step_state import Admission, StepState
@@ -13,9 +14,13 @@ from space_model.model_facts import ModelFacts
 from torch import Tensor
 
 from space_server.sequence import Sequence
+from space_server.synthetic import SyntheticAcceptance
 
 MOST_HISTORY_BYTES = 64 * 1024**2
 """Of ids known per line, which bad words are looked for in: where windows make it more, they are left to the host."""
+
+MOST_DECREE_BYTES = 64 * 1024**2
+"""Of texts from which drafts are decreed, 12 bytes an id: requests with longer ones are left to the host."""
 
 
 class DeviceBatch:
@@ -24,7 +29,14 @@ class DeviceBatch:
     A sequence on a line goes on without the host: what the host knows of it is as old as the last step that was read.
     """
 
-    def __init__(self, facts: ModelFacts, *, max_sequences: int, block_size: int) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        *,
+        max_sequences: int,
+        block_size: int,
+        synthetic: SyntheticAcceptance | None = None,
+    ) -> None:
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
         self.room = LawRoom()
@@ -40,6 +52,10 @@ class DeviceBatch:
             history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
         )
+        self._synthetic, self.decrees = synthetic, None
+        if synthetic is not None:
+            num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
+            self.decrees = Decrees.empty(max_sequences, num_places, synthetic.chances, device=facts.device)
         self.lines: list[Sequence | None] = [None] * max_sequences
         self._line_of: dict[int, int] = {}
         self._sent_pages: dict[int, int] = {}  # by sequence number
@@ -83,7 +99,14 @@ class DeviceBatch:
             and len(sequence.drafts) <= self.state.drafts.shape[1]
             and self.room.holds(sequence.law)
             and not (sequence.law.bad_words and not self.state.history.shape[1])
+            and self._holds_decree(sequence)
         )
+
+    def _holds_decree(self, sequence: Sequence) -> bool:
+        if self._synthetic is None or self.decrees is None:
+            return True
+        known = self._synthetic.continuation_of(sequence)
+        return known is None or len(known.ids) <= self.decrees.num_places
 
     def put(self, sequence: Sequence) -> None:
         """Let a sequence that fits take the first line that is free."""
@@ -104,6 +127,9 @@ class DeviceBatch:
                 drafts=sequence.drafts,
             ),
         )
+        if self._synthetic is not None and self.decrees is not None:
+            known = self._synthetic.continuation_of(sequence)
+            self.decrees.put(line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others))
         sequence.counts = None  # the state counts now
         self.lines[line] = sequence
         self._line_of[sequence.seq_id] = line
@@ -132,6 +158,8 @@ class DeviceBatch:
             if sequence is not None:
                 to = self.lines.index(None)
                 self.state.move(line, to)
+                if self.decrees is not None:
+                    self.decrees.move(line, to)
                 self.lines[line], self.lines[to] = None, sequence
                 self._line_of[sequence.seq_id] = to
 

@@ -1,7 +1,7 @@
 """One step of a batch whose state is on the device: tensors in, tensors out, nothing asked on the way.
 
     rows -> forward -> head over chain rows -> choose -> judge -> masks -> head over the accepted groups' rows
-         -> choose, or draft head -> advance -> result
+         -> choose, or draft head -> decree, where that is asked for -> advance -> result
 
 Everything has a shape that the step's kind fixes, so a kind can be captured as a CUDA graph and taken again without
 Python. Lines without a sequence go along as dead rows.
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from space_kernels.decree import Decrees
 from space_kernels.draft_candidates import candidates, law_columns
 from space_kernels.draft_head import propose
 from space_kernels.law_tensors import Stages
 from space_kernels.step_index import StepIndex
 from space_kernels.step_ops import StepOps
-from space_kernels.step_state import DeviceRows, StepState, chain_choices, mask_choices
+from space_kernels.step_state import DeviceRows, MaskRows, StepState, chain_choices, mask_choices
 from space_kernels.step_tables import PatternTables, StepTables
 from space_kernels.step_verdict import StepVerdict
 from space_model.batch_pattern import BatchPattern, batch_pattern
@@ -110,7 +111,10 @@ class HostForward:
 class DeviceStep:
     """Takes steps of the lines of one state, in place."""
 
-    def __init__(self, model: StepModel, state: StepState, ops: StepOps, forward: Forward) -> None:
+    def __init__(
+        self, model: StepModel, state: StepState, ops: StepOps, forward: Forward, decrees: Decrees | None = None
+    ) -> None:
+        """`decrees`: what drafts are replaced by; None: they are the masks' own."""
         self._model, self._ops, self._forward = model, ops, forward
         facts = model.facts
         device = state.root.device
@@ -118,6 +122,7 @@ class DeviceStep:
         self._mask_ids = torch.tensor(facts.mask_ids, dtype=torch.int64, device=device) if facts.mask_ids else None
         self._head = model.draft_head_of(None)
         self._first = lru_cache(maxsize=None)(state.first)
+        self._decrees = None if decrees is None else lru_cache(maxsize=None)(decrees.first)
         # graphs read its tensors: none may go
         self._index = lru_cache(maxsize=None)(lambda num_lines, layout: StepIndex.of(num_lines, layout, device))
 
@@ -150,11 +155,27 @@ class DeviceStep:
         self, state: StepState, index: StepIndex, stages: Stages, verdict: StepVerdict, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, K'] for the next step, and how many of them there are, [S]."""
+        if not index.most_drafts:
+            return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
+        group = self._ops.masks(state, index, verdict)
+        drafts = self._of_masks(state, index, stages, verdict, hidden, group)
+        if self._decrees is not None:
+            decrees = self._decrees(index.num_sequences)
+            drafts = self._ops.decree(decrees, state.num_known, state.num_prompt, verdict, group.first, drafts)
+        return drafts, group.count
+
+    def _of_masks(
+        self,
+        state: StepState,
+        index: StepIndex,
+        stages: Stages,
+        verdict: StepVerdict,
+        hidden: Tensor,
+        group: MaskRows,
+    ) -> Tensor:
+        """[S, K'] that the masks of `group` make."""
         ops, model, laws = self._ops, self._model, state.laws
         S, most = index.num_sequences, index.most_drafts
-        if not most:
-            return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
-        group = ops.masks(state, index, verdict)
         masks = hidden[group.rows]  # [S, K', hidden]
         logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
         before = mask_choices(state, verdict, most, stages)
@@ -171,7 +192,7 @@ class DeviceStep:
                 counts=state.counts,
                 bans=before.bans,
             )
-            return choice.ids, group.count
+            return choice.ids
 
         def edit(raw: Tensor) -> Tensor:
             return ops.edit(
@@ -187,7 +208,7 @@ class DeviceStep:
 
         ids, offsets = candidates(logits, stages, edit)
         last = (verdict.lengths - 1).clamp(min=0)[:, None]
-        drafts = propose(
+        return propose(
             masks,
             ids,
             offsets,
@@ -203,4 +224,3 @@ class DeviceStep:
             logits_of=model.logits_of,
             choose=ops.choose_candidates,
         )
-        return drafts, group.count

@@ -34,6 +34,7 @@ from space_server.sequence import Sequence
 from space_server.step import Advance, no_choice
 from space_server.step_cost import StepShape
 from space_server.step_model import StepModel
+from space_server.synthetic import SyntheticAcceptance
 from space_server.timeline import CudaTimeline, HostTimeline, Mark, Timeline
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -85,17 +86,23 @@ class DeviceStepper:
         eager: bool = False,
         ops: StepOps | None = None,
         forward: Callable[[StepModel, PagedKV], Forward] | None = None,
+        synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`eager`: no graphs; a CPU has none. `ops` and `forward`: None takes the device's."""
+        """`eager`: no graphs; a CPU has none. `ops` and `forward`: None takes the device's.
+
+        `synthetic`: decrees which drafts come true.
+        """
         facts = model.facts
         on_gpu = facts.device.type == "cuda"
-        self.batch = DeviceBatch(facts, max_sequences=max_sequences, block_size=kv.block_size)
+        self.batch = DeviceBatch(facts, max_sequences=max_sequences, block_size=kv.block_size, synthetic=synthetic)
+        self._synthetic = synthetic
         self.num_launches = 0
         self.waited = 0.0  # seconds in which the host waited for the device, or was the device
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
-        step = DeviceStep(model, state, ops or step_ops_for(facts.device), forward(model, kv))
+        ops = ops or step_ops_for(facts.device)
+        step = DeviceStep(model, state, ops, forward(model, kv), self.batch.decrees)
         self._take: Callable[[StepKind], Tensor] = step.take
         shape = (max_sequences, result_width(state.drafts.shape[1]))
         if on_gpu and not eager:
@@ -199,6 +206,10 @@ class DeviceStepper:
             return advance
         advance.tokens, advance.num_accepted, advance.end = emitted, accepted, _ENDS[EndCode(end)]
         advance.drafts = drafts
+        if self._synthetic is not None:
+            self._synthetic.drafted(sequence, emitted, num_drafts)
+            if advance.end is not None:
+                self._synthetic.ended(sequence, emitted)
         most = min(sequence.max_drafts, sequence.num_masks)
         masks = DraftLayout.of(own.num_drafts, tuple(min(count, most) for count in own.masks))
         group = masks.next_drafts(length - 1) if drafts else None

@@ -59,7 +59,7 @@ def label(chances: Iterable[float]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Continuation:
+class Continuation:
     """What followed a prompt, and for every token of it what a draft needs in order to come true or not."""
 
     ids: array[int]
@@ -95,9 +95,9 @@ class SyntheticAcceptance:
         self._valid_ids = np.array([id_ for id_ in range(vocab_size) if id_ not in banned], dtype=np.int64)
         if len(self._valid_ids) < 2:
             raise ValueError(f"A wrong draft needs a second id; of {vocab_size} ids {len(banned)} are masks.")
-        self._known: OrderedDict[bytes, _Continuation] = OrderedDict()  # oldest first
+        self._known: OrderedDict[bytes, Continuation] = OrderedDict()  # oldest first
         self._num_tokens = 0
-        self._of_sequence: WeakKeyDictionary[Sequence, _Continuation | None] = WeakKeyDictionary()
+        self._of_sequence: WeakKeyDictionary[Sequence, Continuation | None] = WeakKeyDictionary()
 
     def ended(self, sequence: Sequence, tokens: Run[int]) -> None:
         """Remember the output of a sequence that ends with `tokens`, which are not among its ids yet."""
@@ -119,38 +119,47 @@ class SyntheticAcceptance:
 
         Those for which no continuation is known stay as they are: a request's first run, or one longer than any before.
         """
-        if not drafts:
+        number = self.drafted(sequence, tokens, len(drafts))
+        known = self.continuation_of(sequence)
+        if known is None or not number:
             return drafts
-        known = self._continuation_of(sequence)
-        begin = len(sequence.ids) - sequence.num_prompt
-        at = begin + len(tokens)
-        if known is None or known.ids[begin:at].tolist() != list(tokens):
-            self.num_unknown += len(drafts)
-            return drafts
+        at = len(sequence.ids) - sequence.num_prompt + len(tokens)
         deepest = len(self.chances)
         made = [
             id_ if uniform < self.chances[min(first_mask + i, deepest) - 1] else other
             for i, (id_, uniform, other) in enumerate(
                 zip(
-                    known.ids[at : at + len(drafts)],
-                    known.uniforms[at : at + len(drafts)],
-                    known.others[at : at + len(drafts)],
+                    known.ids[at : at + number],
+                    known.uniforms[at : at + number],
+                    known.others[at : at + number],
                     strict=True,
                 )
             )
         ]
-        self.num_replaced += len(made)
-        self.num_unknown += len(drafts) - len(made)
-        return made + drafts[len(made) :]
+        return made + drafts[number:]
 
-    def _continuation_of(self, sequence: Sequence) -> _Continuation | None:
+    def drafted(self, sequence: Sequence, tokens: Run[int], num_drafts: int) -> int:
+        """How many of the drafts behind `tokens`, which this step emits, are replaced, here or on the device."""
+        if not num_drafts:
+            return 0
+        known = self.continuation_of(sequence)
+        begin = len(sequence.ids) - sequence.num_prompt
+        at = begin + len(tokens)
+        number = 0
+        if known is not None and known.ids[begin:at].tolist() == list(tokens):
+            number = min(num_drafts, len(known.ids) - at)
+        self.num_replaced += number
+        self.num_unknown += num_drafts - number
+        return number
+
+    def continuation_of(self, sequence: Sequence) -> Continuation | None:
         """What is known of this request; looked up once per sequence."""
         if sequence in self._of_sequence:
             return self._of_sequence[sequence]
         known = self._of_sequence[sequence] = self._known.get(self._name(sequence))
         return known
 
-    def _continuation(self, name: bytes, num_prompt: int, output: Run[int]) -> _Continuation:
+    def _continuation(self, name: bytes, num_prompt: int, output: Run[int]) -> Continuation:
         request = np.uint64((int.from_bytes(name[:8], "little") + self._seed) % (1 << 64))
         positions = np.arange(num_prompt, num_prompt + len(output), dtype=np.uint64)
         streams = _mixed(request + (positions + np.uint64(1)) * _GOLDEN)
@@ -159,7 +168,7 @@ class SyntheticAcceptance:
         places = np.searchsorted(self._valid_ids, ids)
         steps = _mixed(streams + _GOLDEN + _GOLDEN) % np.uint64(len(self._valid_ids) - 1)
         others = self._valid_ids[(places + 1 + steps.astype(np.int64)) % len(self._valid_ids)]
-        return _Continuation(array("I", ids.tolist()), array("f", uniforms.tolist()), array("I", others.tolist()))
+        return Continuation(array("I", ids.tolist()), array("f", uniforms.tolist()), array("I", others.tolist()))
 
     def _forget(self, name: bytes) -> None:
         self._num_tokens -= len(self._known.pop(name).ids)

@@ -110,8 +110,10 @@ class Worker:
         self._ended: float | None = None  # the last step, if there has been work since
         self._default_prefill_rows = max_prefill_rows
         self._device: DeviceSteps | None = None
-        if device_steps and draft_source is None and synthetic is None and facts.num_ranks == 1:
-            stepper = DeviceStepper(model, self.kv, max_sequences=max_sequences, eager=eager, clock=clock)
+        if device_steps and draft_source is None and facts.num_ranks == 1:
+            stepper = DeviceStepper(
+                model, self.kv, max_sequences=max_sequences, eager=eager, synthetic=synthetic, clock=clock
+            )
             self._device = DeviceSteps(stepper, controller or MeasuredController(self.cost))
         self.reset()
 

@@ -17,7 +17,7 @@ from space_eval.gpu_llama import (
     FIRST_MASK,
     NUM_MASKS,
     SHAPES,
-    Fortunate,
+    Foretold,
     draft_head,
     facts_of,
     next_ids,
@@ -297,16 +297,20 @@ def test_drafts_come_true_as_decreed(
 ) -> None:
     room = Room(context=16, most_tokens=60)
     kv = llama.allocate_kv(2 * room.blocks_each, BLOCK_SIZE)
-    paced = PacedWorker(Fortunate(llama, chances), kv, full(NUM_MASKS), room, max_sequences=2, steps=steps)
+    foretold = Foretold(llama.facts, chances)
+    paced = PacedWorker(llama, kv, full(NUM_MASKS), room, max_sequences=2, steps=steps, foretold=foretold)
     pace = paced.pace(2, num_steps=5, warm_up=3)
     assert low <= pace.tokens_per_step <= high
     assert pace.num_accepted == (pace.num_drafted if low > 1 else 0)
+    assert foretold.synthetic.num_unknown == 0 < foretold.synthetic.num_replaced
 
 
-def test_drafts_of_chance_78_give_the_tokens_that_they_should(llama: SpaceModel) -> None:
+@pytest.mark.parametrize("steps", [HOST, DEVICE])
+def test_drafts_of_chance_78_give_the_tokens_that_they_should(llama: SpaceModel, steps: str) -> None:
     room = Room(context=16, most_tokens=500)
     kv = llama.allocate_kv(2 * room.blocks_each, BLOCK_SIZE)
-    paced = PacedWorker(Fortunate(llama, NAMED[0.78]), kv, full(NUM_MASKS), room, max_sequences=2)
+    foretold = Foretold(llama.facts, NAMED[0.78])
+    paced = PacedWorker(llama, kv, full(NUM_MASKS), room, max_sequences=2, steps=steps, foretold=foretold)
     pace = paced.pace(2, num_steps=120, seconds=60, warm_up=3)
     expected, reached = 1.0, 1.0
     for chance in NAMED[0.78]:
