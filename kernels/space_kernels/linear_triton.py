@@ -6,6 +6,9 @@ Tiles are of 64 rows whatever their number: few rows are bound by reading the we
 are not there. Into how many parts k is cut depends on the weight's shape alone. With few rows each part is a program's,
 as else too few programs would read the weight, and a second pass adds them up; with many rows one program takes all
 parts one after the other. Both add the same numbers in the same order.
+
+Weights of eight bits (float8.py) are read as they are and widened in registers, exactly; the sum over all parts is
+multiplied by its output's scale. They are widened by shifting bits, which every GPU can: 8.0 has no instruction for it.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from space_kernels.float8_bits import widened
 from space_kernels.tuned import Tuned
 
 _PROGRAMS = 264
@@ -58,9 +62,9 @@ def _part(x, weight, m, n, k, stop, x_stride, w_stride, rows, outs, DEPTH: tl.co
         lanes = start + tl.arange(0, DEPTH)
         inside = lanes < stop
         left = tl.load(x + m[:, None] * x_stride + lanes[None, :], (m < rows)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(
-            weight + n[None, :] * w_stride + lanes[:, None], (n < outs)[None, :] & inside[:, None], other=0.0
-        )
+        right = tl.load(weight + n[None, :] * w_stride + lanes[:, None], (n < outs)[None, :] & inside[:, None], other=0)
+        if weight.dtype.element_ty == tl.uint8:
+            right = widened(right, left.dtype)
         total = tl.dot(left, right, total, input_precision="ieee")
     return total
 
@@ -69,6 +73,7 @@ def _part(x, weight, m, n, k, stop, x_stride, w_stride, rows, outs, DEPTH: tl.co
 def _product(
     x,
     weight,
+    scale,
     bias,
     out,
     x_stride,
@@ -84,6 +89,7 @@ def _product(
     PARTS: tl.constexpr,
     PART_DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     m = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -114,6 +120,8 @@ def _product(
                 DEPTH,
                 total,
             )
+        if SCALED:
+            total *= tl.load(scale + n, n < outs, other=0.0)[None, :]
         if BIASED:
             total += tl.load(bias + n, n < outs, other=0.0).to(tl.float32)[None, :]
         place = out
@@ -124,6 +132,7 @@ def _product(
 @triton.jit
 def _join(
     parts,
+    scale,
     bias,
     out,
     part_stride,
@@ -132,6 +141,7 @@ def _join(
     outs,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
@@ -140,6 +150,8 @@ def _join(
     total = tl.zeros([BLOCK], tl.float32)
     for part in range(PARTS):
         total += tl.load(parts + part * part_stride + row * row_stride + n, inside, other=0.0)
+    if SCALED:
+        total *= tl.load(scale + n, inside, other=0.0)
     if BIASED:
         total += tl.load(bias + n, inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), inside)
@@ -147,6 +159,15 @@ def _join(
 
 def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [R, in], weight [out, in] -> [R, out]: sums in float32, rounded to x's dtype once."""
+    return _launch(x, weight, None, bias)
+
+
+def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the same with weights of eight bits."""
+    return _launch(x, weight.view(torch.uint8), scale, bias)
+
+
+def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     (rows, width), outs = x.shape, len(weight)
     out = x.new_empty(rows, outs)
     if not rows:
@@ -159,6 +180,7 @@ def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     _product[grid](
         x,
         weight,
+        x if scale is None else scale,
         x if bias is None else bias,
         place,
         x.stride(0),
@@ -174,6 +196,7 @@ def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
         PARTS=tile.parts,
         PART_DEPTH=tile.part_depth,
         SPLIT=split,
+        SCALED=scale is not None,
         BIASED=bias is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -181,6 +204,7 @@ def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     if split:
         _join[(triton.cdiv(outs, _JOINED), rows)](
             place,
+            x if scale is None else scale,
             x if bias is None else bias,
             out,
             rows * outs,
@@ -189,6 +213,7 @@ def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
             outs,
             PARTS=tile.parts,
             BLOCK=_JOINED,
+            SCALED=scale is not None,
             BIASED=bias is not None,
             num_warps=4,
         )
@@ -203,7 +228,13 @@ def _tuned() -> tuple[Tuned, ...]:
     integers = {"x_stride": "i64:16", "w_stride": "i64:16", "out_stride": "i64:16", "part_stride": "i64:16"}
     counts = {"rows": "i32", "outs": "i32:16", "width": "i32:16"}
     found = []
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    for name, held, dtype in (
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp32", "fp32", torch.float32),
+        ("bf16", "u8", torch.bfloat16),
+    ):
+        scaled = held == "u8"
+        tensors = {"scale": "*fp32" if scaled else f"*{name}", "bias": f"*{name}"}
         for out, width in ((6144, 4096), (4096, 14336), (128256, 4096)):
             tile = Tile.of(out, width, dtype)
             shape = {
@@ -212,15 +243,17 @@ def _tuned() -> tuple[Tuned, ...]:
                 "DEPTH": tile.depth,
                 "PARTS": tile.parts,
                 "PART_DEPTH": tile.part_depth,
+                "SCALED": scaled,
                 "BIASED": False,
             }
             for split in (False, True) if tile.parts > 1 else (False,):
-                tensors = {"x": f"*{name}", "weight": f"*{name}", "bias": f"*{name}"}
-                tensors["out"] = "*fp32" if split else f"*{name}"
                 found.append(
                     Tuned(
                         _product,
-                        tensors | integers | counts,
+                        {"x": f"*{name}", "weight": f"*{held}", "out": "*fp32" if split else f"*{name}"}
+                        | tensors
+                        | integers
+                        | counts,
                         shape | {"SPLIT": split},
                         tile.num_warps,
                         tile.num_stages,
@@ -229,9 +262,10 @@ def _tuned() -> tuple[Tuned, ...]:
         found.append(
             Tuned(
                 _join,
-                {"parts": "*fp32", "bias": f"*{name}", "out": f"*{name}", "outs": "i32:16"}
+                {"parts": "*fp32", "out": f"*{name}", "outs": "i32:16"}
+                | tensors
                 | dict.fromkeys(("part_stride", "row_stride", "out_stride"), "i64:16"),
-                {"PARTS": 4, "BLOCK": _JOINED, "BIASED": False},
+                {"PARTS": 4, "BLOCK": _JOINED, "SCALED": scaled, "BIASED": False},
             )
         )
     return tuple(found)

@@ -77,11 +77,11 @@ class ModelSettings:
     weights: str = setting(
         "plain",
         _GROUP,
-        "int8: linears in whole numbers of eight bits and a scale for each output, made while loading, on a CPU: half "
-        "the bytes of bfloat16 to hold and to read at every step, and a slightly different model; plain: as --dtype "
-        "has them",
-        parse.one_of("plain", "int8"),
-        "plain|int8",
+        "linears in eight bits and a scale for each output, made while loading: half the bytes of bfloat16 to hold and "
+        "to read at every step, and a slightly different model. int8, on a CPU: whole numbers; fp8, on a GPU: with a "
+        "floating point (e4m3); plain: as --dtype has them",
+        parse.one_of("plain", "int8", "fp8"),
+        "plain|int8|fp8",
         own_workers=True,
     )
     device: str = setting(

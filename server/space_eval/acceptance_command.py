@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
+from space_model.precision import WEIGHTS
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.controller import Controller, FixedLayout
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)"
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    parser.add_argument("--weights", choices=("plain", "int8"), default="plain", help="(default: plain)")
+    parser.add_argument("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
     parser.add_argument("--num-threads", type=int, help="of a product (default: as torch has it)")
     parser.add_argument("--out", type=Path, help="folder for acceptance.md and acceptance.json")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from space_model.model_error import ModelError
+from space_model.precision import WEIGHTS
 from tqdm import tqdm
 
 from space_eval import humaneval
@@ -89,11 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    weights = ("plain", "int8")
     machine.add_argument(
-        "--weights", choices=weights, default="plain", help="as `spaceserve` has them (default: plain)"
+        "--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)"
     )
-    machine.add_argument("--base-weights", choices=weights, help="of --base (default: as --weights)")
+    machine.add_argument("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
     machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
     machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
 

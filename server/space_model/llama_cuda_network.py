@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from space_kernels.dispatch import Ops
 from space_kernels.gated_delta import GatedDelta
+from space_kernels.linear_cuda import Float8Linear
 from space_kernels.rotary import HeadNorm, angles
 from space_kernels.step_tables import StepTables
 from torch import Tensor, nn
@@ -77,10 +78,11 @@ class LlamaCudaNetwork:
 
     @staticmethod
     def fits(base: PreTrainedModel) -> bool:
-        """Whether this network computes what `base` does: a known family, with weights that are not quantised."""
+        """Whether this network computes what `base` does: a known family, with plain weights or our eight bits."""
         if base.config.model_type not in FAMILIES or base.config.hidden_act != "silu":
             return False
-        return all(type(linear) is nn.Linear for path, linear in base.named_modules() if path.endswith("_proj"))
+        kinds = {type(linear) for path, linear in base.named_modules() if path.endswith("_proj")}
+        return kinds in ({nn.Linear}, {Float8Linear})
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
@@ -137,8 +139,8 @@ def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[Gate
 def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequence[GatedLora], path: str) -> FusedLayer:
     """A transformers decoder layer's weights, joined; the layer's own are freed. `window`: where it names none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    sizes = [attention.get_submodule(f"{name}_proj").get_parameter("weight").shape[0] for name in "qkv"]
-    hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
+    sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
+    hidden, inner = int(mlp.down_proj.out_features), int(mlp.down_proj.in_features)  # type: ignore[arg-type,union-attr]
     head_norm = None
     if hasattr(attention, "q_norm"):
         query, key = Norm.of(attention.get_submodule("q_norm")), Norm.of(attention.get_submodule("k_norm"))
@@ -159,6 +161,11 @@ def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequen
 def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
     """The linears `names` of `parent`, one below the other; the originals are freed."""
     linears = [parent.get_submodule(name) for name in names]
+    small = [linear for linear in linears if isinstance(linear, Float8Linear)]
+    if small:
+        for name in names:
+            delattr(parent, name)
+        return Float8Linear.joined(small)
     weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
     for name in names:

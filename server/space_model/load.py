@@ -22,6 +22,7 @@ from space_model.adapter import OWN, Adapter
 from space_model.checkpoint import Checkpoint
 from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights, with_compiled
+from space_model.float8_model import check_plain, hold_float8
 from space_model.gated_linear import attach
 from space_model.head_rows import head_rows
 from space_model.model_error import (
@@ -67,10 +68,11 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
 
-    `dtype` auto, float32 or bfloat16; `weights` plain, or int8: linears in eight bits, on a CPU; `device` auto, cpu,
-    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own;
-    `max_model_len` shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole
-    process and not to be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter
+    `dtype` auto, float32 or bfloat16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU computes
+    the same with it, and saves nothing); `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position)
+    and `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product
+    on the CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by
+    it; `adapters`: name -> folder of a gated adapter
     that drafts for requests which name it, beside the checkpoint's own;
     `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
     families that have a compact network; `choose_ops`: which operations to take, in place of these two;
@@ -87,7 +89,8 @@ def load_model(
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights)
     if weights != "plain" and ranks is not None:
         raise InvalidSetting(
-            f"int8 weights are not shared among processes: leave out --weights int8, or --tensor-parallel {ranks.size}."
+            f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
+            f"{ranks.size}."
         )
     section = SpaceSection.parse(
         checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
@@ -105,7 +108,7 @@ def load_model(
 
     begun = time.perf_counter()
     if ranks is None:
-        model = _read_weights(checkpoint, config, number, place)
+        model = _read_weights(checkpoint, config, number, place, weights)
     else:
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
@@ -138,7 +141,7 @@ def load_model(
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
-        eight_bits=weights == "int8",
+        weights=weights,
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
@@ -220,10 +223,15 @@ def _assemble(
 
 
 def _read_weights(
-    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str
 ) -> PreTrainedModel:
-    """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint."""
+    """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint.
+
+    `weights` fp8: the device never holds them in `dtype`.
+    """
     form = read_format(checkpoint.config, checkpoint.name)
+    if weights == "fp8":
+        check_plain(form)
     with _quiet(), without_compiler():
         try:
             if form is None:
@@ -248,6 +256,8 @@ def _read_weights(
         raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
+    if weights == "fp8":
+        hold_float8(model.base_model, device)
     loaded: PreTrainedModel = model.eval() if model.device.type == device.type else model.to(device).eval()
     return loaded
 

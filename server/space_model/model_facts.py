@@ -43,7 +43,7 @@ class ModelFacts:
     num_threads: int  # threads of one product on the CPU
     acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
-    eight_bits: bool = False  # linears are held in whole numbers of eight bits and scales
+    weights: str = "plain"  # how linears are held: one of precision.WEIGHTS
     head_rows: int = 8  # whose logits cost no more than the head's weights read twice
     num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
 
@@ -51,7 +51,12 @@ class ModelFacts:
     def number_format(self) -> str:
         """Of weights, keys and values: what two workers must have in common for the same text."""
         form = str(self.dtype).removeprefix("torch.")
-        return f"{form} with int8 weights" if self.eight_bits else form
+        return form if self.weights == "plain" else f"{form} with {self.weights} weights"
+
+    @property
+    def eight_bits(self) -> bool:
+        """Linears, and the output head, are held in whole numbers of eight bits and scales."""
+        return self.weights == "int8"
 
     @property
     def most_masks(self) -> int:

@@ -22,8 +22,9 @@ def choose_device(device: str) -> torch.device:
     return place
 
 
-WEIGHTS = ("plain", "int8")
-"""How the weights of linears are held: as the dtype says, or in whole numbers of eight bits and scales."""
+WEIGHTS = ("plain", "int8", "fp8")
+"""How the weights of linears are held: as the dtype says, in whole numbers of eight bits and scales, or in numbers of
+eight bits with a floating point and scales (on a CPU these save nothing: see float8_model.py)."""
 
 
 def choose_dtype(
@@ -31,13 +32,14 @@ def choose_dtype(
 ) -> tuple[torch.dtype, str]:
     """The dtype and the reason for it. `stored` is the checkpoint's own; `weights` of WEIGHTS."""
     if weights not in WEIGHTS:
-        raise InvalidSetting(f"weights must be plain or int8; got {weights!r}.")
-    if weights == "int8":
-        if device.type != "cpu":
-            raise InvalidSetting(f"int8 weights are for CPUs, and the device is {device}; leave out --weights int8.")
+        raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")
+    if weights != "plain":
+        if weights == "int8" and device.type != "cpu":
+            cure = "take --weights fp8" if device.type == "cuda" else "leave out --weights int8"
+            raise InvalidSetting(f"int8 weights are for CPUs, and the device is {device}; {cure}.")
         if dtype not in ("auto", "bfloat16"):
-            raise InvalidSetting(f"int8 weights are multiplied in bfloat16; leave out --dtype {dtype}.")
-        return torch.bfloat16, "what int8 weights are multiplied in"
+            raise InvalidSetting(f"{weights} weights are multiplied in bfloat16; leave out --dtype {dtype}.")
+        return torch.bfloat16, f"what {weights} weights are multiplied in"
     if dtype != "auto":
         if dtype not in _DTYPES:
             raise InvalidSetting(f"dtype must be auto, float32 or bfloat16; got {dtype!r}.")

@@ -11,6 +11,7 @@ from typing import Literal
 
 from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
+from space_model.precision import WEIGHTS
 from space_proto.certificate import CertificateFiles
 from space_proto.tracing import TracingUnavailable, check_tracing
 
@@ -40,7 +41,7 @@ class WorkerConfig:
     listen: str  # unix:PATH or HOST:PORT
     tls: CertificateFiles | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
-    weights: str  # plain or int8: see precision.py
+    weights: str  # plain, int8 or fp8: see precision.py
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
     num_blocks: int | None  # wins over kv_memory
@@ -99,9 +100,9 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
     parser.add_argument(
         "--weights",
-        choices=("plain", "int8"),
+        choices=WEIGHTS,
         default="plain",
-        help="int8: linears in eight bits, on a CPU: half the bytes of bfloat16 (default: %(default)s)",
+        help="linears in eight bits, half the bytes of bfloat16: int8 on a CPU, fp8 on a GPU (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
     parser.add_argument(

@@ -117,7 +117,9 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
-    held = f"{str(dtype).removeprefix('torch.')}{' with int8 weights' if config.weights == 'int8' else ''}"
+    held = (
+        f"{str(dtype).removeprefix('torch.')}{f' with {config.weights} weights' if config.weights != 'plain' else ''}"
+    )
     kept = "" if form is None else f", quantised ({form.name})"
     drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
     yield Finding(

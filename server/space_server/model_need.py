@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from space_model import family
 from space_model.checkpoint import Checkpoint
-from space_model.model_error import CheckpointNotFound
+from space_model.float8_model import check_plain
+from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import choose_device, choose_dtype
 from space_model.quantized_format import QuantizedFormat, read_format
 from space_model.quantized_model import stays_packed
@@ -46,7 +47,8 @@ class ModelNeed:
     window: int
     dtype: torch.dtype
     device: torch.device
-    in_int8: tuple[int, int] | None = None  # weights and head with linears in eight bits; None: they are, or cannot be
+    small: tuple[str, int, int] | None = None  # as --weights calls linears in eight bits: weights and head with them
+    held: str = "plain"  # one of precision.WEIGHTS
 
     @property
     def fixed(self) -> int:
@@ -75,6 +77,13 @@ class ModelNeed:
             num_masks=config.space_num_masks,
             vocab_size=int(model.vocab_size),
         )
+        form = read_format(checkpoint.config, checkpoint.name)
+        if config.weights == "fp8":
+            check_plain(form)
+            if device.type == "cpu":
+                raise InvalidSetting(
+                    "fp8 weights are for GPUs, and the device is cpu, where they save nothing; take --weights int8."
+                )
         need = cls.of(
             checkpoint,
             model,
@@ -83,11 +92,11 @@ class ModelNeed:
             window=_window(model, config.max_model_len),
             num_masks=section.num_masks or 0,
             drafting=list(_drafting(checkpoint.home, section)),
-            form=read_format(checkpoint.config, checkpoint.name),
+            form=form,
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
-        return need if config.weights == "plain" else need.with_int8() or need
+        return need if config.weights == "plain" else need.in_eight_bits() or need
 
     @classmethod
     def of(
@@ -119,8 +128,13 @@ class ModelNeed:
         own = getattr(config, "dtype", None)
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
         on_cpu = device.type == "cpu"
-        eight_bits = on_cpu and form is None and not unread and num_ranks == 1
-        linears = sum(_in_linears(tensors(file)) for file in checkpoint.weights) if eight_bits else 0
+        small = None
+        has_experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
+        if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts):
+            kinds = {"BF16"} if on_cpu else _NUMBERS
+            linears = sum(_in_linears(tensors(file), kinds) for file in checkpoint.weights)
+            packed = vocab * hidden if on_cpu else 0
+            small = "int8" if on_cpu else "fp8", 2 * weights // dtype.itemsize - linears, packed
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
@@ -132,20 +146,21 @@ class ModelNeed:
             window=window,
             dtype=dtype,
             device=device,
-            in_int8=(2 * weights // dtype.itemsize - linears, vocab * hidden) if eight_bits else None,
+            small=small,
         )
 
-    def with_int8(self) -> ModelNeed | None:
+    def in_eight_bits(self) -> ModelNeed | None:
         """The same with linears in eight bits; None: it cannot be told here, or is so already."""
-        if self.in_int8 is None:
+        if self.small is None:
             return None
-        weights, head = self.in_int8
-        return replace(self.held_in(torch.bfloat16), weights=weights, head=head, in_int8=None)
+        name, weights, head = self.small
+        return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
 
     def parts(self, *, windows: bool = True) -> str:
         """In words; `windows`: keys and values too."""
+        of_linears = "" if self.held == "plain" else f", linears in {self.held},"
         named = [
-            (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}"),
+            (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}{of_linears}"),
             (self.head, "the output head's packed copy"),
             (self.drafting, "what drafts"),
             (self.keys_and_values if windows else 0, f"keys and values of one window of {self.window}"),
@@ -194,11 +209,11 @@ def cure(need: ModelNeed, available: int) -> str:
             found.append(f"--dtype bfloat16 ({shown(half.least)})")
         elif not length and (length := half.longest(available)):
             found.append(f"--dtype bfloat16 --max-model-len {length}")
-    if (small := need.with_int8()) is not None:
+    if (small := need.in_eight_bits()) is not None:
         if small.least <= available:
-            found.append(f"--weights int8 ({shown(small.least)})")
+            found.append(f"--weights {small.held} ({shown(small.least)})")
         elif not found and (length := small.longest(available)):
-            found.append(f"--weights int8 --max-model-len {length}")
+            found.append(f"--weights {small.held} --max-model-len {length}")
     if found:
         return f"It fits with {' or '.join(found)}."
     least = need.held_in(torch.bfloat16)
@@ -250,10 +265,12 @@ def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
         yield from [place] if place.is_file() else place.glob("adapter_model*.safetensors")
 
 
-def _in_linears(stored: Iterator[tuple[str, str, int]]) -> int:
-    """Weights of a file that are read only as they are packed: bfloat16 ones of linears, but of the output head."""
-    names = ("embed", "lm_head", "norm")
-    return sum(count for name, kind, count in stored if kind == "BF16" and not any(part in name for part in names))
+def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:
+    """Weights of a file that are held in eight bits only, where they are of these kinds: those of linears, but of the
+    output head. On a CPU bfloat16 ones: others are in memory as they are until they are packed.
+    """
+    names = ("embed", "lm_head", "norm", "bias")
+    return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
 
 
 def _held(stored: Iterator[tuple[str, str, int]], config: PreTrainedConfig | None, dtype: torch.dtype) -> int:

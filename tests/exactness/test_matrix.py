@@ -62,10 +62,12 @@ def test_it_is_so_with_compiled_operations_and_without(
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_it_is_so_with_weights_of_eight_bits(model: str, cell: Cell, attention: str, subject_of: Subjects) -> None:
-    subject = subject_of(model, cell.dtype, attention, weights="int8")
-    assert subject.model.facts.eight_bits
+@pytest.mark.parametrize(("weights", "attention"), [("int8", "auto"), ("int8", "torch"), ("fp8", "auto")])
+def test_it_is_so_with_weights_of_eight_bits(
+    model: str, cell: Cell, weights: str, attention: str, subject_of: Subjects
+) -> None:
+    subject = subject_of(model, cell.dtype, attention, weights=weights)
+    assert subject.model.facts.weights == weights
     check_cell(subject, cell)
 
 

@@ -91,5 +91,5 @@ def test_what_they_cannot_be_had_with_is_said(checkpoint_of: Callable[[str], Pat
         load_model(path, weights="int8", dtype="float32")
     with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights int8"):
         load_model(path, weights="int8", device="meta")
-    with pytest.raises(InvalidSetting, match="weights must be plain or int8; got 'int4'"):
+    with pytest.raises(InvalidSetting, match="weights must be plain, int8 or fp8; got 'int4'"):
         load_model(path, weights="int4")

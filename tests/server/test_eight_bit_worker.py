@@ -7,12 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from space_model.checkpoint import Checkpoint
+from space_model.family import read_config
 from space_model.load import load_model
 from space_model.model_error import InvalidSetting
+from space_model.quantized_testing import write_quantized
 from space_model.testing import tiny_checkpoint
 from space_server.calibration import cache_file
 from space_server.config import parse
+from space_server.doctor import examine
 from space_server.free_memory import FreeMemory
 from space_server.memory import NotEnoughMemory
 from space_server.model_need import ModelNeed, check_fits
@@ -35,10 +39,11 @@ def path(tmp_path: Path) -> Path:
     )
 
 
-def test_it_says_so_and_keeps_figures_of_its_own(path: Path, tmp_path: Path) -> None:
-    plain, eight = (load_model(path, dtype="bfloat16", weights=weights) for weights in ("plain", "int8"))
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_it_says_so_and_keeps_figures_of_its_own(weights: str, path: Path, tmp_path: Path) -> None:
+    plain, eight = (load_model(path, dtype="bfloat16", weights=held) for held in ("plain", weights))
     worker = Worker(eight, num_blocks=8, block_size=16)
-    assert worker.hello("first").dtype == "bfloat16 with int8 weights"
+    assert worker.hello("first").dtype == f"bfloat16 with {weights} weights"
     files = [cache_file(tmp_path, model.facts, block_size=16, max_sequences=4) for model in (plain, eight)]
     assert files[0] != files[1]
 
@@ -55,6 +60,34 @@ def test_it_needs_less_and_is_named_as_a_cure(path: Path) -> None:
     check_fits(eight, between, "it")
     with pytest.raises(NotEnoughMemory, match="--weights int8"):
         check_fits(plain, between, "it")
+
+
+def test_on_a_gpu_it_is_linears_alone_with_a_floating_point(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    config = read_config(checkpoint)
+    plain = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256)
+    eight = plain.in_eight_bits()
+    assert eight is not None
+    linears = 6 * (4 * 128 * 128 + 3 * 128 * config.intermediate_size)
+    assert plain.weights - eight.weights == linears
+    assert (eight.head, eight.held, eight.in_eight_bits()) == (0, "fp8", None)
+    assert "weights in bfloat16, linears in fp8" in eight.parts()
+    between = FreeMemory((eight.least + plain.least) // 2, "the GPU")
+    with pytest.raises(NotEnoughMemory, match="--weights fp8"):
+        check_fits(plain, between, "it")
+
+
+def test_what_would_save_nothing_is_refused_whoever_serves(path: Path, tmp_path: Path) -> None:
+    words = [*WORDS, "--weights", "fp8", "--model"]
+    with pytest.raises(
+        InvalidSetting, match="for GPUs, and the device is cpu, where they save nothing; take --weights"
+    ):
+        ModelNeed.asked(parse([*words, str(path)]), Checkpoint.open(path))
+    (found,) = [one for one in examine(parse([*words, str(path)])) if (one.part, one.state) == ("model", "fail")]
+    assert "take --weights int8" in found.sentence
+    write_quantized(path, tmp_path / "packed", tmp_path / "plain", "awq")
+    with pytest.raises(InvalidSetting, match="AWQ ones already; leave out --weights fp8"):
+        load_model(tmp_path / "packed", weights="fp8")
 
 
 def test_it_is_not_shared(path: Path) -> None:

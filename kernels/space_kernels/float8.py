@@ -1,0 +1,72 @@
+"""Numbers of eight bits with a floating point (e4m3): half the bytes of bfloat16 to read and to hold.
+
+    sign  exponent  fraction        (1 + fraction/8)·2^(exponent - 7)      2^-6 .. 448
+      s     eeee      fff           fraction/8·2^-6 for exponent 0         steps of 2^-9
+
+The nearest number is off by at most 1/16 of what it stands for, from 2^-6 on, at every size alike. So a scale does
+nothing but move the range to where the numbers are: one for each output of a weight, a power of two, which rounds
+nothing itself. What is kept is then a bfloat16 number of four digits, and a product with it is a bfloat16 product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FORMAT = torch.float8_e4m3fn
+
+GREATEST = 448.0
+
+_OUTPUTS = 1024
+"""Outputs whose weights are in memory as float32 at the same time."""
+
+_LEAST_EXPONENT = -100
+"""Of a scale: numbers kept are then bfloat16 numbers without exception."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    """W[n, k] ≈ scale[n]·numbers[n, k]"""
+
+    numbers: Tensor  # [out, in] float8_e4m3fn
+    scale: Tensor  # [out] float32, powers of two
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Float8:
+        """The nearest to a weight [out, in], with the least scale that nothing is cut off by."""
+        numbers = torch.empty(weight.shape, dtype=FORMAT, device=weight.device)
+        scale = torch.empty(len(weight), device=weight.device)
+        for begin in range(0, len(weight), _OUTPUTS):
+            rows = slice(begin, begin + _OUTPUTS)
+            part = weight[rows].detach().float()
+            greatest = part.abs().amax(dim=1)
+            # greatest/448 ≤ 2^e, from the float's own exponent: greatest/448 = fraction·2^exponent, 1/2 ≤ fraction < 1
+            fraction, exponent = torch.frexp(greatest / GREATEST)
+            exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_(min=_LEAST_EXPONENT)
+            scale[rows] = torch.ldexp(torch.ones_like(greatest), exponent)
+            scale[rows] += greatest - greatest  # of what is not finite: NaN
+            numbers[rows] = nearest(part / scale[rows, None])
+        return cls(numbers, scale)
+
+    @classmethod
+    def joined(cls, parts: list[Float8]) -> Float8:
+        """One weight below the other."""
+        numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(FORMAT)
+        return cls(numbers, torch.cat([part.scale for part in parts]))
+
+    def dense(self) -> Tensor:
+        """[out, in] float32; each is a bfloat16 number."""
+        return self.numbers.float().mul_(self.scale[:, None])
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest number to each (of two, the even one); what is beyond the greatest becomes it, NaN stays."""
+    return x.float().clamp(-GREATEST, GREATEST).to(FORMAT)
+
+
+def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the definition. Float32 sums, rounded once."""
+    product = (x.float() @ weight.float().T) * scale
+    return (product if bias is None else product + bias.float()).to(x.dtype)

@@ -1,0 +1,102 @@
+"""Models whose linears are held in eight bits with a floating point: what they compute, on a CPU and as a GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from space_kernels.dispatch import ops_for
+from space_kernels.float8 import Float8
+from space_kernels.linear_cuda import Float8Linear
+from space_model import load
+from space_model.float8_model import hold_float8
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.llama_cuda_network import LlamaCudaNetwork
+from space_model.load import load_model
+from space_model.model_error import InvalidSetting
+from space_model.space_model import SpaceModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+IDS = [(7 * i + 1) % 128 for i in range(40)]
+
+
+def logits_of(model: SpaceModel, ids: list[int]) -> Tensor:
+    """[ids, V]"""
+    batch = ForwardBatch.build([Segment(ids, 0, [0, 1, 2])], block_size=16, mask_ids=(), device=model.facts.device)
+    kv = model.allocate_kv(3, 16)
+    return model.logits(model.forward(batch, kv)[: batch.num_rows])
+
+
+def rounded_by_hand(path: Path) -> Tensor:
+    """[ids, V] float32: transformers' model with the nearest weights in all linears but the head."""
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for module in oracle.base_model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(Float8.of(module.weight.bfloat16()).dense())
+    with torch.inference_mode():
+        wanted: Tensor = oracle(input_ids=torch.tensor([IDS])).logits[0]
+    return wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_it_computes_with_the_nearest_numbers(family: str, checkpoint_of: Callable[[str], Path]) -> None:
+    path = checkpoint_of(family)
+    wanted = rounded_by_hand(path)
+    model = load_model(path, weights="fp8")
+    assert model.facts.number_format == "bfloat16 with fp8 weights"
+    found = logits_of(model, IDS)
+    assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()
+    plain = logits_of(load_model(path, dtype="bfloat16"), IDS)
+    assert (found - plain).abs().max() > 0.02 * wanted.abs().max()
+
+
+def as_on_a_gpu(path: Path, monkeypatch: pytest.MonkeyPatch, *, compact: bool) -> SpaceModel:
+    """Loaded with linears as a GPU holds them, in the networks that a GPU has."""
+
+    def held(base: nn.Module, device: torch.device) -> None:
+        hold_float8(base, torch.device("cuda"))
+
+    def network(base: Any, facts: Any, ops: Any, adapters: Any, prefix: str, ranks: Any = None) -> Any:
+        if not compact:
+            return None
+        assert LlamaCudaNetwork.fits(base)
+        sizes = facts.num_heads, facts.kv_heads, facts.head_dim
+        return LlamaCudaNetwork(base, *sizes, ops_for("cpu", attention="torch"), adapters, prefix, ranks)
+
+    monkeypatch.setattr(load, "hold_float8", held)
+    monkeypatch.setattr(load, "compact_network", network)
+    return load_model(path, weights="fp8", attention="torch")
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_gpus_networks_say_so_too(
+    family: str, compact: bool, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = rounded_by_hand(checkpoint_of(family))
+    model = as_on_a_gpu(checkpoint_of(family), monkeypatch, compact=compact)
+    network: Any = model._network
+    layers = network._layers if compact else list(network.base.modules())
+    linears = [layers[0].query_key_value, layers[0].down] if compact else layers
+    assert any(isinstance(linear, Float8Linear) for linear in linears)
+    assert not any(type(linear) is nn.Linear for linear in linears)
+    found = logits_of(model, IDS)
+    assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()
+
+
+def test_what_they_cannot_be_had_with_is_said(checkpoint_of: Callable[[str], Path]) -> None:
+    path = checkpoint_of("llama")
+    with pytest.raises(InvalidSetting, match="multiplied in bfloat16; leave out --dtype float32"):
+        load_model(path, weights="fp8", dtype="float32")
+    with pytest.raises(InvalidSetting, match=r"MixtralExperts|Mixtral\w+, a mixture of experts, has none"):
+        load_model(checkpoint_of("mixtral"), weights="fp8")
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(InvalidSetting, match="leave out --weights fp8, or --tensor-parallel 2"):
+        load_model(path, weights="fp8", ranks=ranks)
+    with pytest.raises(InvalidSetting, match="has none; leave out --weights fp8"):
+        hold_float8(nn.ModuleList([nn.LayerNorm(4)]), torch.device("cpu"))
