@@ -7,12 +7,13 @@ from collections.abc import Sequence as Run
 
 import torch
 from space_kernels.decree import Decrees
-from space_kernels.law_tensors import LawRoom, Stages
+from space_kernels.law_tensors import LawRoom, Stages, send
 from space_kernels.processors import TokenCounts
 from space_kernels.step_state import Admission, StepState
 from space_model.model_facts import ModelFacts
 from torch import Tensor
 
+from space_server.device_logprobs import MOST_TOP
 from space_server.sequence import Sequence
 from space_server.synthetic import SyntheticAcceptance
 
@@ -52,6 +53,8 @@ class DeviceBatch:
             history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
         )
+        self.asking = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # lines, then 0
+        self._asking: list[int] = []  # those that were sent
         self._synthetic, self.decrees = synthetic, None
         if synthetic is not None:
             num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
@@ -87,12 +90,12 @@ class DeviceBatch:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether this sequence can be stepped here: only its root is to be computed, only the checkpoint's own masks
-        draft for it, its law has room, and nobody asks for log-probabilities.
+        draft for it, and what is asked of it has room.
         """
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
             sequence.num_pending == 1
-            and sequence.num_logprobs is None
+            and (sequence.num_logprobs or 0) <= MOST_TOP
             and sequence.drafter is None
             and sequence.adapter is None
             and ends <= self.room.num_ends
@@ -150,6 +153,15 @@ class DeviceBatch:
             state.page_table.index_put_((lines, places), blocks.to(state.page_table.dtype))
             lines, numbers = _columns(counts, state.num_pages.device)
             state.num_pages.index_put_((lines,), numbers)
+
+    def send_asking(self) -> tuple[list[int], int]:
+        """Let `asking` name the lines that want log-probabilities; these, and most alternatives that one wants."""
+        asks = [(line, one.num_logprobs) for line, one in enumerate(self.lines) if one is not None]
+        lines = [line for line, num_top in asks if num_top is not None]
+        if lines and lines != self._asking:
+            send(self.asking, torch.tensor(lines + [0] * (len(self.lines) - len(lines))))
+            self._asking = lines
+        return lines, max((num_top for _, num_top in asks if num_top is not None), default=0)
 
     def close_gaps(self, num_lines: int) -> None:
         """Let sequences behind the first `num_lines` lines, of which enough are free, move there."""

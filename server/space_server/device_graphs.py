@@ -27,10 +27,10 @@ class StepGraphs:
     """Takes device steps, by replaying them where it can."""
 
     def __init__(self, take: Callable[[StepKind], Tensor], result: Tensor, *, most: int = MOST_GRAPHS) -> None:
-        """`result` [lines, …]: where `take`'s result is copied to; its address never changes."""
+        """`result` [cells]: where `take`'s results, shorter ones, are copied to; its address never changes."""
         self._take, self._result, self._most = take, result, most
         self._graphs: OrderedDict[StepKind, torch.cuda.CUDAGraph] = OrderedDict()
-        self._seen: set[StepKind] = set()
+        self._num_cells: dict[StepKind, int] = {}  # of the results of each kind that was taken
         self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         self._captures = True
         self.num_replays = 0
@@ -40,20 +40,21 @@ class StepGraphs:
 
     def __call__(self, kind: StepKind) -> Tensor:
         """One step; its result, until the next one."""
-        if kind not in self._graphs and kind in self._seen and self._captures:
+        if kind not in self._graphs and kind in self._num_cells and self._captures:
             self._capture(kind)
         graph = self._graphs.get(kind)
         if graph is None:
-            self._seen.add(kind)
             self._into_result(kind)
         else:
             self._graphs.move_to_end(kind)
             graph.replay()
             self.num_replays += 1
-        return self._result[: kind.num_lines]
+        return self._result[: self._num_cells[kind]]
 
     def _into_result(self, kind: StepKind) -> None:
-        self._result[: kind.num_lines].copy_(self._take(kind))
+        found = self._take(kind)
+        self._num_cells[kind] = len(found)
+        self._result[: len(found)].copy_(found)
 
     def _capture(self, kind: StepKind) -> None:
         """Record this kind of step; where that cannot be done, no step is recorded any more."""

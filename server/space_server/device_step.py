@@ -1,7 +1,7 @@
 """One step of a batch whose state is on the device: tensors in, tensors out, nothing asked on the way.
 
     rows -> forward -> head over chain rows -> choose -> judge -> masks -> head over the accepted groups' rows
-         -> choose, or draft head -> decree, where that is asked for -> advance -> result
+         -> choose, or draft head -> decree, where that is asked for -> advance -> result, log-probabilities
 
 Everything has a shape that the step's kind fixes, so a kind can be captured as a CUDA graph and taken again without
 Python. Lines without a sequence go along as dead rows.
@@ -29,6 +29,7 @@ from space_model.forward_batch import ForwardBatch, Segment
 from space_model.paged_kv import PagedKV
 from torch import Tensor
 
+from space_server.device_logprobs import report
 from space_server.step_model import StepModel
 
 
@@ -40,6 +41,8 @@ class StepKind:
     layout: DraftLayout  # of each
     stages: Stages
     num_pages: int  # of each that attention may look at
+    num_asking: int = 0  # lines whose log-probabilities are reported
+    num_top: int = 0  # alternatives of each of their ids
 
 
 Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
@@ -112,9 +115,19 @@ class DeviceStep:
     """Takes steps of the lines of one state, in place."""
 
     def __init__(
-        self, model: StepModel, state: StepState, ops: StepOps, forward: Forward, decrees: Decrees | None = None
+        self,
+        model: StepModel,
+        state: StepState,
+        ops: StepOps,
+        forward: Forward,
+        asking: Tensor,
+        decrees: Decrees | None = None,
     ) -> None:
-        """`decrees`: what drafts are replaced by; None: they are the masks' own."""
+        """asking [S] int64: lines whose log-probabilities are reported, the first so many as a step's kind says.
+
+        `decrees`: what drafts are replaced by; None: they are the masks' own.
+        """
+        self._asking = asking
         self._model, self._ops, self._forward = model, ops, forward
         facts = model.facts
         device = state.root.device
@@ -128,16 +141,21 @@ class DeviceStep:
 
     @torch.inference_mode()
     def take(self, kind: StepKind) -> Tensor:
-        """One step of the first lines: `step_state.advance`'s result [num_lines, …] int32, on the device."""
+        """One step of the first lines; its result on the device, as one list of int32.
+
+        `step_state.advance`'s [num_lines, result_width(K)], then `device_logprobs.report`'s of those who ask.
+        """
         ops, model, stages = self._ops, self._model, kind.stages
         state, index = self._first(kind.num_lines), self._index(kind.num_lines, kind.layout)
         laid_out = ops.rows(state, index, self._mask_ids)
         hidden = self._forward(state, index, laid_out, kind)  # [R, hidden]
         num_choices = index.num_drafts + 1
-        logits = model.logits(hidden[: index.num_chain_rows]).contiguous()
+        logits = model.logits(hidden[: index.num_chain_rows]).contiguous().view(kind.num_lines, num_choices, -1)
+        asking = self._asking[: kind.num_asking]
+        raw = logits.index_select(0, asking) if kind.num_asking else None
         before = chain_choices(state, index, stages)
         choice = ops.choose(
-            logits.view(kind.num_lines, num_choices, -1),
+            logits,
             state.laws,
             stages,
             before.positions,
@@ -149,7 +167,10 @@ class DeviceStep:
         )
         verdict = ops.judge_step(state, index, laid_out, choice)
         drafts, num_drafts = self._drafts(state, index, stages, verdict, hidden)
-        return ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned)
+        result = ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned).flatten()
+        if raw is None:
+            return result
+        return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
 
     def _drafts(
         self, state: StepState, index: StepIndex, stages: Stages, verdict: StepVerdict, hidden: Tensor

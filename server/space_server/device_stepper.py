@@ -27,6 +27,7 @@ from torch import Tensor
 
 from space_server.device_batch import DeviceBatch
 from space_server.device_graphs import StepGraphs
+from space_server.device_logprobs import MOST_TOP, LogprobReport, few_asking, few_tops, num_cells
 from space_server.device_step import DeviceStep, Forward, HostForward, StepKind, TensorForward
 from space_server.limits import End
 from space_server.plan import Plan
@@ -58,7 +59,8 @@ class Launched:
     kind: StepKind
     sequences: list[Sequence | None]  # by line, as they were when it was launched
     seq_ids: frozenset[int]
-    result: Tensor  # [lines, …] int32 on the host, once `done`
+    asking: list[int]  # lines whose log-probabilities are in the result
+    result: Tensor  # [cells] int32 on the host, once `done`
     begun: Mark
     done: Mark
     last: Mark | None  # when the step before was done, if this one was waiting behind it
@@ -102,13 +104,15 @@ class DeviceStepper:
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
         ops = ops or step_ops_for(facts.device)
-        step = DeviceStep(model, state, ops, forward(model, kv), self.batch.decrees)
+        step = DeviceStep(model, state, ops, forward(model, kv), self.batch.asking, self.batch.decrees)
         self._take: Callable[[StepKind], Tensor] = step.take
-        shape = (max_sequences, result_width(state.drafts.shape[1]))
+        most = state.drafts.shape[1]
+        self._width = result_width(most)
+        size = max_sequences * self._width + num_cells(max_sequences, most + 1, min(MOST_TOP, facts.vocab_size))
         if on_gpu and not eager:
-            self._take = StepGraphs(step.take, torch.zeros(shape, dtype=torch.int32, device=facts.device))
+            self._take = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
         # a step is read before the next but one is launched
-        self._on_host = [torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._on_host = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
         self._clock, self._on_gpu = clock, on_gpu
         self._launched: deque[Launched] = deque()
@@ -134,16 +138,25 @@ class DeviceStepper:
         num_lines = bucket(len(batch), len(batch.lines))
         batch.close_gaps(num_lines)
         batch.send_pages()
-        kind = StepKind(num_lines, layout, batch.stages, self._num_pages())
+        asking, num_top = batch.send_asking()
+        kind = StepKind(
+            num_lines,
+            layout,
+            batch.stages,
+            self._num_pages(),
+            num_asking=few_asking(len(asking), num_lines),
+            num_top=few_tops(num_top),
+        )
         begun = self._timeline.mark()
         result = self._take(kind)
-        on_host = self._on_host[self.num_launches % 2][:num_lines]
+        on_host = self._on_host[self.num_launches % 2][: len(result)]
         on_host.copy_(result, non_blocking=True)
         last, self._last = self._last if self._launched else None, self._timeline.mark()
         if not self._on_gpu:
             self.waited += self._timeline.seconds(begun, self._last)
         seq_ids = frozenset(sequence.seq_id for sequence in batch)
-        self._launched.append(Launched(kind, batch.lines[:num_lines], seq_ids, on_host, begun, self._last, last))
+        lines = batch.lines[:num_lines]
+        self._launched.append(Launched(kind, lines, seq_ids, asking, on_host, begun, self._last, last))
         self.num_launches += 1
 
     def read(self) -> StepRead:
@@ -153,8 +166,9 @@ class DeviceStepper:
         timeline.wait(launched.done)
         self.waited += self._clock() - waiting
         layout, advances = launched.kind.layout, []
+        rows, logprobs = self._apart(launched)
         num_running = num_drafting = context = noisy = 0
-        for sequence, row in zip(launched.sequences, launched.result.tolist(), strict=True):
+        for line, (sequence, row) in enumerate(zip(launched.sequences, rows, strict=True)):
             if sequence is None:
                 continue
             length, _, _, end, num_known, _ = row[:RESULT_FIXED]
@@ -165,7 +179,11 @@ class DeviceStepper:
             context += num_known - length - 1
             noisy += not sequence.law.greedy
             if sequence.seq_id in self.batch:
-                advances.append(self._advance(sequence, layout, row))
+                advance = self._advance(sequence, layout, row)
+                if logprobs is not None and sequence.num_logprobs is not None:
+                    number = launched.asking.index(line)
+                    advance.logprobs = logprobs.of(number, advance.tokens, sequence.num_logprobs)
+                advances.append(advance)
         chain, masks = num_running * (layout.num_drafts + 1), num_running * layout.num_masks
         noisy_rows = noisy * (layout.num_drafts + 1)
         shape = StepShape(num_running, chain, masks, num_drafting, num_context=context, num_noisy_rows=noisy_rows)
@@ -173,6 +191,14 @@ class DeviceStepper:
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
         return StepRead(advances, shape, computing, seconds)
+
+    def _apart(self, launched: Launched) -> tuple[list[list[int]], LogprobReport | None]:
+        """What a step said of each line, and of those who ask for log-probabilities."""
+        kind, size = launched.kind, launched.kind.num_lines * self._width
+        rows: list[list[int]] = launched.result[:size].view(kind.num_lines, -1).tolist()
+        if not kind.num_asking:
+            return rows, None
+        return rows, LogprobReport(launched.result[size:], kind.num_asking, kind.layout.num_drafts + 1)
 
     def did_other_work(self) -> float | None:
         """The device has done something else behind the steps under way: the seconds since the last of them was done.

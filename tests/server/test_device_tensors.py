@@ -25,6 +25,7 @@ from space_server.controller import FixedLayout
 from space_server.device_step import StepKind, TensorForward
 from space_server.device_stepper import DeviceStepper
 from space_server.device_steps import DeviceSteps
+from space_server.synthetic import SyntheticAcceptance
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
@@ -204,21 +205,27 @@ class Watched:
             return self._take(kind)
 
 
-def texts(model: SpaceModel, *, device: bool) -> tuple[list[list[int]], SmallRouter]:
+def texts(
+    model: SpaceModel, *, device: bool, synthetic: SyntheticAcceptance | None = None
+) -> tuple[list[list[int]], SmallRouter]:
+    """The second request asks for log-probabilities, too."""
     controller = FixedLayout.full(3)
-    worker = Worker(model, num_blocks=BLOCKS, block_size=BLOCK, controller=controller, max_sequences=5)
+    worker = Worker(
+        model, num_blocks=BLOCKS, block_size=BLOCK, controller=controller, max_sequences=5, synthetic=synthetic
+    )
     router = SmallRouter(worker)
     router.free.remove(BLOCKS - 1)  # where dead rows write
     if device:
-        stepper = DeviceStepper(model, worker.kv, max_sequences=5, forward=TensorForward)
+        stepper = DeviceStepper(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
         worker._device = DeviceSteps(stepper, controller)
         watched = Watched(router)
     for number, sampling in enumerate(SAMPLINGS):
-        router.admit([70 + number, 71, 72, 90][: 2 + number], max_tokens=12, sampling=sampling, num_pages=2)
+        asks = {"want_logprobs": True, "num_logprobs": 3} if number == 1 else {}
+        router.admit([70 + number, 71, 72, 90][: 2 + number], max_tokens=12, sampling=sampling, num_pages=2, **asks)
     router.run()
     if device:
         assert watched.mode.num_operations > 500
-        assert {kind.num_lines for kind in watched.kinds} >= {2, 4}
+        assert {kind.num_lines for kind in watched.kinds} >= ({2, 4} if synthetic is None else {4})
     return [ran.tokens for ran in router.ran.values()], router
 
 
@@ -230,6 +237,27 @@ def test_a_step_on_tensors_alone_asks_nothing_and_gives_the_same_text(
     assert on_device == on_host
     assert not any("failed" in message for message in caplog.messages)
     assert any(report.paused for ran in router.ran.values() for report in ran.reports)
+
+
+def test_log_probabilities_ask_nothing_either(on_tensors: SpaceModel) -> None:
+    found = []
+    for device in (False, True):
+        _, router = texts(on_tensors, device=device)
+        found.append([one for report in router.ran[2].reports for one in report.logprobs])
+    assert len(found[1]) == 12
+    for on_host, on_device in zip(*found, strict=True):
+        assert (on_device.id, list(on_device.top_ids)) == (on_host.id, list(on_host.top_ids))
+        assert on_device.logprob == pytest.approx(on_host.logprob, rel=1e-4)
+        assert list(on_device.top_logprobs) == pytest.approx(list(on_host.top_logprobs), rel=1e-4)
+
+
+def test_decreed_drafts_ask_nothing_either(on_tensors: SpaceModel) -> None:
+    facts = on_tensors.facts
+    synthetic = SyntheticAcceptance((0.8,) * 5, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
+    first, _ = texts(on_tensors, device=True, synthetic=synthetic)
+    again, router = texts(on_tensors, device=True, synthetic=synthetic)
+    assert again == first
+    assert {0, 3} <= {count for ran in router.ran.values() for count in ran.accepted}
 
 
 def test_what_waits_for_the_device_is_seen() -> None:
