@@ -140,6 +140,10 @@ class Watched:
     def row_price(self) -> float:
         return self.controller.row_price
 
+    @property
+    def naps(self) -> bool:
+        return self.controller.naps
+
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         self.controller.stepped(num_tokens, seconds, pause)
 

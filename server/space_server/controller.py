@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from space_model.draft_layout import DraftLayout
 
@@ -53,6 +53,11 @@ class Controller(Protocol):
         """Accepted drafts that a chain row more must bring now: whoever proposes can leave out what cannot."""
         ...
 
+    @property
+    def naps(self) -> bool:
+        """Reading a text for what may follow it does not pay now, unless its client predicts it."""
+        ...
+
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         """One layout per sequence that reaches its root in this step, in their order."""
         ...
@@ -69,12 +74,13 @@ class FixedLayout:
     """Each sequence by itself, by a rule: for tests, for measuring, and where the operator insists on one k."""
 
     row_price = 0.0
+    naps = False
 
     def __init__(self, rule: Callable[[Room], DraftLayout]) -> None:
         self._rule = rule
 
     @classmethod
-    def full(cls, num_drafts: int) -> FixedLayout:
+    def full(cls, num_drafts: int) -> Self:
         """All drafts there are up to num_drafts, every group whole: (k+1)² rows."""
         return cls(lambda room: DraftLayout.full(min(room.num_drafts, num_drafts), num_drafts))
 

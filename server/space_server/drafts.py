@@ -111,7 +111,8 @@ class DraftSources:
         """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
         self.lookup, self.masks = lookup, masks
         self._price = 0.0
-        self.asleep = False  # no draft can pay: nothing need be known of what might be drafted
+        self.naps = False  # reading has not paid for itself: the worker's to set
+        self._is_too_dear = False
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
         }
@@ -124,7 +125,12 @@ class DraftSources:
     @price.setter
     def price(self, price: float) -> None:
         self._price = price
-        self.asleep = price > (AWAKE_BELOW if self.asleep else ASLEEP_ABOVE)
+        self._is_too_dear = price > (AWAKE_BELOW if self._is_too_dear else ASLEEP_ABOVE)
+
+    @property
+    def asleep(self) -> bool:
+        """No draft can pay, or few do: nothing need be known of what might be drafted."""
+        return self.naps or self._is_too_dear
 
     def drafter(self, num_prompt: int, prediction: Run[int], *, in_grammar: bool = False) -> Drafter | None:
         """Of a new sequence; None where only its masks can draft."""

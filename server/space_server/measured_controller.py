@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 
 from space_model.draft_layout import DraftLayout
 
@@ -14,6 +16,7 @@ from space_server.acceptance import LEVELS_PER_UNIT
 from space_server.controller import Load, Room
 from space_server.kept_promise import KeptPromise
 from space_server.layout_worth import PLAIN, Worth, worths
+from space_server.proposal_worth import ProposalWorth
 from space_server.step_cost import StepCost, StepShape
 from space_server.trials import Trials
 
@@ -127,6 +130,7 @@ class MeasuredController:
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
         self._promise = KeptPromise()  # of the tokens per second that rules promise
+        self._proposals = ProposalWorth()
         self._watched = False  # whether the step that runs is one by the rule, and nothing else
         self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
@@ -135,10 +139,17 @@ class MeasuredController:
         """Taken now; None: plain decoding."""
         return self._rule
 
+    @property
+    def naps(self) -> bool:
+        """Reading texts for drafts has not paid for itself."""
+        return self._proposals.naps
+
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         """The layout of each, before `Room.fit`."""
         if not rooms:
             return []
+        if self._rule is None:
+            self._proposals.stepped(len(rooms))
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
@@ -166,7 +177,31 @@ class MeasuredController:
         begins = self._num_plain > 0  # with masks alone: the margin is for that
         self._num_plain = 0 if rule is not None else self._num_plain + 1
         self._watched = rule is not None and not begins and not load.num_prefill_rows
-        return [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
+        found = [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
+        if self._rule is not None:
+            self._proposals.wake()
+        elif has_others and not self._proposals_pay(rooms, found, load):
+            return [PLAIN.layout] * len(rooms)
+        return found
+
+    def _proposals_pay(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> bool:
+        """Whether the drafts of these layouts, none of which masks made, are worth the time of all their rows."""
+        size, tokens = len(rooms), 0.0
+        num_drafts = num_noisy = num_noisy_drafts = 0
+        for room, layout in zip(rooms, layouts, strict=True):
+            num_noisy += room.is_noisy
+            if layout.num_drafts:
+                fitting = min(layout.num_drafts, room.num_drafts)
+                tokens += sum(accumulate(room.chances[:fitting], mul))
+                num_drafts += fitting
+                num_noisy_drafts += fitting * room.is_noisy
+        if not num_drafts:
+            return True
+        plain = StepShape(size, size, 0, 0, load.num_prefill_rows, load.num_prefill_pairs, load.num_context, num_noisy)
+        drafting = plain._replace(num_chain_rows=size + num_drafts, num_noisy_rows=num_noisy + num_noisy_drafts)
+        seconds = self.cost.seconds(drafting) - self.cost.seconds(plain)
+        alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy)) + self._promise.pause
+        return self._proposals.pays(tokens, seconds, size / alone)
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """The step that was chosen last brought so many tokens in so many seconds, `pause` seconds behind the last."""

@@ -279,7 +279,7 @@ class Worker:
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
             beside=on_lines,
         )
-        self._sources.price = self._controller.row_price
+        self._sources.price, self._sources.naps = self._controller.row_price, self._controller.naps
         times, begun = StepTimes(), self._clock() if on_lines else started
         advances = self._run(plan.plans, times) if plan.plans else []
         beside = device.stepper.did_other_work() if device is not None and advances else None
