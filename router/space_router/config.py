@@ -108,8 +108,8 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         _SPECULATION,
         "where decoding requests are kept between steps: on the device, where the next step is launched before the "
         "host has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device "
-        "on a GPU and host on a CPU. Prompts, adapters, grammars and lookups are stepped from the host. The text is the "
-        "same with each",
+        "on a GPU and host on a CPU. Prompts, grammars and lookups are stepped from the host, and of several adapters "
+        "all but one. The text is the same with each",
         parse.one_of("auto", "device", "eager", "host"),
         "auto|device|eager|host",
         own_workers=True,

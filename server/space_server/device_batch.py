@@ -43,7 +43,7 @@ class DeviceBatch:
         self.room = LawRoom()
         self.state = StepState.empty(
             max_sequences,
-            max_drafts=facts.num_masks,
+            max_drafts=facts.most_masks,
             max_pages=self._max_pages,
             block_size=block_size,
             window=facts.window,
@@ -88,22 +88,32 @@ class DeviceBatch:
         """Those that some of the laws need, or a set of stages that contains them: few sets, so few graphs."""
         return few_stages(Stages.of(sequence.law for sequence in self))
 
+    @property
+    def adapter(self) -> int | None:
+        """Whose masks draft: those of one adapter (None: the checkpoint's own) in all steps of the batch."""
+        return next((sequence.adapter for sequence in self if sequence.most_masks), None)
+
     def fits(self, sequence: Sequence) -> bool:
-        """Whether this sequence can be stepped here: only its root is to be computed, only the checkpoint's own masks
-        draft for it, and what is asked of it has room.
+        """Whether this sequence can be stepped here: only its root is to be computed, only the masks that draft for the
+        others draft for it, and what is asked of it has room.
         """
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
             sequence.num_pending == 1
             and (sequence.num_logprobs or 0) <= MOST_TOP
             and sequence.drafter is None
-            and sequence.adapter is None
+            and self._has_its_masks(sequence)
             and ends <= self.room.num_ends
             and len(sequence.drafts) <= self.state.drafts.shape[1]
             and self.room.holds(sequence.law)
             and not (sequence.law.bad_words and not self.state.history.shape[1])
             and self._holds_decree(sequence)
         )
+
+    def _has_its_masks(self, sequence: Sequence) -> bool:
+        if not sequence.most_masks:  # the text is everybody's
+            return True
+        return sequence.adapter == self.adapter or not any(one.most_masks for one in self)
 
     def _holds_decree(self, sequence: Sequence) -> bool:
         if self._synthetic is None or self.decrees is None:

@@ -26,6 +26,7 @@ from space_kernels.step_verdict import StepVerdict
 from space_model.batch_pattern import BatchPattern, batch_pattern
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
+from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class StepKind:
     num_pages: int  # of each that attention may look at
     num_asking: int = 0  # lines whose log-probabilities are reported
     num_top: int = 0  # alternatives of each of their ids
+    adapter: int | None = None  # whose masks they are; None: the checkpoint's own, by their ids
 
 
 Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
@@ -57,7 +59,7 @@ class TensorForward:
         self._pattern = lru_cache(maxsize=None)(self._new_pattern)  # graphs read its tensors: none may go
 
     def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
-        pattern = self._pattern(kind.num_lines, kind.layout)
+        pattern = self._pattern(kind.num_lines, kind.layout, kind.adapter)
         tables = StepTables(
             PatternTables.of(pattern.rows, laid_out.starts.device),
             laid_out.starts,
@@ -68,9 +70,10 @@ class TensorForward:
         batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
         return self._model.forward(batch, self._kv)
 
-    def _new_pattern(self, num_lines: int, layout: DraftLayout) -> BatchPattern:
+    def _new_pattern(self, num_lines: int, layout: DraftLayout, adapter: int | None) -> BatchPattern:
         facts = self._model.facts
-        return batch_pattern((((layout.num_drafts + 1, layout, None), num_lines),), facts.mask_ids, (), facts.device)
+        runs = (((layout.num_drafts + 1, layout, adapter), num_lines),)
+        return batch_pattern(runs, facts.mask_ids, _adapter_masks(facts), facts.device)
 
 
 class HostForward:
@@ -90,11 +93,13 @@ class HostForward:
             own = layout.with_drafts(count).within(start, facts.window)
             first = line * (k + 1)
             chain = ids[first : first + count + 1].tolist()
-            segments.append(Segment(chain, start, table[line, : num_pages[line]].astype("int64"), own))
+            segments.append(Segment(chain, start, table[line, : num_pages[line]].astype("int64"), own, kind.adapter))
             lines.append(line)
         if not segments:
             return torch.zeros(index.num_padded, facts.hidden_size, dtype=facts.dtype)
-        batch = ForwardBatch.build(segments, block_size=state.block_size, mask_ids=facts.mask_ids)
+        batch = ForwardBatch.build(
+            segments, block_size=state.block_size, mask_ids=facts.mask_ids, adapter_masks=_adapter_masks(facts)
+        )
         found = self._model.forward(batch, self._kv)
         source: list[int] = []
         target: list[int] = []
@@ -109,6 +114,10 @@ class HostForward:
         hidden = found.new_zeros(index.num_padded, found.shape[1])
         hidden[torch.tensor(target)] = found[torch.tensor(source)]
         return hidden
+
+
+def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
+    return tuple(adapter.num_masks for adapter in facts.adapters)
 
 
 class DeviceStep:
@@ -133,7 +142,6 @@ class DeviceStep:
         device = state.root.device
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=device)
         self._mask_ids = torch.tensor(facts.mask_ids, dtype=torch.int64, device=device) if facts.mask_ids else None
-        self._head = model.draft_head_of(None)
         self._first = lru_cache(maxsize=None)(state.first)
         self._decrees = None if decrees is None else lru_cache(maxsize=None)(decrees.first)
         # graphs read its tensors: none may go
@@ -147,7 +155,7 @@ class DeviceStep:
         """
         ops, model, stages = self._ops, self._model, kind.stages
         state, index = self._first(kind.num_lines), self._index(kind.num_lines, kind.layout)
-        laid_out = ops.rows(state, index, self._mask_ids)
+        laid_out = ops.rows(state, index, self._mask_ids if kind.adapter is None else None)
         hidden = self._forward(state, index, laid_out, kind)  # [R, hidden]
         num_choices = index.num_drafts + 1
         logits = model.logits(hidden[: index.num_chain_rows]).contiguous().view(kind.num_lines, num_choices, -1)
@@ -166,20 +174,20 @@ class DeviceStep:
             bans=before.bans,
         )
         verdict = ops.judge_step(state, index, laid_out, choice)
-        drafts, num_drafts = self._drafts(state, index, stages, verdict, hidden)
+        drafts, num_drafts = self._drafts(state, index, kind, verdict, hidden)
         result = ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned).flatten()
         if raw is None:
             return result
         return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
 
     def _drafts(
-        self, state: StepState, index: StepIndex, stages: Stages, verdict: StepVerdict, hidden: Tensor
+        self, state: StepState, index: StepIndex, kind: StepKind, verdict: StepVerdict, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, K'] for the next step, and how many of them there are, [S]."""
         if not index.most_drafts:
             return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
         group = self._ops.masks(state, index, verdict)
-        drafts = self._of_masks(state, index, stages, verdict, hidden, group)
+        drafts = self._of_masks(state, index, kind, verdict, hidden, group)
         if self._decrees is not None:
             decrees = self._decrees(index.num_sequences)
             drafts = self._ops.decree(decrees, state.num_known, state.num_prompt, verdict, group.first, drafts)
@@ -189,18 +197,18 @@ class DeviceStep:
         self,
         state: StepState,
         index: StepIndex,
-        stages: Stages,
+        kind: StepKind,
         verdict: StepVerdict,
         hidden: Tensor,
         group: MaskRows,
     ) -> Tensor:
         """[S, K'] that the masks of `group` make."""
-        ops, model, laws = self._ops, self._model, state.laws
+        ops, model, laws, stages = self._ops, self._model, state.laws, kind.stages
         S, most = index.num_sequences, index.most_drafts
         masks = hidden[group.rows]  # [S, K', hidden]
         logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
         before = mask_choices(state, verdict, most, stages)
-        head = self._head
+        head = model.draft_head_of(kind.adapter)
         if head is None:
             choice = ops.choose(
                 logits,

@@ -146,6 +146,7 @@ class DeviceStepper:
             self._num_pages(),
             num_asking=few_asking(len(asking), num_lines),
             num_top=few_tops(num_top),
+            adapter=batch.adapter if layout.num_masks else None,
         )
         begun = self._timeline.mark()
         result = self._take(kind)

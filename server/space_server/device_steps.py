@@ -150,8 +150,9 @@ def why_on_host(facts: ModelFacts) -> str | None:
 
 
 def _average(sequences: list[Sequence]) -> Acceptance | None:
-    """The acceptance of all of them together."""
-    known = [sequence.acceptance for sequence in sequences if sequence.acceptance is not None]
+    """The acceptance of all together who draft, and that by the same masks."""
+    drafting = [sequence for sequence in sequences if sequence.most_masks]
+    known = [sequence.acceptance for sequence in drafting if sequence.acceptance is not None]
     if not known:
         return None
     average = Acceptance(known[0].shape)

@@ -19,7 +19,7 @@ from space_model.llama_cuda_network import LlamaCudaNetwork
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks
-from space_model.testing import tiny_checkpoint
+from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.controller import FixedLayout
 from space_server.device_step import StepKind, TensorForward
@@ -162,14 +162,17 @@ class OnTensors:
         return LlamaCudaNetwork(base, heads, groups, width, OPS, adapters, prefix, ranks)
 
 
-@pytest.fixture(scope="module", params=["draft head", "masks alone"])
+@pytest.fixture(scope="module", params=["draft head", "masks alone", "adapter"])
 def on_tensors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
     path = tiny_checkpoint(
         tmp_path_factory.mktemp("tiny") / "llama", num_masks=3, draft_head=request.param == "draft head"
     )
+    adapters = {}
+    if request.param == "adapter":
+        adapters = {"wide": tiny_adapter(path.parent / "wide", path, num_masks=4, rank=3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_network, "LlamaNetwork", OnTensors)
-        model = load_model(path, dtype="float32", num_threads=1)
+        model = load_model(path, dtype="float32", num_threads=1, adapters=adapters)
     assert isinstance(model._network, LlamaCudaNetwork)
     return model
 
@@ -208,7 +211,7 @@ class Watched:
 def texts(
     model: SpaceModel, *, device: bool, synthetic: SyntheticAcceptance | None = None
 ) -> tuple[list[list[int]], SmallRouter]:
-    """The second request asks for log-probabilities, too."""
+    """The second request asks for log-probabilities, too; where there is an adapter, it drafts."""
     controller = FixedLayout.full(3)
     worker = Worker(
         model, num_blocks=BLOCKS, block_size=BLOCK, controller=controller, max_sequences=5, synthetic=synthetic
@@ -219,12 +222,15 @@ def texts(
         stepper = DeviceStepper(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
         worker._device = DeviceSteps(stepper, controller)
         watched = Watched(router)
+    adapter = model.facts.adapters[0].name if model.facts.adapters else ""
     for number, sampling in enumerate(SAMPLINGS):
-        asks = {"want_logprobs": True, "num_logprobs": 3} if number == 1 else {}
-        router.admit([70 + number, 71, 72, 90][: 2 + number], max_tokens=12, sampling=sampling, num_pages=2, **asks)
+        asks: dict[str, Any] = {"want_logprobs": True, "num_logprobs": 3} if number == 1 else {}
+        prompt = [70 + number, 71, 72, 90][: 2 + number]
+        router.admit(prompt, max_tokens=12, sampling=sampling, num_pages=2, adapter=adapter, **asks)
     router.run()
     if device:
         assert watched.mode.num_operations > 500
+        assert {kind.adapter for kind in watched.kinds} == ({0} if model.facts.adapters else {None})
         assert {kind.num_lines for kind in watched.kinds} >= ({2, 4} if synthetic is None else {4})
     return [ran.tokens for ran in router.ran.values()], router
 

@@ -1,0 +1,123 @@
+"""Sequences that gated adapters draft for, on the device: texts and drafts are those of steps on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_adapter
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.device_step import StepKind
+from space_server.testing import ScriptedModel, SmallRouter
+from space_server.worker import Worker
+
+pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
+
+PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
+LAWS = [
+    pb.Sampling(),
+    pb.Sampling(seed=3, temperature=0.9),
+    pb.Sampling(seed=5, temperature=1.0, top_p=0.9),
+    pb.Sampling(seed=8, temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3),
+]
+Steps = list[tuple[int, int, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def gated(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    """Three adapters: with a draft head of its own, with fewer masks, without a head."""
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = {
+        "wide": tiny_adapter(folder / "wide", tiny_path, num_masks=5, rank=8),
+        "narrow": tiny_adapter(folder / "narrow", tiny_path, num_masks=2, rank=3, seed=2),
+        "bare": tiny_adapter(folder / "bare", tiny_path, num_masks=5, seed=3, draft_head=False),
+    }
+    return load_model(tiny_path, dtype="float32", num_threads=1, adapters=adapters)
+
+
+class Watched:
+    """A worker's router, the kinds of its steps on the device, and what each sequence drafted."""
+
+    def __init__(self, model: Any, *, device: bool, k: int = 4) -> None:
+        controller = FixedLayout.full(k)
+        worker = Worker(model, num_blocks=128, block_size=4, controller=controller, device_steps=device)
+        self.router, self.kinds = SmallRouter(worker), list[StepKind]()
+        self.drafts: dict[int, list[list[int]]] = {}
+        if worker._device is not None:
+            self._take = worker._device.stepper._take
+            worker._device.stepper._take = self._noting
+
+    def _noting(self, kind: StepKind) -> torch.Tensor:
+        self.kinds.append(kind)
+        return self._take(kind)
+
+    def run(self) -> None:
+        def look() -> None:
+            for sequence in self.router.worker.batch:
+                drafted = self.drafts.setdefault(sequence.seq_id, [])
+                if not drafted or drafted[-1] != sequence.drafts:
+                    drafted.append(list(sequence.drafts))
+
+        self.router.run(after_step=look)
+
+    @property
+    def steps(self) -> list[Steps]:
+        """Drafted, accepted and emitted in each step of each sequence."""
+        return [
+            [(r.num_drafted, r.num_accepted, list(r.tokens)) for r in ran.reports] for ran in self.router.ran.values()
+        ]
+
+
+@pytest.mark.parametrize("name", ["wide", "narrow", "bare"])
+def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: str) -> None:
+    found = []
+    for device in (False, True):
+        watched = Watched(gated, device=device)
+        for prompt, law in zip(PROMPTS, LAWS, strict=True):
+            watched.router.admit(prompt, max_tokens=18, sampling=law, adapter=name)
+        watched.run()
+        found.append((watched.steps, watched.drafts))
+    assert found[0] == found[1]
+    number = gated.facts.adapter_number(name)
+    assert {kind.adapter for kind in watched.kinds if kind.layout.num_masks} == {number}
+    assert max(len(drafts) for drafts in watched.drafts[1]) == (2 if name == "narrow" else 4)
+    plain = Watched(gated, device=True, k=0)
+    for prompt, law in zip(PROMPTS, LAWS, strict=True):
+        plain.router.admit(prompt, max_tokens=18, sampling=law)
+    plain.run()
+    assert [ran.tokens for ran in plain.router.ran.values()] == [ran.tokens for ran in watched.router.ran.values()]
+
+
+def test_adapters_that_come_together_are_stepped_one_on_the_device_and_the_others_on_the_host(
+    gated: SpaceModel,
+) -> None:
+    found = []
+    for device in (False, True):
+        watched = Watched(gated, device=device)
+        for number, name in enumerate(["wide", "bare", "", "wide"]):
+            watched.router.admit(PROMPTS[number], max_tokens=18, sampling=LAWS[number], adapter=name)
+        never = watched.router.admit(PROMPTS[0], max_tokens=18, adapter="bare", max_draft_length=0)
+        watched.run()
+        found.append(watched.steps)
+        if device:
+            assert never not in watched.drafts or not any(watched.drafts[never])
+    assert found[0] == found[1]
+    adapters = [kind.adapter for kind in watched.kinds if kind.layout.num_masks]
+    assert set(adapters) == {gated.facts.adapter_number("wide")}
+    assert max(kind.num_lines for kind in watched.kinds) == 4  # two of it, and one that never drafts
+
+
+def test_another_adapter_has_the_device_when_the_first_has_gone() -> None:
+    model = ScriptedModel(num_masks=3, adapters={"few": 1, "many": 6})
+    watched = Watched(model, device=True, k=8)
+    for name in ("few", "many", ""):
+        watched.router.admit([5, 6], max_tokens=30, adapter=name)
+        watched.run()
+    assert [max(ran.accepted) for ran in watched.router.ran.values()] == [1, 6, 3]
+    drafting = [kind.adapter for kind in watched.kinds if kind.layout.num_masks]
+    assert list(dict.fromkeys(drafting)) == [0, 1, None]
