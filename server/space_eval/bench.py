@@ -12,17 +12,21 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from space_eval.bench_arms import Side, arms, check_window, processes, sides, tokenized
 from space_eval.bench_facts import decree, facts
-from space_eval.bench_measure import Measured, Plan, measure, shown
+from space_eval.bench_measure import Measured, Plan, figures, shown, take
 from space_eval.bench_options import BenchError, Settings, parse
 from space_eval.bench_plots import draw
 from space_eval.bench_prompts import built_in, long_text
 from space_eval.bench_report import markdown, record, table
+from space_eval.bench_round import Round
 from space_eval.bench_server import ServerError
+from space_eval.load_arm import Arm
 from space_eval.load_client import LoadError
 from space_eval.load_file import Recorded, load_recorded
 from space_eval.load_work import Work
@@ -58,23 +62,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings, serve_flags = parse(given, _commands())
         work = _work(settings)
-        with ExitStack() as stack:
-            found = sides(settings, serve_flags, stack, _say)
-            measured, made = asyncio.run(_measure(settings, work, found))
+        starts: list[Start] = []
+        for number in range(settings.num_starts):
+            with ExitStack() as stack:
+                found = sides(settings, serve_flags, stack, _say, number)
+                starts.append(asyncio.run(_start(settings, work, found, number)))
     except (BenchError, PromptError) as error:
         _say(str(error))
         return 2
     except (LoadError, ServerError) as error:
         _say(str(error))
         return 1
+    measured, made = _told(settings, starts)
     made["facts"]["serve_flags"] = serve_flags
     if settings.out is not None:
         return _write(settings.out, measured, made)
     return 0
 
 
-async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tuple[Measured, dict[str, Any]]:
-    """The figures and their record; the table goes to stdout."""
+@dataclass(frozen=True)
+class Start:
+    """What one start of the servers was, and brought."""
+
+    arms: Sequence[Arm]
+    infos: Mapping[str, Mapping[str, Any]]  # by server
+    work: Work
+    plan: Plan
+    rounds: list[list[list[Round]]]  # by shape and round, every arm's
+
+
+async def _start(settings: Settings, work: Work, found: Sequence[Side], number: int) -> Start:
     sides_of, infos, baselines = await arms(settings, found)
     check_window(work, sides_of)
     work = await tokenized(work, sides_of)
@@ -87,8 +104,17 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
         limits=settings.limits,
         baselines=baselines,
         carbon_intensity=settings.carbon_intensity,
+        num_starts=settings.num_starts,
     )
-    measured = await measure(sides_of, work, plan, processes(found))
+    return Start(sides_of, infos, work, plan, await take(sides_of, work, plan, processes(found), number))
+
+
+def _told(settings: Settings, starts: Sequence[Start]) -> tuple[Measured, dict[str, Any]]:
+    """The figures and their record; the table goes to stdout."""
+    first = starts[0]
+    infos, work, plan = first.infos, first.work, first.plan
+    shapes = zip(*(start.rounds for start in starts), strict=True)
+    measured = figures(first.arms, plan, [list(chain.from_iterable(rounds)) for rounds in shapes])
     known = facts(next(iter(infos.values())))
     known["synthetic_acceptance"] = decree(infos)
     if len(infos) > 1:
@@ -96,7 +122,8 @@ async def _measure(settings: Settings, work: Work, found: Sequence[Side]) -> tup
     load = {**shown(plan, work), "api": settings.api, "temperature": settings.temperature}
     print(f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}")
     lengths = f"{work.output_tokens.form} tokens per answer, {_source(work)}"
-    print(f"{lengths}; temperature {settings.temperature:g}\n")
+    often = f"; {plan.num_rounds} rounds on each of {plan.num_starts} starts" if plan.num_starts > 1 else ""
+    print(f"{lengths}; temperature {settings.temperature:g}{often}\n")
     if known["synthetic_acceptance"]:
         print(f"{known['synthetic_acceptance']}\n")
     print(table(measured.rows))

@@ -30,19 +30,23 @@ class Side:
     process: ServerProcess | None = None
 
 
-def sides(settings: Settings, serve_flags: Sequence[str], stack: ExitStack, say: Callable[[str], None]) -> list[Side]:
-    """The servers, started if need be; `stack` stops them. Raises ServerError."""
+def sides(
+    settings: Settings, serve_flags: Sequence[str], stack: ExitStack, say: Callable[[str], None], start: int = 0
+) -> list[Side]:
+    """The servers, started if need be for the `start`-th time; `stack` stops them. Raises ServerError."""
     if settings.urls:
         return [Side(name, url) for name, url in settings.urls]
     flags = ["--model", settings.model, *serve_flags]
-    say(f"starting a server for {settings.model}")
-    server = stack.enter_context(ServerProcess(flags))
-    made = [Side(settings.model, server.url, server)]
+    kinds = [(settings.model, flags, "")]
     if settings.plain_server:
-        say(f"starting a server for {settings.model} that never speculates")
-        plain = stack.enter_context(ServerProcess([*_without_port(flags), "--speculation", PLAIN]))
-        made.append(Side(PLAIN_SERVER, plain.url, plain))
-    return made
+        never = [*_without_port(flags), "--speculation", PLAIN]
+        kinds.append((PLAIN_SERVER, never, " that never speculates"))
+    made: dict[str, Side] = {}
+    for name, words, what in kinds[:: -1 if start % 2 else 1]:  # neither is always the first
+        say(f"starting a server for {settings.model}{what}")
+        server = stack.enter_context(ServerProcess(words))
+        made[name] = Side(name, server.url, server)
+    return [made[name] for name, _, _ in kinds]
 
 
 def _without_port(flags: Sequence[str]) -> list[str]:

@@ -32,13 +32,14 @@ class Plan:
     """What is measured on each arm."""
 
     shapes: Sequence[Shape]
-    num_rounds: int
+    num_rounds: int  # on each start of the servers
     num_requests: int | None  # per round; None: as the shape has it
     seconds: float | None  # of a round, instead of a number
     num_warm_up: int | None  # requests before the first round; None: one for each stream
     limits: Limits | None
     baselines: int  # of the first arms, those that all others are compared with
     carbon_intensity: float | None = None  # grams of CO2e for a kWh
+    num_starts: int = 1
 
     def requests(self, shape: Shape) -> int | None:
         """Of a round; None where time ends it."""
@@ -71,18 +72,30 @@ class Measured:
     moments: Mapping[str, Sequence[Moments]]  # of swings, by load
 
 
-async def measure(
+@dataclass(frozen=True)
+class Marking:
+    """What keeps one round's prompts from being known from another."""
+
+    salted: bool  # by a field of the request: no prompt needs a mark
+    same_work: bool  # all arms get the same prompts
+
+    @classmethod
+    def of(cls, arms: Sequence[Arm]) -> Marking:
+        salted = all(arm.is_ours and arm.dialect.name != "tgi" for arm in arms)
+        shared = len({arm.endpoint for arm in arms}) < len(arms)  # a server with two arms would know the other's
+        return cls(salted, salted or not shared)
+
+
+async def take(
     arms: Sequence[Arm],
     work: Work,
     plan: Plan,
     cpu_seconds: Callable[[Arm], Callable[[], Mapping[str, float]]],
-) -> Measured:
-    """Raises LoadError."""
-    salted = all(arm.is_ours and arm.dialect.name != "tgi" for arm in arms)  # then no prompt needs a mark
-    shared = len({arm.endpoint for arm in arms}) < len(arms)  # a server with two arms would know the other's prompts
-    same_work = salted or not shared
-    found: list[Row] = []
-    timelines: dict[str, Sequence[Moments]] = {}
+    start: int = 0,
+) -> list[list[list[Round]]]:
+    """By shape and round, every arm's, of servers that were started for the `start`-th time. Raises LoadError."""
+    marking = Marking.of(arms)
+    taken: list[list[list[Round]]] = []
     total = sum(
         len(arms) * (plan.warm_up(shape) + plan.num_rounds * (plan.requests(shape) or 0)) for shape in plan.shapes
     )
@@ -90,15 +103,16 @@ async def measure(
     with tqdm(total=total or None, unit="request", file=sys.stderr, disable=None) as progress:
 
         async def one(arm: Arm, shape: Shape, number: int, requests: int | None, seconds: float | None) -> Round:
-            name = f"round {number}/{plan.num_rounds}" if number else "warm-up"
+            name = f"round {number - start * plan.num_rounds}/{plan.num_rounds}" if number else "warm-up"
             progress.set_description(f"{shape.name}, {arm.name}, {name}")
-            mark = "" if salted else f"# {run}.{shape.name}.{number}" + ("" if same_work else f".{arm.name}")
-            asks = work.asks(number, shape.rate if isinstance(shape, Open) else None, mark=mark)
+            mark = f"# {run}.{shape.name}.{number}" + ("" if marking.same_work else f".{arm.name}")
+            rate = shape.rate if isinstance(shape, Open) else None
+            asks = work.asks(number, rate, mark="" if marking.salted else mark)
             round_ = await run_round(
                 arm,
                 shape,
                 itertools.islice(asks, requests),
-                salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None,
+                salt=f"bench {run} {shape.name} {arm.name} {number}" if marking.salted else None,
                 seconds=seconds,
                 watch_every=width(shape) if isinstance(shape, Swing) and arm.is_ours and number else None,
                 cpu_seconds=cpu_seconds(arm),
@@ -106,7 +120,7 @@ async def measure(
             )
             if seconds is not None and not isinstance(shape, Open):  # what was cut off must not slow the next arm
                 await idle(arm.endpoint, is_ours=arm.is_ours)
-            return round_
+            return dataclasses.replace(round_, start=start)
 
         for shape in plan.shapes:
             num_warm_up = plan.warm_up(shape)
@@ -114,25 +128,34 @@ async def measure(
                 warm = Closed(shape.high if isinstance(shape, Swing) else min(num_warm_up, _streams(shape)))
                 await one(arm, warm, 0, num_warm_up, None)
             rounds: list[list[Round]] = []
-            for number in range(plan.num_rounds):
+            for number in range(start * plan.num_rounds, (start + 1) * plan.num_rounds):
                 turn = number % len(arms)
                 made: dict[str, Round] = {}
                 for arm in [*arms[turn:], *arms[:turn]]:
                     made[arm.name] = await one(arm, shape, number + 1, plan.requests(shape), plan.duration(shape))
                 rounds.append([made[arm.name] for arm in arms])
-            here = rows(
-                shape,
-                rounds,
-                [arm.speculation for arm in arms],
-                baselines=plan.baselines,
-                same_work=same_work,
-                limits=plan.limits,
-                carbon_intensity=plan.carbon_intensity,
-            )
-            if isinstance(shape, Swing):
-                timelines[shape.name] = moments(shape, rounds)
-                here = [_with_phases(shape, row, place, rounds) for place, row in enumerate(here)]
-            found += here
+            taken.append(rounds)
+    return taken
+
+
+def figures(arms: Sequence[Arm], plan: Plan, taken: Sequence[Sequence[Sequence[Round]]]) -> Measured:
+    """What the rounds come to. `taken`: by shape and round, every arm's."""
+    found: list[Row] = []
+    timelines: dict[str, Sequence[Moments]] = {}
+    for shape, rounds in zip(plan.shapes, taken, strict=True):
+        here = rows(
+            shape,
+            rounds,
+            [arm.speculation for arm in arms],
+            baselines=plan.baselines,
+            same_work=Marking.of(arms).same_work,
+            limits=plan.limits,
+            carbon_intensity=plan.carbon_intensity,
+        )
+        if isinstance(shape, Swing):
+            timelines[shape.name] = moments(shape, rounds)
+            here = [_with_phases(shape, row, place, rounds) for place, row in enumerate(here)]
+        found += here
     return Measured(found, timelines)
 
 
@@ -152,6 +175,7 @@ def shown(plan: Plan, work: Work) -> dict[str, Any]:
     """The load, for the record."""
     return {
         "shapes": [shape.name for shape in plan.shapes],
+        "num_starts": plan.num_starts,
         "num_rounds": plan.num_rounds,
         "num_requests": plan.num_requests,
         "seconds": plan.seconds,

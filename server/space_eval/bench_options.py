@@ -25,6 +25,8 @@ examples:
   spaceserve bench --model PATH --plain-server -- --num-threads 2 --kv-memory 1GiB
                                                           also against a server that never speculates;
                                                           what follows `--` are flags of `spaceserve serve`
+  spaceserve bench --plain-server --starts 5              both started five times: two processes of one server differ by
+                                                          some percent, and each for as long as it runs
   spaceserve bench --control --speculation auto,1,2,3     plain decoding twice, which shows how sure the machine is, and
                                                           fixed numbers of drafts beside the controller's choice
   spaceserve bench --url http://127.0.0.1:8080            a server that runs already; leave it otherwise idle
@@ -39,7 +41,8 @@ examples:
 
 How to read it: an arm is a server, or a server with and without drafts. In a round every arm answers the same requests;
 the arm that begins changes from round to round, and a ratio is always of one round, so that a machine that gets slower
-slows both sides of it. The bounds beside a ratio are those of the median (95 %, bootstrap over rounds).
+slows both sides of it. The bounds beside a ratio are those of the median (95 %, bootstrap over
+rounds; of several starts over these first).
 Prefix caches are kept out: with spaceserve each round has a salt of its own, elsewhere each prompt begins with a line
 of its own. Answers of one length end together and their successors' prompts are read together, which drafts undo:
 compare throughput with --output-tokens uniform:LOW:HIGH. Quote no figure without the facts
@@ -58,6 +61,7 @@ class Settings:
     urls: tuple[tuple[str, str], ...] = ()  # (name, address); empty: a server is started
     model: str = "demo"
     plain_server: bool = False
+    num_starts: int = 1
     api: str = "openai"
     served_model: str | None = None
     concurrency: tuple[int, ...] = (1, 8, 32)
@@ -102,6 +106,8 @@ def parse(argv: Sequence[str], commands: str) -> tuple[Settings, list[str]]:
     serve_flags = list(argv[cut + 1 :])
     if settings.urls and serve_flags:
         raise BenchError("Flags behind `--` are for a server that is started here; leave them out, or leave out --url.")
+    if settings.urls and settings.num_starts > 1:
+        raise BenchError("--starts: only servers that are started here can be started again; leave out --url.")
     if settings.urls and settings.plain_server:
         raise BenchError("--plain-server starts the same model without drafts; give --model, and leave out --url.")
     if settings.rate == (None,) and settings.prompts is None:
@@ -143,6 +149,10 @@ def _parser(commands: str) -> argparse.ArgumentParser:
         const=True,
         help="compare with a second server, started with --speculation off: slowing plain decoding cannot help",
     )
+    group.add_argument(
+        "--starts", dest="num_starts", type=_number, metavar="N",
+        help="start the servers so many times anew, --rounds on each: two of a kind differ for as long as they run [1]",
+    )  # fmt: skip
     group.add_argument("--api", choices=list(DIALECTS), help="completions, chat completions or TGI [openai]")
     group.add_argument("--served-model", metavar="NAME", help="`model` of every request [the first that is served]")
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first word is the servers' key")

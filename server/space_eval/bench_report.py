@@ -116,10 +116,10 @@ def _ratios(rounds: Sequence[Sequence[Round]], place: int, baselines: int, what:
     """Of the attribute `what` to each baseline before `place`, by the baseline's name."""
     made = {}
     for base in range(min(baselines, place)):
-        pairs = [(getattr(one[place], what), getattr(one[base], what)) for one in rounds]
-        known = [mine / other for mine, other in pairs if mine >= 0 and other > 0]  # neither is nan
+        pairs = [(getattr(one[place], what), getattr(one[base], what), one[place].start) for one in rounds]
+        known = [(mine / other, start) for mine, other, start in pairs if mine >= 0 and other > 0]  # neither is nan
         if known:
-            made[rounds[0][base].arm] = Ratio.of(known)
+            made[rounds[0][base].arm] = Ratio.of(*map(list, zip(*known, strict=True)))
     return made
 
 

@@ -26,6 +26,7 @@ class Round:
     cpu_shares: Mapping[str, float]  # processor seconds per second, by process
     watch: Sequence[Watch] = ()  # what the server's own figures said meanwhile
     watts: float | None = None  # what its devices drew; None where nothing is counted, or for too short a time
+    start: int = 0  # of the servers, by number
 
     @property
     def answered(self) -> list[Exchange]:

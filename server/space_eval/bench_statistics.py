@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 NUM_RESAMPLES = 4000
@@ -19,15 +19,30 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def bootstrap(
-    values: Sequence[float], *, share: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    values: Sequence[float],
+    groups: Sequence[Hashable] = (),
+    *,
+    share: float = 0.95,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """The bounds within which the median lies in `share` of the samples drawn from `values` with replacement.
 
     The percentile bootstrap (Efron 1979): each resample has as many values as there are; half of what is left out lies
-    below the lower bound and half above the upper one.
+    below the lower bound and half above the upper one. `groups`, one for each value: values of one have something in
+    common, so that groups are drawn first, and then as many values of each as it has.
     """
     source = random.Random(seed)
-    medians = [statistics.median(source.choices(values, k=len(values))) for _ in range(num_resamples)]
+    grouped: dict[Hashable, list[float]] = {}
+    for value, group in zip(values, groups or [0] * len(values), strict=True):
+        grouped.setdefault(group, []).append(value)
+    kinds = list(grouped.values())
+
+    def drawn() -> list[float]:
+        chosen = kinds if len(kinds) == 1 else source.choices(kinds, k=len(kinds))
+        return [value for kind in chosen for value in source.choices(kind, k=len(kind))]
+
+    medians = [statistics.median(drawn()) for _ in range(num_resamples)]
     outside = (1 - share) / 2
     return percentile(medians, outside), percentile(medians, 1 - outside)
 
@@ -42,8 +57,9 @@ class Ratio:
     num: int  # rounds
 
     @classmethod
-    def of(cls, ratios: Sequence[float]) -> Ratio:
-        low, high = bootstrap(ratios)
+    def of(cls, ratios: Sequence[float], starts: Sequence[int] = ()) -> Ratio:
+        """`starts`: of each, which start of the servers it was measured on."""
+        low, high = bootstrap(ratios, starts)
         return cls(statistics.median(ratios), low, high, len(ratios))
 
     def shown(self) -> str:

@@ -60,6 +60,20 @@ def test_the_bounds_cover_the_true_median_about_as_often_as_they_say() -> None:
     assert 180 <= covered <= 200  # 95 % of 200 is 190, give or take three deviations
 
 
+def test_what_the_rounds_of_one_start_have_in_common_widens_the_bounds() -> None:
+    """Each start's rounds lie close together; how starts differ is known from three of them only."""
+    source = random.Random(6)
+    starts = [start for start in range(3) for _ in range(10)]
+    ratios = [0.97 + 0.03 * start + source.gauss(0.0, 0.002) for start in starts]
+    low, high = bootstrap(ratios, starts)
+    assert low < 0.98
+    assert high > 1.02
+    alone = bootstrap(ratios)
+    assert 0.98 < alone[0] < alone[1] < 1.02
+    assert bootstrap(ratios, [0] * 30) == alone
+    assert Ratio.of(ratios, starts).low == low
+
+
 def test_the_gap_before_an_event_is_shared_among_its_tokens() -> None:
     one = exchange((1.0, (5,)), (1.5, (6, 7)), (1.6, (8,)))
     assert one.first_token_seconds == 1.0
@@ -206,6 +220,7 @@ def test_flags_that_mean_nothing_are_refused_by_name(
         (["--url", "ftp://x"], 1, "is no server address"),
         (["--url", "http://x", "--", "--port", "1"], 2, "leave out --url"),
         (["--url", "http://x", "--api-key-file", "/none"], 2, "there is no key in it"),
+        (["--url", "http://x", "--starts", "2"], 2, "leave out --url"),
         (["--url", "http://x", "--plain-server"], 2, "give --model, and leave out --url"),
         (["--url", "a=http://x", "--url", "a=http://y"], 2, "two servers are called 'a'"),
         (["--url", "a=http://x", "--url", "b=http://y", "--control"], 2, "--control is about one server"),
