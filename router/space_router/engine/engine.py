@@ -256,7 +256,7 @@ class Engine:
         now = self._clock()
         for advance in outcome.advances:
             self._deliver(advance, now)
-            self._trials.advanced(advance.live, seat.scheduler)
+            self._trials.advanced(advance.live, seat.scheduler, now)
         for live in outcome.readmit:
             self._wait_again(live)
         self._pace.learn(report)
@@ -274,7 +274,7 @@ class Engine:
         """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
-            if cause is Cause.ITSELF and (guilty := self._trials.suspect(live)):
+            if guilty := self._trials.lost(live, cause, num_given=lost.num_given(live)):
                 self._break_off(live, guilty)
             else:
                 self._wait_again(live)

@@ -355,6 +355,11 @@ class Scheduler:
         """Those that are not released."""
         return [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
 
+    def num_given(self, live: LiveRequest) -> int:
+        """Tokens that this worker has given a request since it came to it."""
+        sequence = self._by_request.get(live)
+        return 0 if sequence is None else len(live.ids) - sequence.num_admitted
+
     def unfinished(self) -> list[LiveRequest]:
         """The requests that a lost worker leaves behind, oldest first."""
         lives = [live for live in self._by_request if live.phase in (Phase.RUNNING, Phase.LEAVING)]

@@ -16,7 +16,7 @@ from space_router.engine.model_facts import ModelFacts
 from space_router.engine.pace import step_seconds
 from space_router.engine.scheduler import Scheduler
 from space_router.workers.cause import Cause
-from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, LinkRefused, WorkerMismatch
+from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, LinkRefused, LinkStalled, WorkerMismatch
 from space_router.workers.supervisor import WorkerDidNotStart
 from space_router.workers.watchdog import Watchdog
 
@@ -203,16 +203,19 @@ class Seat:
             except LinkRefused:
                 self.num_crashes += 1  # where two routers want one worker neither is called ready
                 raise
-            except (LinkLost, ProtocolViolation):
+            except (LinkLost, ProtocolViolation) as error:
                 self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
                 engaged.worker_away(self)
-                cause = await self.source.inquest()  # gives one that was told to end the time for it, too
+                if isinstance(error, LinkStalled | ProtocolViolation):
+                    cause = Cause.ITSELF
+                else:
+                    cause = await self.source.inquest()  # gives one that was told to end the time for it, too
                 if self.retired is not None:
                     cause = Cause.OUTSIDE
-                if cause is Cause.ITSELF:
-                    self.num_crashes += 1
-                else:
+                if cause is Cause.OUTSIDE:
                     self._works()
+                else:
+                    self.num_crashes += 1
                 raise
             finally:
                 self.scheduler = self._link = None
@@ -235,7 +238,7 @@ class Seat:
             if report.stepped or not scheduler.could_step:
                 last_step = now
             elif now - last_step > watchdog.stall:
-                raise LinkLost(f"no step for {now - last_step:.3g} s, though one is due")
+                raise LinkStalled(f"no step for {now - last_step:.3g} s, though one is due")
 
     def _works(self) -> None:
         """If the worker is lost now, another is started at once."""

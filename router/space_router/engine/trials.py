@@ -9,27 +9,40 @@ from space_router.engine.errors import WorkerFailed
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.queue import RequestQueue
 from space_router.engine.scheduler import Scheduler
+from space_router.workers.cause import Cause
 
-PATIENCE = 10.0  # seconds that suspects wait for a worker that is missing, before one that runs others is emptied
+PATIENCE = 10.0  # seconds that suspects wait for a worker that is missing, before the only one is emptied
+HOLD = 1.0  # seconds that the others wait for their worker to be done with trials, before they go elsewhere
 GROWTH = 16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
 
 
 class Trials:
     """A worker that ends by itself leaves everybody it ran under suspicion.
 
-    A suspect runs alone on a worker until it has some tokens more. Whose worker ends by itself meanwhile has killed
-    two, and is refused; everybody else is cleared, and is held until no other suspect is left to be tried, so that
-    each is alone. What has been computed of him is in the prefix cache when he comes back.
+    A suspect runs alone on a worker until it has some tokens more. Whose worker ends by itself meanwhile is refused;
+    everybody else is cleared. He is held a moment, as are those who ran where suspects are tried now: when the last
+    trial is over they go on there, where what has been computed of them is in the prefix cache.
+
+    Where nobody can tell why a worker was lost, its machine has most likely been switched off or cut from the network.
+    So there only those are suspects whom it had given few tokens yet: most requests that kill do so at their
+    beginning. The others go on at once, wherever is room. One of them that kills all the same ends a second worker in
+    the step in which it ended the first, without a token from it, and is now tried alone: it has killed three when it
+    is refused, others two.
     """
 
     def __init__(self, queue: RequestQueue, admission: Admission) -> None:
         self._queue, self._admission = queue, admission
         self._suspects: list[LiveRequest] = []  # oldest first
-        self._held: list[LiveRequest] = []  # cleared, or in the way
+        self._held: dict[LiveRequest, float] = {}  # cleared, or in the way: since when, on the engine's clock
         self._since: float | None = None  # seconds on the engine's clock: suspects wait, and no worker tries them
 
-    def suspect(self, live: LiveRequest) -> WorkerFailed | None:
-        """The worker that ran this request has ended by itself; what to tell it if it was the one, alone on trial."""
+    def lost(self, live: LiveRequest, cause: Cause, *, num_given: int) -> WorkerFailed | None:
+        """The worker that ran this request is lost; what to tell it if it was the one, alone on trial.
+
+        `num_given`: tokens it had from that worker.
+        """
+        if cause is Cause.OUTSIDE:
+            return None
         is_guilty = live.is_suspect
         self.forget(live)
         live.num_suspicions += 1
@@ -38,7 +51,10 @@ class Trials:
                 f"{live.num_suspicions} workers ended while they ran this request, the last one while it ran nothing "
                 "else. It is not tried again. Change the request; the log has the workers' last words."
             )
-        live.cleared_at = live.num_generated + int(GROWTH ** (live.num_suspicions - 1))
+        num_tokens = int(GROWTH ** (live.num_suspicions - 1))
+        if cause is Cause.UNKNOWN and num_given >= max(GROWTH, num_tokens):
+            return None
+        live.cleared_at = live.num_generated + num_tokens
         self._suspects.append(live)
         return None
 
@@ -51,7 +67,7 @@ class Trials:
 
         `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
         """
-        self._let_go(schedulers)
+        self._let_go(schedulers, now)
         court = self._court(schedulers, now, complete=complete)
         if court is None:
             yield from self._admission.admit(schedulers, now, complete=complete)
@@ -64,20 +80,20 @@ class Trials:
         others = [scheduler for scheduler in schedulers if scheduler is not court]
         yield from self._admission.admit(others, now, complete=False)
 
-    def advanced(self, live: LiveRequest, scheduler: Scheduler) -> None:
+    def advanced(self, live: LiveRequest, scheduler: Scheduler, now: float) -> None:
         """A suspect has been given tokens: it may be cleared, and makes way if another waits."""
         if live.cleared_at is None or live.num_generated < live.cleared_at:
             return
         self.forget(live)
         if self._waiting() and scheduler.recall(live):
-            self._held.append(live)
+            self._held[live] = now
 
     def forget(self, live: LiveRequest) -> None:
         """It is no suspect, and stands in nobody's way."""
         live.cleared_at = None
-        for those in (self._suspects, self._held):
-            if live in those:
-                those.remove(live)
+        self._held.pop(live, None)
+        if live in self._suspects:
+            self._suspects.remove(live)
 
     def _waiting(self) -> list[LiveRequest]:
         """Suspects that could be tried now; one whose reader is too far behind could not go on."""
@@ -93,16 +109,18 @@ class Trials:
         fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0]) and not scheduler.closing]
         court = min(fit or schedulers, key=lambda scheduler: scheduler.num_running)
         self._since = now if self._since is None else self._since
-        if court.num_running and not complete and now - self._since < PATIENCE:
+        is_only = all(scheduler is court or scheduler.closing for scheduler in schedulers)
+        if court.num_running and is_only and not complete and now - self._since < PATIENCE:
             return None
-        self._held += [sequence.live for sequence in court.running if court.recall(sequence.live)]
+        self._held |= {sequence.live: now for sequence in court.running if court.recall(sequence.live)}
         return court
 
-    def _let_go(self, schedulers: Sequence[Scheduler]) -> None:
-        """Those that are held go on once nobody is on trial or waits for it."""
-        if not self._held or self._waiting() or any(scheduler.tries for scheduler in schedulers):
+    def _let_go(self, schedulers: Sequence[Scheduler], now: float) -> None:
+        """Those that are held go on once nobody is on trial or waits for it, or they have waited long enough."""
+        if not self._held:
             return
-        held, self._held = self._held, []
-        for live in held:
+        is_over = not self._waiting() and not any(scheduler.tries for scheduler in schedulers)
+        for live in [live for live, since in self._held.items() if is_over or now - since >= HOLD]:
+            del self._held[live]
             if live in self._queue and not live.lagging:
                 self._queue.unpark(live)

@@ -323,7 +323,7 @@ class Performance:
         expected = {
             "cancelled": visit.cancelled_at is not None,
             "deadline": visit.request.deadline is not None,
-            "worker failed": sum(cause is Cause.ITSELF for *_, cause in self.scenario.deaths) >= 2,
+            "worker failed": sum(cause is not Cause.OUTSIDE for *_, cause in self.scenario.deaths) >= 2,
             "refused": self.scenario.config.max_queue < len(self.scenario.visits),
         }
         if not expected.get(visit.outcome or "", True):

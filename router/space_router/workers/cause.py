@@ -13,7 +13,8 @@ class Cause(Enum):
     """Who ended a worker, as far as the system tells."""
 
     OUTSIDE = "outside"  # somebody killed or stopped the process: no request did it
-    ITSELF = "itself"  # it crashed, hung, ran out of memory or contradicted the contract, or nobody can tell
+    ITSELF = "itself"  # it crashed, hung, ran out of memory or contradicted the contract
+    UNKNOWN = "unknown"  # it runs where this router cannot look: its machine may be off, or it may have crashed
 
 
 def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> Cause:

@@ -27,6 +27,10 @@ class LinkLost(Exception):
     """The conversation has ended: the worker died, fell silent, or cannot be reached."""
 
 
+class LinkStalled(LinkLost):
+    """The worker speaks, and does not step."""
+
+
 class LinkRefused(LinkLost):
     """The worker is well, and will not serve this router: it drains, or serves another, or was told nonsense."""
 
@@ -117,7 +121,7 @@ class Link:
         self._silence += min(loop.time() - self._last_look, 2 * pause)
         self._last_look = loop.time()
         if self._silence < patience:
-            self._watch = loop.call_later(pause, self._look)
+            self._watch = loop.call_later(min(pause, patience - self._silence), self._look)
         else:
             self.give_up(f"said nothing for {self._silence:.3g} s")
 

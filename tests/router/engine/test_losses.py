@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from space_router.engine import seat
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request import Sampling, ValidRequest
-from space_router.testing import Script, ScriptedWorker
+from space_router.testing import Script, ScriptedWorker, never
 from space_router.workers import watchdog
+from space_router.workers.cause import Cause
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
@@ -199,6 +201,80 @@ def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
             two.check()
 
     asyncio.run(whole())
+
+
+def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(request_of: Make, answer: Answer) -> None:
+    from space_router.config import ServeConfig
+    from space_router.metrics import Metrics
+
+    script = Script(step_seconds=0.01, num_blocks=1024, accepts=never)
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            workers = [await stack.enter_async_context(ScriptedWorker(script)) for _ in range(2)]
+            life = await stack.enter_async_context(AsyncExitStack())
+            mortal = await life.enter_async_context(ScriptedWorker(script))
+            config = ServeConfig(worker_address=(mortal.address, *(worker.address for worker in workers)))
+            engine = await stack.enter_async_context(Engine(config, Metrics()))
+            for place in engine.seats:
+                await place.until(lambda place=place: place.scheduler is not None)  # type: ignore[misc]
+            requests = [request_of((10 + i, 11), 500, name=str(i)) for i in range(12)]  # none ends meanwhile
+            streams = [await stack.enter_async_context(engine.submit(request)) for request in requests]
+            texts: list[tuple[int, ...]] = [()] * 12
+
+            async def read(num_tokens: int) -> None:
+                async with asyncio.timeout(20):
+                    for number, stream in enumerate(streams):
+                        while len(texts[number]) < num_tokens:
+                            texts[number] += (await anext(aiter(stream))).tokens
+
+            await read(20)
+            assert mortal.figures.num_admits
+            begun = asyncio.get_running_loop().time()
+            await life.aclose()
+            await read(70)
+            seconds = asyncio.get_running_loop().time() - begun
+            assert engine.load().num_workers_up == 2
+            assert all(
+                text == answer(request, script)[: len(text)] for request, text in zip(requests, texts, strict=True)
+            )
+            assert seconds < 2.5, "50 steps of 0.01 s, and the pause"
+        for worker in workers:
+            worker.check()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (Script(garbage="computed"), Cause.ITSELF),
+        (Script(stall_after_steps=4, heartbeat_seconds=0.01), Cause.ITSELF),
+        (Script(hang_after_steps=4), Cause.UNKNOWN),
+        (Script(die_after_steps=4), Cause.UNKNOWN),
+    ],
+    ids=["contradicts", "does not step", "says nothing", "hangs up"],
+)
+def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
+    script: Script, cause: Cause, in_house: InHouse, request_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causes: list[Cause] = []
+    worker_lost = Engine.worker_lost
+
+    def noted(engine: Engine, seat: Any, lost: Any, why: Cause) -> None:
+        causes.append(why)
+        worker_lost(engine, seat, lost, why)
+
+    async def body(house: House) -> None:
+        text = asyncio.create_task(house.text(request_of(6, 40)))
+        await house.until(lambda: bool(causes))
+        house.worker.script.stall_after_steps = house.worker.script.hang_after_steps = None
+        assert len(await text) == 40
+        assert causes == [cause]
+
+    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(Engine, "worker_lost", noted)
+    in_house(body, script, worker_timeout=0.3)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

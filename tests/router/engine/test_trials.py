@@ -1,0 +1,207 @@
+"""How long streams are silent when their worker is lost, and how many workers a request can kill.
+
+On a table: a step takes 0.02 s on its clock, whatever the machine does meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import pytest
+from space_router.engine.errors import EngineError, WorkerFailed
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.stream import Stream
+from space_router.engine.trials import GROWTH, HOLD, PATIENCE
+from space_router.testing import Script
+from space_router.testing.scenario import ScriptedTableWorker
+from space_router.testing.tabletop import Tabletop
+from space_router.workers.cause import Cause
+from space_router.workers.remote import RemoteWorker
+
+Make = Callable[..., ValidRequest]
+Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
+STEP = 0.02  # seconds
+SCRIPT = Script(block_size=16, num_blocks=512, window=2048, eos_ids=(), max_sequences=16)
+
+
+def elsewhere() -> Cause:
+    """What the router knows of the end of a worker that it has not started."""
+    return asyncio.run(RemoteWorker("gpu1:50051").inquest())
+
+
+class Reader:
+    """One request on the table, what it has got, and when."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.tokens: list[int] = []
+        self.longest_pause = 0.0
+        self.error: EngineError | None = None
+        self._last: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tokens) == self.stream.request.max_tokens
+
+    def read(self, now: float) -> None:
+        self.error = self.stream.error
+        while self.stream.num_ready:
+            self.tokens += self.stream.read().tokens
+            if self._last is not None:
+                self.longest_pause = max(self.longest_pause, now - self._last)
+            self._last = now
+
+
+class Table:
+    """Workers and readers, turned step by step."""
+
+    def __init__(self, num_workers: int, requests: Iterable[ValidRequest]) -> None:
+        self.top = Tabletop(lambda: ScriptedTableWorker(SCRIPT), num_workers=num_workers)
+        self.seats = self.top.seats
+        self.readers = [Reader(self.top.engine.submit(request)) for request in requests]
+
+    def turn(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.top.tick(STEP)
+            for reader in self.readers:
+                reader.read(self.top.now)
+
+    def until_all_have(self, num_tokens: int) -> None:
+        while any(len(reader.tokens) < num_tokens for reader in self.readers):
+            self.turn()
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            self.turn()
+            if all(reader.is_whole or reader.error for reader in self.readers):
+                return
+        raise AssertionError(f"not over: {[len(reader.tokens) for reader in self.readers]}")
+
+    def lives_at(self, number: int) -> list[LiveRequest]:
+        """Who runs at a seat."""
+        scheduler = self.seats[number].scheduler
+        return [] if scheduler is None else [sequence.live for sequence in scheduler.running]
+
+    def names_at(self, number: int) -> set[str]:
+        return {live.request.request_id for live in self.lives_at(number)}
+
+    def readers_of(self, names: set[str]) -> list[Reader]:
+        return [reader for reader in self.readers if reader.stream.request_id in names]
+
+
+def some(request_of: Make, number: int, max_tokens: int = 200) -> list[ValidRequest]:
+    return [request_of((10 + i, 11, 12), max_tokens, name=str(i), sampling=Sampling(seed=i)) for i in range(number)]
+
+
+def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(request_of: Make, answer: Answer) -> None:
+    requests = some(request_of, 12)
+    table = Table(3, requests)
+    table.until_all_have(GROWTH)
+    assert len(table.names_at(0)) == 4
+    table.seats[0].die(elsewhere())
+    table.finish()
+    assert [tuple(reader.tokens) for reader in table.readers] == [answer(request, SCRIPT) for request in requests]
+    assert max(reader.longest_pause for reader in table.readers) <= 5 * STEP
+
+
+def test_those_that_had_just_begun_there_are_tried_alone_and_at_once(request_of: Make) -> None:
+    table = Table(3, some(request_of, 12))
+    table.until_all_have(1)
+    table.seats[0].die(elsewhere())
+    num_trials = 0
+    while any(len(reader.tokens) < GROWTH for reader in table.readers):
+        table.turn()
+        for lives in map(table.lives_at, range(3)):
+            num_trials += any(live.is_suspect for live in lives)
+            assert len(lives) <= 1 or not any(live.is_suspect for live in lives)
+    assert num_trials
+    table.finish()
+    assert max(reader.longest_pause for reader in table.readers) < 0.5
+
+
+@pytest.mark.parametrize("at_token", [0, 5, 100], ids=["its first", "an early", "a late"])
+def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_others_end_whole(
+    request_of: Make, answer: Answer, at_token: int
+) -> None:
+    requests = some(request_of, 12)
+    table, num_deaths = Table(3, requests), 0
+    deadly, others = table.readers[0], table.readers[1:]
+    for _ in range(3000):
+        for number, seat in enumerate(table.seats):
+            if "0" in table.names_at(number) and len(deadly.tokens) >= at_token:
+                seat.die(elsewhere())
+                num_deaths += 1
+            elif seat.scheduler is None and num_deaths % 2 == 0:  # one is back before the next is away
+                seat.start()
+        table.turn()
+        if deadly.error and all(reader.is_whole for reader in others):
+            break
+    assert isinstance(deadly.error, WorkerFailed)
+    assert num_deaths == (3 if at_token >= GROWTH else 2)
+    assert [tuple(reader.tokens) for reader in others] == [answer(request, SCRIPT) for request in requests[1:]]
+
+
+@pytest.mark.parametrize("period", [40, 300], ids=["soon", "seldom"])
+def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(request_of: Make, period: int) -> None:
+    table = Table(3, [request_of((99, 12, 13), 1900, name="deadly"), *some(request_of, 4, 40)])
+    deadly, num_deaths = table.readers[0], 0
+    for _ in range(5000):
+        for number, seat in enumerate(table.seats):
+            if seat.scheduler is None:
+                seat.start()
+            elif any(
+                live.request.request_id == "deadly" and seat.scheduler.num_given(live) >= period
+                for live in table.lives_at(number)
+            ):
+                seat.die(elsewhere())
+                num_deaths += 1
+        table.turn()
+        if deadly.error:
+            break
+    assert isinstance(deadly.error, WorkerFailed)
+    assert num_deaths <= 5
+
+
+@pytest.mark.parametrize("cause", [Cause.ITSELF, elsewhere()], ids=["by itself", "elsewhere"])
+def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside_their_trial(
+    request_of: Make, cause: Cause
+) -> None:
+    table = Table(3, some(request_of, 12))
+    table.until_all_have(4)
+    table.seats[0].die(cause)
+    table.finish()
+    assert max(reader.longest_pause for reader in table.readers) < 0.05 * PATIENCE
+
+
+def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missing_one_has_had_its_time(
+    request_of: Make,
+) -> None:
+    table = Table(2, some(request_of, 8, 1000))
+    table.until_all_have(4)
+    suspects, others = table.readers_of(table.names_at(0)), table.readers_of(table.names_at(1))
+    assert suspects
+    table.seats[0].die(Cause.ITSELF)
+    table.turn(int(1.0 / STEP))
+    assert max(reader.longest_pause for reader in others) <= 2 * STEP
+    table.seats[0].start()
+    table.turn(int(1.0 / STEP))
+    assert all(1.0 < reader.longest_pause < 2.0 for reader in suspects), "tried on the one that came back"
+    assert max(reader.longest_pause for reader in others) <= 2 * STEP
+
+
+def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) -> None:
+    table = Table(3, some(request_of, 24, 1000))
+    table.until_all_have(4)
+    suspects = table.lives_at(0)
+    for live in suspects:
+        live.num_suspicions = 2  # so that each is tried for many tokens
+    names = [table.names_at(number) for number in range(3)]
+    table.seats[0].die(Cause.ITSELF)
+    (emptied,) = [number for number in (1, 2) if not names[number] & table.names_at(number)]
+    in_the_way = table.readers_of(names[emptied])
+    table.turn(int((HOLD + 0.5) / STEP))
+    assert any(live.is_suspect for live in suspects), "trials are still going on"
+    assert all(HOLD <= reader.longest_pause < HOLD + 0.3 for reader in in_the_way)
+    table.finish()
