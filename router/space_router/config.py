@@ -244,13 +244,13 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         own_workers=True,
     )
     placement: str = setting(
-        "shared",
+        "auto",
         _WORKERS,
         "shared: router and workers run on any core. apart: workers keep off the last processor, which is then the "
-        "router's: it never displaces a thread that others wait for, and steps have one core fewer, which they do not "
-        "miss where memory bounds them",
-        parse.one_of("shared", "apart"),
-        "shared|apart",
+        "router's: it never displaces a step, and steps have one core fewer. auto: apart where products take one "
+        "thread, as those of weights below 64 MiB do, and there is a processor more than workers; else shared",
+        parse.one_of("auto", "shared", "apart"),
+        "auto|shared|apart",
         own_workers=True,
     )
     powercap: str | None = setting(

@@ -10,11 +10,14 @@ def processors() -> set[int]:
 
 
 def for_workers(placement: str, allowed: Set[int]) -> str | None:
-    """The list for a worker's `--cores`; None: wherever the system puts them.
+    """What a worker's `--cores` is; None: wherever the system puts them.
 
     `apart` leaves the last processor to whoever is not a worker, so that no step waits for a thread that the router has
-    displaced. There must be two at least: with one there is nothing to part.
+    displaced; `auto` leaves it to the worker to see whether it needs that one. There must be two at least: with one
+    there is nothing to part.
     """
-    if placement != "apart" or len(allowed) < 2:
+    if placement == "shared" or len(allowed) < 2:
         return None
+    if placement == "auto":
+        return "auto"
     return ",".join(map(str, sorted(allowed)[:-1]))

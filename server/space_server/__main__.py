@@ -47,7 +47,7 @@ from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, calibrate, load_or_measure
 from space_server.config import Steps, WorkerConfig, parse
 from space_server.controller import FixedLayout
-from space_server.cores import num_cores, num_threads
+from space_server.cores import keep_off_last, num_cores, num_threads
 from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
 from space_server.energy import Meter, find_sensors
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is told to stop; the exit status."""
     config = parse(arguments)
     use_one_heap()
-    if config.cores is not None:
+    if isinstance(config.cores, set):
         os.sched_setaffinity(0, config.cores)
     log_to_stderr(config.log_level, config.log_format)
     if config.parent_pid is not None:
@@ -149,6 +149,9 @@ def _load(
     num_ranks = 1 if ranks is None else ranks.size  # they have one machine's cores together, and on CPUs its memory
     num_blocks_of(own, need, FreeMemory.on(need.device).among(num_ranks if need.device.type == "cpu" else 1))
     threads = config.num_threads or choose_threads(checkpoint) or max(1, _threads(config) // num_ranks)
+    if config.cores == "auto" and threads * num_ranks == 1 and need.device.type == "cpu":
+        left = keep_off_last(config.num_workers)
+        _log.info("products take one thread; processor %s is the router's", "none" if left is None else left)
     model = load_model(
         checkpoint,
         dtype=config.dtype,
@@ -287,7 +290,7 @@ def choose_steps(asked: Steps, facts: ModelFacts) -> Literal["device", "eager", 
 
 def _threads(config: WorkerConfig) -> int:
     """Of a product, where weights are large."""
-    beside_router = config.parent_pid is not None and config.cores is None  # else it keeps off one already
+    beside_router = config.parent_pid is not None and not isinstance(config.cores, set)  # else it keeps off one already
     return num_threads(num_cores(), beside_router=beside_router, num_workers=config.num_workers, environment=os.environ)
 
 

@@ -64,7 +64,7 @@ class WorkerConfig:
     rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
     num_threads: int | None  # of one product on the CPU; None: by the size of the weights and the cores there are
     num_workers: int  # processes like this one that share the machine's cores
-    cores: set[int] | None  # processors to run on, and on no others; None: as the system says
+    cores: set[int] | Literal["auto"] | None  # to run on, and on no others; "auto": `keep_off_last`; None: on any
     powercap: Path  # the kernel's folder of power sensors
     tracing: bool  # spans of sequences that a router follows
     parent_pid: int | None  # end when this process is gone
@@ -216,7 +216,13 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         metavar="N",
         help="workers that share this machine's cores: each takes its part of the threads (default: %(default)s)",
     )
-    parser.add_argument("--cores", type=_cores, metavar="LIST", help="run on these processors alone, such as 0-2,5")
+    parser.add_argument(
+        "--cores",
+        type=_cores,
+        metavar="LIST",
+        help="run on these processors alone, such as 0-2,5; auto: on all but the last, where products take one thread "
+        "and --num-workers leave one",
+    )
     parser.add_argument(
         "--powercap",
         type=Path,
@@ -257,7 +263,9 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
     return WorkerConfig(adapters=adapters, **options)
 
 
-def _cores(text: str) -> set[int]:
+def _cores(text: str) -> set[int] | str:
+    if text == "auto":
+        return text
     try:
         found = parse_cores(text)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 ROUTERS_FROM = 4
@@ -35,6 +36,22 @@ def num_threads(cores: int, *, beside_router: bool, num_workers: int = 1, enviro
         return int(told)
     left = cores - 1 if beside_router and cores >= ROUTERS_FROM else cores
     return max(1, left // num_workers)
+
+
+def keep_off_last(num_workers: int) -> int | None:
+    """Leave the last processor that this process may run on to the router, with all threads that there are; which it
+    is, or None where each of `num_workers` needs one of its own.
+
+    Seen with the embedded model on two processors: 1.14 times as many tokens per second at 1 and 8 streams, 1.05 times
+    at 32, and less spread; binding the router instead brought nothing at 1 stream and 1.03 times at 8 and 32.
+    """
+    allowed = sorted(_allowed())
+    if num_workers >= len(allowed) or not hasattr(os, "sched_setaffinity"):
+        return None
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(task.name), allowed[:-1])
+    return allowed[-1]
 
 
 def parse_cores(text: str) -> set[int]:

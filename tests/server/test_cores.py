@@ -1,10 +1,12 @@
 """Threads are as many as the cores that affinity and a container's quota leave."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from space_server.config import parse
-from space_server.cores import num_cores, num_threads, parse_cores
+from space_server.cores import keep_off_last, num_cores, num_threads, parse_cores
 
 
 @pytest.fixture
@@ -73,3 +75,24 @@ def test_processors_that_this_process_may_not_use_are_refused(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         parse(["--listen", "h:1", "--cores", "100000"])
     assert "may not run on 100000" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to processors")
+@pytest.mark.parametrize(("num_workers", "left"), [(1, 5), (2, 5), (3, None)])
+def test_every_thread_keeps_off_the_last_processor_where_workers_leave_one(
+    num_workers: int, left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: dict[int, list[int]] = {}
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {5, 2, 3})
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, processors: bound.update({pid: list(processors)}))
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert keep_off_last(num_workers) == left
+    finally:
+        done.set()
+        other.join()
+    threads = {threading.get_native_id(), other.native_id}
+    assert (threads <= bound.keys()) is (left is not None)
+    assert all(processors == [2, 3] for processors in bound.values())
