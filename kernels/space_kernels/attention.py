@@ -7,6 +7,7 @@ from torch import Tensor
 
 from space_kernels.attention_plan import AttentionPlan
 from space_kernels.bucket_pattern import PlanKey
+from space_kernels.float8 import as_kept, to_keep, widened
 from space_kernels.paging import StepRows
 from space_kernels.plan_ground import KEY_BLOCK
 
@@ -28,7 +29,8 @@ def space_attention(
 ) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
-    query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype.
+    query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype, or in
+    float8_e4m3fn: then every row sees the nearest such numbers, but for its own group's masks.
     Scores, sums and products are float32. Every row goes through fixed key blocks of 128 positions, ascending, up to
     its own visible length; mask rows then join the masks of their group seen so far (online softmax). What a row must
     not see has the score -inf; slots that are not written, whatever lies there, are not read. Keys and values that are
@@ -43,8 +45,9 @@ def space_attention(
 
     chain = rows.num_chain_rows
     for pages, new in ((key_pages, key), (value_pages, value)):
-        finite = new[:chain].reshape(-1, head_dim).nan_to_num(0.0, 0.0, 0.0)
-        pages.view(-1, head_dim).index_copy_(0, plan.writes, finite)
+        written = to_keep(new[:chain].reshape(-1, head_dim), pages.dtype)
+        as_kept(pages).view(-1, head_dim).index_copy_(0, plan.writes, written)
+    kept_keys, kept_values = as_kept(key_pages), as_kept(value_pages)
 
     queries = query.reshape(-1, head_dim)
     outputs = []
@@ -53,10 +56,10 @@ def space_attention(
         packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
         softmax = _OnlineSoftmax(packed, softcap, floor=window is not None)
         for block in bucket.blocks:
-            keys = key_pages.view(-1, block.run * head_dim).index_select(0, block.index)
-            values = value_pages.view(-1, block.run * head_dim).index_select(0, block.index)
+            keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
+            values = kept_values.view(-1, block.run * head_dim).index_select(0, block.index)
             shape = (block.num_sequences * kv_heads, KEY_BLOCK, head_dim)
-            softmax.add(keys.view(shape).float(), values.view(shape).float(), block.bound)
+            softmax.add(widened(keys.view(shape)), widened(values.view(shape)), block.bound)
         if bucket.step_keys is not None:
             shape = (bucket.shape[0] * kv_heads, -1, head_dim)
             keys = key.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)

@@ -28,6 +28,7 @@ class AttentionNeed:
     device: torch.device
     capability: tuple[int, int] | None  # compute capability of a GPU; None: no GPU
     exact: bool = False  # a row's bits must not depend on its company
+    float8_kv: bool = False  # pages are of eight bits
 
     @classmethod
     def on(
@@ -40,10 +41,11 @@ class AttentionNeed:
         dtype: torch.dtype,
         block_size: int,
         exact: bool = False,
+        float8_kv: bool = False,
     ) -> AttentionNeed:
         """With the capability of the device as it is."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact)
+        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, float8_kv)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -65,6 +67,7 @@ class Backend:
     page_multiple: int = 1  # of slots
     row_invariant: bool = False  # a row's bits do not depend on its company
     takes_stored: bool = False  # there is one for pages that hold the step's keys already: see `attend`
+    float8_kv: bool = False  # takes pages of eight bits
     captures: bool = True  # in a CUDA graph whose lengths the host does not know
     limits: str = ""  # what else is to be known, in one line
 
@@ -100,6 +103,8 @@ class Backend:
                 f"takes pages of a multiple of {self.page_multiple} slots; these have {need.block_size}: use "
                 f"--block-size {self.page_multiple}"
             )
+        if need.float8_kv and not self.float8_kv:
+            return "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"
         if need.exact and not self.row_invariant:
             return "gives a row bits that depend on its company: leave out --exact"
         return None
@@ -177,6 +182,7 @@ BACKENDS: Mapping[str, Backend] = {
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             heads=range(1, 1 << 20),
             row_invariant=True,
+            float8_kv=True,
             captures=False,
             limits="what the CPU runs; on a GPU the reference, not fast, and its plan is made on the host",
         ),
@@ -190,6 +196,7 @@ BACKENDS: Mapping[str, Backend] = {
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             heads=range(1, 257),
             row_invariant=True,
+            float8_kv=True,
             limits="our own kernel: one read of the prefix for all rows of a sequence",
         ),
         Backend(

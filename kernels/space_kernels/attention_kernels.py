@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from space_kernels.float8_bits import widened
+
 _FLOOR: tl.constexpr = tl.constexpr(-1e30)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -273,8 +275,10 @@ def attend(
             page = tl.load(table + positions // BLOCK_SIZE, known, other=0).to(tl.int64)
             slot = page * page_stride + head * head_stride + (positions % BLOCK_SIZE) * D
             inside = known[:, None] & (lanes < D)[None, :]
-            keys = tl.load(key_pages + slot[:, None] + lanes[None, :], inside, other=0.0)
-            values = tl.load(value_pages + slot[:, None] + lanes[None, :], inside, other=0.0)
+            keys = tl.load(key_pages + slot[:, None] + lanes[None, :], inside, other=0)
+            values = tl.load(value_pages + slot[:, None] + lanes[None, :], inside, other=0)
+            if key_pages.dtype.element_ty == tl.uint8:
+                keys, values = widened(keys, query.dtype.element_ty), widened(values, query.dtype.element_ty)
             seen = (positions[None, :] >= oldest[:, None]) & (positions[None, :] < newest[:, None])
             state, top, total = _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED, PRECISION)
         if WALK == 1:

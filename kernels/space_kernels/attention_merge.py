@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from space_kernels.float8 import as_kept, to_keep
 from space_kernels.step_tables import StepTables
 
 LN_2 = math.log(2.0)
@@ -104,7 +105,7 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     rows = (slots >= 0).nonzero().flatten()
     place = slots[rows] // tables.block_size, slots[rows] % tables.block_size
     for pages, new in ((key_pages, key), (value_pages, value)):
-        pages.transpose(1, 2).index_put_(place, new[rows].nan_to_num(0.0, 0.0, 0.0))
+        as_kept(pages).transpose(1, 2).index_put_(place, to_keep(new[rows], pages.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ from space_kernels import attention_kernels as kernels
 from space_kernels.attention_kernels import ONE_SPLIT, PARALLEL, SERIAL
 from space_kernels.attention_tile import SPLIT, Tile, combine_warps, padded, padded_queries, precision, tile_for
 from space_kernels.attention_tuned import TUNED as TUNED
+from space_kernels.float8 import as_kept
 from space_kernels.merge_triton import merge as merge
 from space_kernels.paging import StepRows
 from space_kernels.step_tables import StepTables
@@ -96,8 +97,8 @@ def space_attention(
 ) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
-    As `attention.space_attention`, bits apart. Pages may have any size; `scale` must be positive. In 16 bits the
-    softmax's weights are rounded to the values' dtype.
+    As `attention.space_attention`, bits apart, pages of eight bits too. Pages may have any size; `scale` must be
+    positive. In 16 bits the softmax's weights are rounded to the values' dtype.
     """
     tables = StepTables.of(rows)
     store_kv(key, value, key_pages, value_pages, tables)
@@ -265,8 +266,8 @@ def _launch(
         query,
         key,
         value,
-        key_pages,
-        value_pages,
+        as_kept(key_pages),
+        as_kept(value_pages),
         of_splits[0] if how == PARALLEL else out,
         out if lse is None else lse,
         of_splits[1],

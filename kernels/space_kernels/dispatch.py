@@ -99,19 +99,25 @@ class Ops:
 
 
 def ops_for(
-    device: torch.device | str, *, attention: str = "auto", exact: bool = False, dtype: torch.dtype = torch.float32
+    device: torch.device | str,
+    *,
+    attention: str = "auto",
+    exact: bool = False,
+    dtype: torch.dtype = torch.float32,
+    float8_kv: bool = False,
 ) -> Ops:
-    """The operations for a device, and numbers of this dtype.
+    """The operations for a device, and numbers of this dtype. `float8_kv`: pages are of eight bits, which compiled
+    attention does not take.
 
     `attention`: "torch", "triton" (on a GPU), or "auto", the best of ours that the device has; the libraries' come from
     attention_backends. `exact`: a row has the same bits whatever the other rows (on a CPU it always has). Raises
     ValueError, naming the cure, for what cannot be had.
     """
-    return _ops(torch.device(device).type, attention, exact, dtype)
+    return _ops(torch.device(device).type, attention, exact, dtype, float8_kv)
 
 
 @cache
-def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype) -> Ops:
+def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, float8_kv: bool) -> Ops:
     if attention not in ("auto", "torch", "triton"):
         raise ValueError(
             f"There is no attention implementation {attention!r} of our own; there are auto, torch and triton."
@@ -119,7 +125,7 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype) -> Ops:
     if kind != "cuda":
         if attention == "triton":
             raise ValueError("Triton's attention needs a CUDA device; a CPU has auto and torch.")
-        library = cpu_library() if attention == "auto" and dtype == torch.bfloat16 else None
+        library = cpu_library() if attention == "auto" and dtype == torch.bfloat16 and not float8_kv else None
         ops = reference_ops(cpu_linear)
         return (
             ops if library is None else replace(ops, attention="compiled", space_attention=CompiledAttention(library))

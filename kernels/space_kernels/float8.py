@@ -6,6 +6,9 @@
 The nearest number is off by at most 1/16 of what it stands for, from 2^-6 on, at every size alike. So a scale does
 nothing but move the range to where the numbers are: one for each output of a weight, a power of two, which rounds
 nothing itself. What is kept is then a bfloat16 number of four digits, and a product with it is a bfloat16 product.
+
+Keys and values have the scale 1: one that follows the numbers would change what a slot holds with who came before, and
+one from calibration needs texts. What is beyond 448 becomes 448; a model with keys beyond it should not be held so.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from torch import Tensor
 FORMAT = torch.float8_e4m3fn
 
 GREATEST = 448.0
+
+NAN = 0x7F
+"""The byte of what is no number."""
 
 _OUTPUTS = 1024
 """Outputs whose weights are in memory as float32 at the same time."""
@@ -70,3 +76,22 @@ def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the definition. Float32 sums, rounded once."""
     product = (x.float() @ weight.float().T) * scale
     return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+# -------------------------------------------------------------------------------------------------- in pages
+
+
+def as_kept(pages: Tensor) -> Tensor:
+    """Pages as what torch's operations and kernels move about: bytes, where they are of eight bits; else themselves."""
+    return pages.view(torch.uint8) if pages.dtype is FORMAT else pages
+
+
+def to_keep(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as pages of the dtype keep them, to be put into `as_kept`: what is not finite counts as 0."""
+    finite = new.nan_to_num(0.0, 0.0, 0.0)
+    return nearest(finite).view(torch.uint8) if dtype is FORMAT else finite
+
+
+def widened(kept: Tensor) -> Tensor:
+    """What was read from `as_kept`, in float32."""
+    return kept.view(FORMAT).float() if kept.dtype is torch.uint8 else kept.float()

@@ -23,3 +23,14 @@ def widened(bits, dtype: tl.constexpr):
     wide = bits.to(tl.uint16)
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return (half * 256.0).to(dtype)
+
+
+@triton.jit
+def narrowed(x):
+    """float32, finite -> the byte of the nearest number, of two the even one; the greatest for what is beyond it."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    digits = size.to(tl.int32, bitcast=True)
+    large = ((digits + 0x7FFFF + ((digits >> 20) & 1)) >> 20) - 960
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 16384's own
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (sign | tl.where(size < 0.015625, small, large)).to(tl.uint8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from space_kernels.float8 import as_kept, to_keep
 from space_kernels.norm import rms_norm
 
 
@@ -69,6 +70,6 @@ def rotary_store(
     places = first_head[:, None] + torch.arange(0, kv_heads * size, size, device=slots.device)
     stays = (slots >= 0).repeat_interleave(kv_heads)
     for pages, new in ((key_pages, key), (value_pages, value)):
-        rows = new[:count].nan_to_num(0.0, 0.0, 0.0).reshape(-1, width)
-        pages.view(-1, width).index_copy_(0, places.reshape(-1)[stays], rows[stays])
+        rows = to_keep(new[:count], pages.dtype).reshape(-1, width)
+        as_kept(pages).view(-1, width).index_copy_(0, places.reshape(-1)[stays], rows[stays])
     return query, key, value

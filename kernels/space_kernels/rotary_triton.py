@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from space_kernels.float8 import as_kept
+from space_kernels.float8_bits import narrowed
 from space_kernels.rotary import HeadNorm
 from space_kernels.tuned import Tuned
 
@@ -84,8 +86,12 @@ def _rotary_store(
         group = (head - num_heads) % kv_heads
         block, offset = slot // block_size, slot % block_size
         at = block * page_stride + group[:, None].to(tl.int64) * head_stride + offset * slot_stride + lanes[None, :]
-        kept_first = _finite(turned_first.to(tl.float32)).to(dtype)
-        kept_second = _finite(turned_second.to(tl.float32)).to(dtype)
+        kept_first = _finite(turned_first.to(tl.float32))
+        kept_second = _finite(turned_second.to(tl.float32))
+        if key_pages.dtype.element_ty == tl.uint8:
+            kept_first, kept_second = narrowed(kept_first), narrowed(kept_second)
+        else:
+            kept_first, kept_second = kept_first.to(dtype), kept_second.to(dtype)
         is_key = (~is_query) & (~is_value)
         tl.store(key_pages + at, kept_first, whole & is_key)
         tl.store(key_pages + at + HALF, kept_second, whole & is_key)
@@ -119,8 +125,8 @@ def rotary_store(
             fused,
             cos,
             sin,
-            key_pages,
-            value_pages,
+            as_kept(key_pages),
+            as_kept(value_pages),
             slots,
             fused if norm is None else norm.query_weight,
             fused if norm is None else norm.key_weight,
@@ -149,13 +155,14 @@ def _warps(half: int) -> int:
     return min(max(_HEADS * triton.next_power_of_2(half) // 128, 1), 4)
 
 
-_TENSORS = ("fused", "key_pages", "value_pages", "query_weight", "key_weight")
+_TENSORS = ("fused", "query_weight", "key_weight")
 _STRIDES = ("fused_stride", "angle_stride", "page_stride", "head_stride", "slot_stride")
 
 TUNED = tuple(
     Tuned(
         _rotary_store,
         dict.fromkeys(_TENSORS, f"*{dtype}")
+        | dict.fromkeys(("key_pages", "value_pages"), f"*{kept}")
         | {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "num_slots": "i32", "eps": "fp32"}
         | dict.fromkeys(_STRIDES, "i64:16"),
         {
@@ -169,7 +176,7 @@ TUNED = tuple(
         },
         _warps(half),
     )
-    for dtype in ("bf16", "fp32")
+    for dtype, kept in (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "u8"))
     for num_heads, kv_heads, half, normed in (
         (32, 8, 32, False),  # 1B
         (32, 8, 64, False),  # 8B

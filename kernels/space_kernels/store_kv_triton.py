@@ -7,8 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from space_kernels.float8 import as_kept
+from space_kernels.float8_bits import narrowed
 from space_kernels.step_tables import StepTables
 from space_kernels.tuned import Tuned
+
+
+@triton.jit
+def _kept(wide, dtype: tl.constexpr):
+    """float32 as pages of the dtype keep it; uint8: as a number of eight bits."""
+    return narrowed(wide) if dtype == tl.uint8 else wide.to(dtype)
 
 
 @triton.jit
@@ -47,11 +55,11 @@ def _store_kv(
         slot = page * page_stride + heads * head_stride + (position % BLOCK_SIZE) * D + lanes
         wide = tl.load(key + row.to(tl.int64) * key_row + heads * key_head + lanes, inside, other=0.0).to(tl.float32)
         wide = tl.where(tl.abs(wide) < float("inf"), wide, 0.0)  # NaN compares false
-        tl.store(key_pages + slot, wide.to(key_pages.dtype.element_ty), inside)
+        tl.store(key_pages + slot, _kept(wide, key_pages.dtype.element_ty), inside)
         wide = tl.load(value + row.to(tl.int64) * value_row + heads * value_head + lanes, inside, other=0.0)
         wide = wide.to(tl.float32)
         wide = tl.where(tl.abs(wide) < float("inf"), wide, 0.0)
-        tl.store(value_pages + slot, wide.to(value_pages.dtype.element_ty), inside)
+        tl.store(value_pages + slot, _kept(wide, value_pages.dtype.element_ty), inside)
 
 
 def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
@@ -66,8 +74,8 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     _store_kv[(pattern.num_chain_rows,)](
         key,
         value,
-        key_pages,
-        value_pages,
+        as_kept(key_pages),
+        as_kept(value_pages),
         pattern.owner,
         pattern.offset,
         tables.starts,
@@ -97,7 +105,8 @@ def _warps(kv_heads: int, head_dim: int) -> int:
 TUNED = tuple(
     Tuned(
         _store_kv,
-        dict.fromkeys(("key", "value", "key_pages", "value_pages"), f"*{dtype}")
+        dict.fromkeys(("key", "value"), f"*{dtype}")
+        | dict.fromkeys(("key_pages", "value_pages"), f"*{kept}")
         | dict.fromkeys(("owners", "offsets", "starts", "num_written", "page_table"), "*i32")
         | dict.fromkeys(("key_row", "key_head", "value_row", "value_head", "page_stride", "head_stride"), "i64:16")
         | {"table_width": "i32"},
@@ -110,6 +119,6 @@ TUNED = tuple(
         },
         _warps(kv_heads, head_dim),
     )
-    for dtype in ("bf16", "fp16", "fp32")
+    for dtype, kept in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "u8"))
     for kv_heads, head_dim in ((8, 64), (8, 128), (2, 64), (32, 96), (4, 256))
 )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from space_kernels.float8 import nearest
 from space_kernels.paging import StepRows
 from space_kernels.row_pattern import RowPattern
 
@@ -51,10 +52,11 @@ def made_up_step(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     garbage: float = float("nan"),
+    float8: bool = False,
 ) -> MadeUpStep:
     """The same keys, values and queries whatever the block size; `garbage` in every slot that nobody has written.
 
-    Pages are given out backwards and interleaved, with two that nobody holds.
+    Pages are given out backwards and interleaved, with two that nobody holds. `float8`: they are of eight bits.
     """
     device = torch.device(device)
     counts = [-(-(one.cached + one.num_chain) // block_size) for one in sequences]
@@ -84,6 +86,8 @@ def made_up_step(
         for rows, count in ((chains, one.num_chain), (masks, num_masks)):
             rows.append((normal(count, heads), normal(count, kv_heads), normal(count, kv_heads)))
 
+    if float8:
+        key_pages, value_pages = nearest(key_pages), nearest(value_pages)
     pattern = _pattern(sequences)
 
     def packed(kind: int) -> Tensor:

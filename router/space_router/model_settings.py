@@ -84,6 +84,16 @@ class ModelSettings:
         "plain|int8|fp8",
         own_workers=True,
     )
+    kv_dtype: str = setting(
+        "auto",
+        _GROUP,
+        "of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that "
+        "twice as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own "
+        "attention takes them, the libraries' does not",
+        parse.one_of("auto", "fp8"),
+        "auto|fp8",
+        own_workers=True,
+    )
     device: str = setting(
         "auto",
         _GROUP,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
-from space_model.precision import WEIGHTS
+from space_model.precision import KV_DTYPES, WEIGHTS
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.controller import Controller, FixedLayout
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     parser.add_argument("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values (default: auto)")
     parser.add_argument("--num-threads", type=int, help="of a product (default: as torch has it)")
     parser.add_argument("--out", type=Path, help="folder for acceptance.md and acceptance.json")
 
@@ -59,7 +60,13 @@ def run(options: argparse.Namespace) -> int:
 
 def run_acceptance(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
     """All settings of the options over all prompts."""
-    model = load_model(options.model, dtype=options.dtype, weights=options.weights, num_threads=options.num_threads)
+    model = load_model(
+        options.model,
+        dtype=options.dtype,
+        weights=options.weights,
+        kv_dtype=options.kv_dtype,
+        num_threads=options.num_threads,
+    )
     tokenizer = Tokenizer.from_file(str(Checkpoint.open(options.model).folder / "tokenizer.json"))
     longest = model.facts.window - options.max_tokens
     prompts = [tokenizer.encode(p.text).ids[-longest:] for p in load_prompts(options.prompts, options.limit)]

@@ -75,7 +75,7 @@ def _contest(notes: Notebook, until: float, dtype: str) -> None:
                 notes.missing(f"{dtype} {family}", "no time was left")
                 continue
             path = Path(folder) / family
-            contest = Contest(_checkpoint(path, family, dtype), family, dtype, device_of(notes), dry=notes.dry)
+            contest = Contest(checkpoint_of(path, family, dtype), family, dtype, device_of(notes), dry=notes.dry)
             before = drafted.num_tokens, len(drafted.ties), against.num_tokens, len(against.ties)
             contest.run(drafted, against, accepted, until)
             after = drafted.num_tokens, len(drafted.ties), against.num_tokens, len(against.ties)
@@ -85,8 +85,8 @@ def _contest(notes: Notebook, until: float, dtype: str) -> None:
     _report(notes, dtype, drafted, against, accepted)
 
 
-def _checkpoint(path: Path, family: str, dtype: str) -> str | Path:
-    """A random one that is stored in `dtype`; the embedded model as it is."""
+def checkpoint_of(path: Path, family: str, dtype: str) -> str | Path:
+    """A random one, written to `path`, that is stored in `dtype`; the embedded model as it is."""
     if family == "demo":
         return "demo"
     return tiny_checkpoint(path, family, seed=1, dtype=dtype, tie_word_embeddings=False)
@@ -209,7 +209,7 @@ def products(notes: Notebook, until: float) -> None:
 
         @functools.cache
         def subject(name: str, dtype: str) -> Subject:
-            path = _checkpoint(Path(folder) / f"{name}-{dtype}", name, dtype)
+            path = checkpoint_of(Path(folder) / f"{name}-{dtype}", name, dtype)
             return Subject(name, load_model(path, dtype=dtype, device=device_of(notes), exact=True))
 
         wanted = list(_cells(dry=notes.dry))
@@ -274,7 +274,7 @@ def _cells(*, dry: bool) -> Iterator[tuple[str, Cell]]:
 
 def _refused(notes: Notebook, folder: Path) -> None:
     """Others must be refused, not served inexactly."""
-    path = _checkpoint(folder / "refused", "gemma2", "float32")
+    path = checkpoint_of(folder / "refused", "gemma2", "float32")
     try:
         load_model(path, dtype="float32", device="cuda", exact=True)
     except InvalidSetting as refusal:

@@ -55,6 +55,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("gpu-tests", "The tests that need a GPU", "space_eval.gpu_kernels", "gpu_tests", 300),
     Stage("attention", "Attention against its roofline", "space_eval.gpu_attention", "run", 240),
     Stage("exact-products", "Exact products: SPACE ≡ plain to the last bit", "space_eval.gpu_exact", "products", 300),
+    Stage("eight-bits", "Weights, keys and values of eight bits", "space_eval.gpu_eight_bits", "run", 300),
     Stage("exact-float32", "IEEE float32: SPACE on, off and transformers", "space_eval.gpu_exact", "float32", 300),
     Stage("exact-bfloat16", "The same in bfloat16, and where it ties", "space_eval.gpu_exact", "bfloat16", 240),
     Stage("device-steps", "Device-resident steps against host steps", "space_eval.gpu_worker", "device_steps", 240),

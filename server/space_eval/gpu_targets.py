@@ -82,6 +82,7 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
     ),
     "exact-bfloat16": (Target("bfloat16 differences that are no tie", 0, False),),
     "exact-products": (Target("exact: cells that are not bitwise equal", 0, False),),
+    "eight-bits": (Target("eight bits: cells that are not bitwise equal", 0, False),),
     "attention": _attention(),
     **{f"llama-{shape}": _llama(shape) for shape in SHAPES},
     **{f"start-{shape}": _start(shape) for shape in SHAPES},

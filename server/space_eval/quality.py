@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from space_model.model_error import ModelError
-from space_model.precision import WEIGHTS
+from space_model.precision import KV_DTYPES, WEIGHTS
 from tqdm import tqdm
 
 from space_eval import humaneval
@@ -93,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)"
     )
+    machine.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="the same (default: auto)")
+    machine.add_argument("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
     machine.add_argument("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
     machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
     machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
@@ -127,9 +129,11 @@ def _measure(options: argparse.Namespace) -> int:
         raise QualityError(
             f"--temperature 0 gives the same text {options.samples} times. Give --temperature 0.8, or --samples 1."
         )
-    if options.base_weights and not options.base:
-        raise QualityError("--base-weights does nothing without --base.")
+    for flag, given in (("--base-weights", options.base_weights), ("--base-kv-dtype", options.base_kv_dtype)):
+        if given and not options.base:
+            raise QualityError(f"{flag} does nothing without --base.")
     weights = {"model": options.weights, "base": options.base_weights or options.weights}
+    kv_dtypes = {"model": options.kv_dtype, "base": options.base_kv_dtype or options.kv_dtype}
     tasks = [_load(name, source, options) for name, source in options.tasks.items()]
     paths = {"model": options.model} | ({"base": options.base} if options.base else {})
     settings: dict[str, object] = {
@@ -139,6 +143,7 @@ def _measure(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
         **{name: getattr(options, name) for name in ("dtype", "layout", "window", "stride")},
         **{f"weights of {label}": weights[label] for label in paths},
+        **{f"keys and values of {label}": kv_dtypes[label] for label in paths},
     }
     if options.out is not None:
         open_folder(options.out, settings)
@@ -151,6 +156,7 @@ def _measure(options: argparse.Namespace) -> int:
             path,
             dtype=options.dtype,
             weights=weights[label],
+            kv_dtype=kv_dtypes[label],
             device=_device(options.device),
             num_threads=options.num_threads,
         )

@@ -52,11 +52,21 @@ class Side:
     """A loaded model and its tokenizer."""
 
     def __init__(
-        self, label: str, path: str, *, dtype: str, device: str, num_threads: int | None, weights: str = "plain"
+        self,
+        label: str,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        weights: str = "plain",
+        kv_dtype: str = "auto",
     ) -> None:
         """`label`: what it is called in files and tables: model or base."""
         self.label = label
-        self.model: SpaceModel = load_model(path, dtype=dtype, weights=weights, device=device, num_threads=num_threads)
+        self.model: SpaceModel = load_model(
+            path, dtype=dtype, weights=weights, kv_dtype=kv_dtype, device=device, num_threads=num_threads
+        )
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(path).folder), local_files_only=True)
 
     def write(self, task: WritingTask, answers: Answers, writing: Writing) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from space_kernels.float8 import FORMAT, NAN, as_kept
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.forward_batch import ForwardBatch
 from space_model.model_facts import ModelFacts
@@ -67,4 +68,5 @@ def fill_with_nan(kv: PagedKV, kept: Iterable[tuple[int, int]]) -> None:
         stale[block, offset] = False
     where = stale[:, None, :, None]
     for tensor in [*kv.keys, *kv.values]:
-        tensor.masked_fill_(where.to(tensor.device), torch.nan)
+        nothing = NAN if tensor.dtype is FORMAT else torch.nan
+        as_kept(tensor).masked_fill_(where.to(tensor.device), nothing)

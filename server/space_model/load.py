@@ -35,7 +35,7 @@ from space_model.model_error import (
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
-from space_model.precision import choose_device, choose_dtype
+from space_model.precision import KV_DTYPES, choose_device, choose_dtype
 from space_model.probe import check_logits, expected_logits
 from space_model.quantized_format import read_format
 from space_model.quantized_model import read_dense, read_packed, stays_packed
@@ -55,6 +55,7 @@ def load_model(
     *,
     dtype: str = "auto",
     weights: str = "plain",
+    kv_dtype: str = "auto",
     device: str = "cpu",
     mask_ids: Sequence[int] | None = None,
     num_masks: int | None = None,
@@ -69,11 +70,11 @@ def load_model(
     """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
 
     `dtype` auto, float32 or bfloat16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU computes
-    the same with it, and saves nothing); `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position)
-    and `num_masks` win over the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a product
-    on the CPU (None: as torch has it), for the whole process and not to be changed later: activations are chosen by
-    it; `adapters`: name -> folder of a gated adapter
-    that drafts for requests which name it, beside the checkpoint's own;
+    the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device` auto, cpu,
+    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own; `max_model_len`
+    shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole process and not to
+    be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter that drafts for
+    requests which name it, beside the checkpoint's own;
     `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
     families that have a compact network; `choose_ops`: which operations to take, in place of these two;
     `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.
@@ -87,6 +88,9 @@ def load_model(
     config = family.read_config(checkpoint)
     place = choose_device(device)
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights)
+    if kv_dtype not in KV_DTYPES:
+        raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")
+    float8_kv = kv_dtype == "fp8"
     if weights != "plain" and ranks is not None:
         raise InvalidSetting(
             f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
@@ -136,17 +140,18 @@ def load_model(
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
-        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * number.itemsize,
+        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[float8_kv],
         attention="",  # the operations say below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
         weights=weights,
+        float8_kv=float8_kv,
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
         if choose_ops is None:
-            ops = ops_for(place, attention=attention, exact=exact, dtype=number)
+            ops = ops_for(place, attention=attention, exact=exact, dtype=number, float8_kv=float8_kv)
         else:
             ops = choose_ops(facts)
     except ValueError as error:

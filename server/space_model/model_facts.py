@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from space_kernels.float8 import FORMAT
+
+
+def number_format(dtype: torch.dtype, weights: str, *, float8_kv: bool) -> str:
+    """In words, such as `bfloat16 with fp8 weights and fp8 keys and values`."""
+    small = ([] if weights == "plain" else [f"{weights} weights"]) + ["fp8 keys and values"] * float8_kv
+    form = str(dtype).removeprefix("torch.")
+    return f"{form} with {' and '.join(small)}" if small else form
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class ModelFacts:
     kv_heads: int
     head_dim: int
     window: int  # most positions of one sequence
-    dtype: torch.dtype  # of weights, keys and values
+    dtype: torch.dtype  # of weights, keys and values, where nothing below says otherwise
     dtype_reason: str  # why this dtype was chosen, for the log
     device: torch.device
     eos_ids: tuple[int, ...]
@@ -44,14 +52,19 @@ class ModelFacts:
     acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
     weights: str = "plain"  # how linears are held: one of precision.WEIGHTS
+    float8_kv: bool = False  # keys and values are held in numbers of eight bits
     head_rows: int = 8  # whose logits cost no more than the head's weights read twice
     num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
 
     @property
     def number_format(self) -> str:
         """Of weights, keys and values: what two workers must have in common for the same text."""
-        form = str(self.dtype).removeprefix("torch.")
-        return form if self.weights == "plain" else f"{form} with {self.weights} weights"
+        return number_format(self.dtype, self.weights, float8_kv=self.float8_kv)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values in their pages."""
+        return FORMAT if self.float8_kv else self.dtype
 
     @property
     def eight_bits(self) -> bool:

@@ -26,6 +26,9 @@ WEIGHTS = ("plain", "int8", "fp8")
 """How the weights of linears are held: as the dtype says, in whole numbers of eight bits and scales, or in numbers of
 eight bits with a floating point and scales (on a CPU these save nothing: see float8_model.py)."""
 
+KV_DTYPES = ("auto", "fp8")
+"""How keys and values are held: as the dtype says, or in numbers of eight bits (see space_kernels/float8.py)."""
+
 
 def choose_dtype(
     dtype: str, device: torch.device, stored: torch.dtype | None, weights: str = "plain"

@@ -27,7 +27,7 @@ def _rows(facts: ModelFacts) -> tuple[ForwardBatch, PagedKV]:
         block_size=_BLOCK,
         kv_heads=facts.kv_heads,
         head_dim=facts.head_dim,
-        dtype=facts.dtype,
+        dtype=facts.kv_dtype,
         device=facts.device,
     )
     return batch, kv

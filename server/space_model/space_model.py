@@ -48,7 +48,7 @@ class SpaceModel:
             block_size=block_size,
             kv_heads=self.facts.kv_heads,
             head_dim=self.facts.head_dim,
-            dtype=self.facts.dtype,
+            dtype=self.facts.kv_dtype,
             device=self.facts.device,
         )
 

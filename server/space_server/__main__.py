@@ -156,6 +156,7 @@ def _load(
         checkpoint,
         dtype=config.dtype,
         weights=config.weights,
+        kv_dtype=config.kv_dtype,
         device=device or config.device,
         mask_ids=config.space_mask_ids,
         num_masks=config.space_num_masks,

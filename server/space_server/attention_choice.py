@@ -33,6 +33,7 @@ from space_kernels.attention_backends import (
     usable,
 )
 from space_kernels.dispatch import Attention, Ops, ops_for
+from space_kernels.float8 import nearest
 from space_kernels.paging import StepRows
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
@@ -129,6 +130,7 @@ def choose_attention(
             dtype=facts.dtype,
             block_size=block_size,
             exact=exact,
+            float8_kv=facts.float8_kv,
         )
     if asked != "auto":
         backend = named(asked, need, installed=installed, backends=backends)
@@ -148,7 +150,7 @@ def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = 
 
     Raises ValueError naming the cure. Where ranks share a model `auto` is not measured: they must all take the same.
     """
-    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype)
+    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype, float8_kv=facts.float8_kv)
     if asked == "auto" and facts.num_ranks > 1:
         _log.info(
             "attention: %s, not measured: %d ranks share the model and must agree", ops.attention, facts.num_ranks
@@ -260,7 +262,7 @@ class MadeUpStep:
         """As many of the case's sequences as `MOST_BYTES` of pages are enough for, each with pages of its own."""
         size, device = need.block_size, need.device
         each = -(-(case.context + case.num_chain) // size)
-        page_bytes = 2 * need.kv_heads * size * need.head_dim * need.dtype.itemsize
+        page_bytes = 2 * need.kv_heads * size * need.head_dim * (1 if need.float8_kv else need.dtype.itemsize)
         num_sequences = max(1, min(case.num_sequences, MOST_BYTES // (each * page_bytes)))
         num_blocks = each * num_sequences
         layout = DraftLayout.full(case.num_masks, case.num_masks) if case.num_masks else DraftLayout.plain()
@@ -276,14 +278,18 @@ class MadeUpStep:
         def drawn(*shape: int) -> Tensor:
             return torch.randn(*shape, need.head_dim, generator=generator, device=device, dtype=need.dtype)
 
+        def pages() -> Tensor:
+            made = drawn(num_blocks, need.kv_heads, size)
+            return nearest(made) if need.float8_kv else made
+
         num_rows = len(batch.ids)
         return cls(
             batch.rows,
             drawn(num_rows, need.num_heads),
             drawn(num_rows, need.kv_heads),
             drawn(num_rows, need.kv_heads),
-            drawn(num_blocks, need.kv_heads, size),
-            drawn(num_blocks, need.kv_heads, size),
+            pages(),
+            pages(),
             batch.num_rows,
         )
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
-from space_model.precision import WEIGHTS
+from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto.certificate import CertificateFiles
 from space_proto.tracing import TracingUnavailable, check_tracing
 
@@ -42,6 +42,7 @@ class WorkerConfig:
     tls: CertificateFiles | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, …
     weights: str  # plain, int8 or fp8: see precision.py
+    kv_dtype: str  # auto or fp8: see precision.py
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
     num_blocks: int | None  # wins over kv_memory
@@ -103,6 +104,12 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         choices=WEIGHTS,
         default="plain",
         help="linears in eight bits, half the bytes of bfloat16: int8 on a CPU, fp8 on a GPU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="of keys and values; fp8, on a GPU: twice as many fit as in bfloat16 (default: %(default)s, as --dtype)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: %(default)s)")
     parser.add_argument(

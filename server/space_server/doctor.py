@@ -18,6 +18,7 @@ from space_kernels.cache_folder import cache_folder
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
+from space_model.model_facts import number_format
 from space_model.precision import choose_device, choose_dtype
 from space_model.quantized_format import read_format
 from space_model.space_section import SpaceSection
@@ -117,9 +118,7 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
-    held = (
-        f"{str(dtype).removeprefix('torch.')}{f' with {config.weights} weights' if config.weights != 'plain' else ''}"
-    )
+    held = number_format(dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
     kept = "" if form is None else f", quantised ({form.name})"
     drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
     yield Finding(
@@ -176,6 +175,7 @@ def _attention(
         dtype=dtype,
         block_size=config.block_size,
         exact=config.exact,
+        float8_kv=config.kv_dtype == "fp8",
     )
     try:
         check_cpu_kernels(config, device, dtype)

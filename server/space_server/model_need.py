@@ -49,6 +49,7 @@ class ModelNeed:
     device: torch.device
     small: tuple[str, int, int] | None = None  # as --weights calls linears in eight bits: weights and head with them
     held: str = "plain"  # one of precision.WEIGHTS
+    float8_kv: bool = False
 
     @property
     def fixed(self) -> int:
@@ -84,6 +85,11 @@ class ModelNeed:
                 raise InvalidSetting(
                     "fp8 weights are for GPUs, and the device is cpu, where they save nothing; take --weights int8."
                 )
+        if config.kv_dtype == "fp8" and device.type == "cpu":
+            raise InvalidSetting(
+                "fp8 keys and values are for GPUs, and the device is cpu, where attention would be several times "
+                "slower; leave out --kv-dtype fp8: --kv-memory makes room."
+            )
         need = cls.of(
             checkpoint,
             model,
@@ -93,6 +99,7 @@ class ModelNeed:
             num_masks=section.num_masks or 0,
             drafting=list(_drafting(checkpoint.home, section)),
             form=form,
+            float8_kv=config.kv_dtype == "fp8",
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
@@ -110,6 +117,7 @@ class ModelNeed:
         num_masks: int = 0,
         drafting: Sequence[Path] = (),
         form: QuantizedFormat | None = None,
+        float8_kv: bool = False,
         num_ranks: int = 1,
         unread: int = 0,
     ) -> ModelNeed:
@@ -142,11 +150,12 @@ class ModelNeed:
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
-            kv_bytes_per_token=2 * layers * kv_heads * head_dim * dtype.itemsize // num_ranks,
+            kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if float8_kv else dtype.itemsize) // num_ranks,
             window=window,
             dtype=dtype,
             device=device,
             small=small,
+            float8_kv=float8_kv,
         )
 
     def in_eight_bits(self) -> ModelNeed | None:
@@ -155,6 +164,12 @@ class ModelNeed:
             return None
         name, weights, head = self.small
         return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
+
+    def with_float8_kv(self) -> ModelNeed | None:
+        """The same with keys and values of eight bits; None: they are, or the device does not have such."""
+        if self.float8_kv or self.device.type == "cpu":
+            return None
+        return replace(self, float8_kv=True, kv_bytes_per_token=self.kv_bytes_per_token // self.dtype.itemsize)
 
     def parts(self, *, windows: bool = True) -> str:
         """In words; `windows`: keys and values too."""
@@ -171,7 +186,7 @@ class ModelNeed:
     def held_in(self, dtype: torch.dtype) -> ModelNeed:
         """The same in another dtype."""
         by = dtype.itemsize / self.dtype.itemsize
-        sizes = ("weights", "head", "drafting", "step", "kv_bytes_per_token")
+        sizes = ("weights", "head", "drafting", "step", *(() if self.float8_kv else ("kv_bytes_per_token",)))
         return replace(self, dtype=dtype, **{name: int(getattr(self, name) * by) for name in sizes})  # type: ignore[arg-type]
 
     def longest(self, available: int) -> int:
@@ -214,6 +229,8 @@ def cure(need: ModelNeed, available: int) -> str:
             found.append(f"--weights {small.held} ({shown(small.least)})")
         elif not found and (length := small.longest(available)):
             found.append(f"--weights {small.held} --max-model-len {length}")
+    if (short := need.with_float8_kv()) is not None and short.least <= available:
+        found.append(f"--kv-dtype fp8 ({shown(short.least)})")
     if found:
         return f"It fits with {' or '.join(found)}."
     least = need.held_in(torch.bfloat16)

@@ -43,17 +43,19 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Subject]:
     """(family or `embedded`, dtype) -> the model and its plain texts, once per session.
 
-    `attention` "torch": with torch's operations where else compiled ones would be taken; `weights` as of load_model.
+    `attention` "torch": with torch's operations where else compiled ones would be taken; `weights` and `kv_dtype` as
+    of load_model.
     """
-    subjects: dict[tuple[str, str, str, str], Subject] = {}
+    subjects: dict[tuple[str, str, str, str, str], Subject] = {}
 
-    def find(name: str, dtype: str, attention: str = "auto", weights: str = "plain") -> Subject:
+    def find(name: str, dtype: str, attention: str = "auto", weights: str = "plain", kv_dtype: str = "auto") -> Subject:
         if name == "embedded" and not resources.files("space_demo").joinpath("config.json").is_file():
             pytest.skip("the embedded model has no weights in this checkout")
-        key = name, dtype, attention, weights
+        key = name, dtype, attention, weights, kv_dtype
         if key not in subjects:
             path = "demo" if name == "embedded" else checkpoint_of(name)
-            subjects[key] = Subject(name, load_model(path, dtype=dtype, attention=attention, weights=weights))
+            model = load_model(path, dtype=dtype, attention=attention, weights=weights, kv_dtype=kv_dtype)
+            subjects[key] = Subject(name, model)
         return subjects[key]
 
     return find

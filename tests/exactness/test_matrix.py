@@ -5,6 +5,7 @@ from dataclasses import fields
 from itertools import product
 
 import pytest
+import torch
 from space_eval.equivalence import Subject, check_cell
 from space_eval.equivalence_cell import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell
 from space_eval.pairwise import covering_cases
@@ -71,12 +72,26 @@ def test_it_is_so_with_weights_of_eight_bits(
     check_cell(subject, cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize("weights", ["plain", "fp8"])
+def test_it_is_so_with_keys_and_values_of_eight_bits(
+    model: str, cell: Cell, weights: str, subject_of: Subjects
+) -> None:
+    dtype = cell.dtype if weights == "plain" else "bfloat16"
+    subject = subject_of(model, dtype, weights=weights, kv_dtype="fp8")
+    assert subject.model.facts.kv_dtype is torch.float8_e4m3fn
+    check_cell(subject, cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of
 )
-def test_every_two_conditions_with_weights_of_eight_bits(model: str, cell: Cell, subject_of: Subjects) -> None:
-    check_cell(subject_of(model, cell.dtype, weights="int8"), cell)
+@pytest.mark.parametrize("held", [{"weights": "int8"}, {"weights": "fp8"}, {"weights": "fp8", "kv_dtype": "fp8"}])
+def test_every_two_conditions_with_eight_bits(
+    model: str, cell: Cell, held: dict[str, str], subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype, **held), cell)
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels.dispatch import ops_for
-from space_kernels.float8 import Float8
+from space_kernels.dispatch import ops_for, triton_ops
+from space_kernels.float8 import FORMAT, Float8
+from space_kernels.linear import PackedLinear
 from space_kernels.linear_cuda import Float8Linear
 from space_model import load
 from space_model.float8_model import hold_float8
@@ -87,6 +88,51 @@ def test_a_gpus_networks_say_so_too(
     assert not any(type(linear) is nn.Linear for linear in linears)
     found = logits_of(model, IDS)
     assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_keys_and_values_may_be_such_numbers_too(family: str, dtype: str, checkpoint_of: Callable[[str], Path]) -> None:
+    plain, small = (load_model(checkpoint_of(family), dtype=dtype, kv_dtype=held) for held in ("auto", "fp8"))
+    assert small.facts.number_format == f"{dtype} with fp8 keys and values"
+    assert small.facts.kv_bytes_per_token * torch.empty((), dtype=plain.facts.dtype).itemsize == (
+        plain.facts.kv_bytes_per_token
+    )
+    kv = small.allocate_kv(3, 16)
+    assert {page.dtype for page in (*kv.keys, *kv.values)} == {FORMAT}
+    assert sum(page.nbytes for page in (*kv.keys, *kv.values)) == 48 * small.facts.kv_bytes_per_token
+    wanted, found = logits_of(plain, IDS), logits_of(small, IDS)
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    assert 1e-3 < off < 0.15
+    for length in (1, 2, 13, 39):
+        assert torch.equal(logits_of(small, IDS[:length]), found[:length])
+
+
+def test_both_at_once_are_said(checkpoint_of: Callable[[str], Path]) -> None:
+    model = load_model(checkpoint_of("qwen3"), weights="fp8", kv_dtype="fp8")
+    assert model.facts.number_format == "bfloat16 with fp8 weights and fp8 keys and values"
+    with pytest.raises(InvalidSetting, match="kv_dtype must be auto or fp8; got 'int8'"):
+        load_model(checkpoint_of("qwen3"), kv_dtype="int8")
+
+
+@pytest.mark.parametrize("ops", ["references", "kernels"])
+def test_a_gpus_network_keeps_them_too(
+    ops: str, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_of("qwen3")
+    wanted = logits_of(load_model(path, dtype="float32", kv_dtype="fp8"), IDS[:19])
+    if ops == "kernels":
+        pytest.importorskip("triton")
+
+    def network(base: Any, facts: Any, _: Any, adapters: Any, prefix: str, ranks: Any = None) -> Any:
+        sizes = facts.num_heads, facts.kv_heads, facts.head_dim
+        taken = ops_for("cpu") if ops == "references" else triton_ops(PackedLinear)
+        return LlamaCudaNetwork(base, *sizes, taken, adapters, prefix, ranks)
+
+    monkeypatch.setattr(load, "compact_network", network)
+    found = logits_of(load_model(path, dtype="float32", kv_dtype="fp8"), IDS[:19])
+    # a key within rounding of the middle between two numbers may become either
+    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
 def test_what_they_cannot_be_had_with_is_said(checkpoint_of: Callable[[str], Path]) -> None:

@@ -118,6 +118,15 @@ def test_two_ranks_say_what_one_says(family: str, checkpoint_of: Callable[[str],
     assert models[0].facts.kv_bytes_per_token == 2 * 2 * 1 * 16 * 4
 
 
+def test_two_ranks_keep_keys_and_values_of_eight_bits(checkpoint_of: Callable[[str], Path]) -> None:
+    path = checkpoint_of("llama")
+    (_, logits), models = said_in_parts(path, 2, dtype="float32", kv_dtype="fp8")
+    _, wanted = say(load_model(path, dtype="float32", kv_dtype="fp8"), IDS)
+    assert [model.facts.kv_bytes_per_token for model in models] == [2 * 2 * 1 * 16] * 2
+    # sums are reordered, and a key within rounding of the middle between two numbers may become either
+    assert (logits - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
 def test_the_embedded_model_in_two_parts_says_what_it_says_whole() -> None:
     (_, logits), _ = said_in_parts(Path("demo"), 2, dtype="float32")
     _, wanted = say(load_model("demo", dtype="float32"), IDS)

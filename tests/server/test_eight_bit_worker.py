@@ -18,7 +18,7 @@ from space_server.calibration import cache_file
 from space_server.config import parse
 from space_server.doctor import examine
 from space_server.free_memory import FreeMemory
-from space_server.memory import NotEnoughMemory
+from space_server.memory import NotEnoughMemory, choose_num_blocks
 from space_server.model_need import ModelNeed, check_fits
 from space_server.worker import Worker
 
@@ -88,6 +88,31 @@ def test_what_would_save_nothing_is_refused_whoever_serves(path: Path, tmp_path:
     write_quantized(path, tmp_path / "packed", tmp_path / "plain", "awq")
     with pytest.raises(InvalidSetting, match="AWQ ones already; leave out --weights fp8"):
         load_model(tmp_path / "packed", weights="fp8")
+
+
+def test_keys_and_values_of_eight_bits_give_a_worker_twice_the_pages(path: Path, tmp_path: Path) -> None:
+    plain, small = (load_model(path, dtype="bfloat16", kv_dtype=held) for held in ("auto", "fp8"))
+    one, two = (
+        choose_num_blocks(model.facts, block_size=16, amount=2**22, available=2**30) for model in (plain, small)
+    )
+    assert two == 2 * one
+    assert Worker(small, num_blocks=8, block_size=16).hello("first").dtype == "bfloat16 with fp8 keys and values"
+    files = [cache_file(tmp_path, model.facts, block_size=16, max_sequences=4) for model in (plain, small)]
+    assert files[0] != files[1]
+
+
+def test_keys_and_values_of_eight_bits_are_a_cure_on_a_gpu_and_refused_elsewhere(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    config = read_config(checkpoint)
+    need = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256)
+    small = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256, float8_kv=True)
+    assert need.keys_and_values == 2 * small.keys_and_values
+    assert small.held_in(torch.float32).keys_and_values == small.keys_and_values
+    assert need.with_float8_kv() == small
+    with pytest.raises(NotEnoughMemory, match=r"or --kv-dtype fp8 \("):
+        check_fits(need, FreeMemory((need.least + small.least) // 2, "the GPU"), "it")
+    with pytest.raises(InvalidSetting, match=r"the device is cpu, where .* leave out --kv-dtype fp8"):
+        ModelNeed.asked(parse([*WORDS, "--kv-dtype", "fp8", "--model", str(path)]), checkpoint)
 
 
 def test_it_is_not_shared(path: Path) -> None:

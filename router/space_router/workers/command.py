@@ -17,6 +17,7 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         "--parent-pid": os.getpid(),  # a worker whose router is gone ends itself
         "--dtype": config.dtype,
         "--weights": config.weights,
+        "--kv-dtype": config.kv_dtype,
         "--device": config.device,
         "--attention": config.attention,
         "--cpu-kernels": config.cpu_kernels,
