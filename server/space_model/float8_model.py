@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 from space_kernels.float8 import Float8
 from space_kernels.linear_cuda import Float8Linear
-from torch import nn
+from torch import Tensor, nn
 
+from space_model.mapped_files import let_go
 from space_model.model_error import InvalidSetting
 from space_model.quantized_format import QuantizedFormat
 
@@ -19,8 +21,10 @@ def check_plain(form: QuantizedFormat | None) -> None:
         raise InvalidSetting(f"The checkpoint's weights are {form.name} ones already; leave out --weights fp8.")
 
 
-def hold_float8(base: nn.Module, device: torch.device) -> None:
+def hold_float8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
     """Replace the weights of each linear by the nearest; one at a time, so that only one is in memory twice.
+
+    `bring`: a weight that is elsewhere to where it is held.
 
     On a CPU, which has no product with such weights, they stay bfloat16 and become the same numbers: what a text is
     there, and how good, is what it is on a GPU, but nothing is smaller or faster.
@@ -37,11 +41,14 @@ def hold_float8(base: nn.Module, device: torch.device) -> None:
                 )
             if not isinstance(child, nn.Linear):
                 continue
-            kept = Float8.of(child.weight)
+            weight = bring(child.weight.detach())
+            kept = Float8.of(weight)
+            let_go(child.weight)
             if device.type == "cpu":
-                child.weight = nn.Parameter(kept.dense().to(child.weight.dtype), requires_grad=False)
+                child.weight = nn.Parameter(kept.dense().to(weight.dtype), requires_grad=False)
             else:
-                setattr(parent, name, Float8Linear(kept, child.bias))
+                bias = None if child.bias is None else bring(child.bias.detach())
+                setattr(parent, name, Float8Linear(kept, bias))
             held += 1
     if not held:
         raise InvalidSetting(

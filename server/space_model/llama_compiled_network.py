@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from space_model.forward_batch import ForwardBatch, GatedRows
 from space_model.gated_lora import GatedLora
 from space_model.llama_network import FAMILIES, LayerDeltas, Norm, layer_deltas
+from space_model.mapped_files import let_go
 from space_model.paged_kv import PagedKV
 from space_model.tensor_parallel import Ranks
 
@@ -263,6 +264,7 @@ def _packed(
     join = in_turn if turns else lambda *parts: torch.cat(parts)
     bias = join(*(b[:, None] for b in biases))[:, 0] if biases else None
     packed = pack(join(*weights), bias)
-    for name in names:
+    for name, weight in zip(names, weights, strict=True):
         delattr(parent, name)
+        let_go(weight)
     return packed

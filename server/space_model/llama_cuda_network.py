@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from space_model.forward_batch import ForwardBatch, GatedRows
 from space_model.gated_lora import GatedLora
+from space_model.joined_rows import one_below_the_other
 from space_model.llama_network import FAMILIES, LayerDeltas, Norm, layer_deltas
 from space_model.paged_kv import PagedKV
 from space_model.tensor_parallel import Ranks
@@ -159,7 +160,7 @@ def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequen
 
 
 def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
-    """The linears `names` of `parent`, one below the other; the originals are freed."""
+    """The linears `names` of `parent`, one below the other, where they may lie already; the originals are freed."""
     linears = [parent.get_submodule(name) for name in names]
     small = [linear for linear in linears if isinstance(linear, Float8Linear)]
     if small:
@@ -172,4 +173,4 @@ def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
         delattr(parent, name)
     if len(names) == 1:
         return ops.linear(weights[0], biases[0] if biases else None)
-    return ops.linear(torch.cat(weights), torch.cat(biases) if biases else None)
+    return ops.linear(one_below_the_other(weights), torch.cat(biases) if biases else None)

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from space_model.forward_batch import ForwardBatch, GatedRows
 from space_model.gated_lora import GatedLora
+from space_model.mapped_files import let_go
 from space_model.paged_kv import PagedKV
 from space_model.tensor_parallel import Ranks
 
@@ -203,8 +204,9 @@ def _take_apart(pack: Pack, layer: nn.Module, window: int | None, adapters: Sequ
     biases = [projection.bias for projection in projections]
     bias = None if biases[0] is None else torch.cat([b for b in biases if isinstance(b, Tensor)])
     query_key_value = pack(weights, bias)
-    for name in ("q", "k", "v"):
+    for name, projection in zip(("q", "k", "v"), projections, strict=True):
         delattr(attention, f"{name}_proj")
+        let_go(projection.get_parameter("weight"))
     window = getattr(attention, "sliding_window", window)
     sizes = [projection.get_parameter("weight").shape[0] for projection in projections]
     hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
@@ -251,4 +253,5 @@ def _packed(pack: Pack, parent: nn.Module, name: str) -> Linear:
     bias = linear.bias
     packed = pack(linear.get_parameter("weight"), bias if isinstance(bias, Tensor) else None)
     delattr(parent, name)
+    let_go(linear.get_parameter("weight"))
     return packed

@@ -14,7 +14,7 @@ from typing import TypedDict
 import torch
 from safetensors import SafetensorError
 from space_kernels.dispatch import Ops, ops_for
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from space_model import family
@@ -38,13 +38,14 @@ from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype
 from space_model.probe import check_logits, expected_logits
 from space_model.quantized_format import read_format
-from space_model.quantized_model import read_dense, read_packed, stays_packed
+from space_model.quantized_model import read_packed, stays_packed
 from space_model.sharded_model import assemble_part, read_part
 from space_model.space_model import SpaceModel
 from space_model.space_section import SpaceSection, load_draft_head
 from space_model.tensor_parallel import Ranks, Share
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.uncompiled import without_compiler
+from space_model.whole_model import settle, stream_model
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def _assemble(
 def _read_weights(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str
 ) -> PreTrainedModel:
-    """The whole transformers model in `dtype`, read tensor by tensor; every weight must be in the checkpoint.
+    """The whole transformers model in `dtype` on `device`, streamed there; every weight must be in the checkpoint.
 
     `weights` fp8: the device never holds them in `dtype`.
     """
@@ -239,19 +240,11 @@ def _read_weights(
         check_plain(form)
     with _quiet(), without_compiler():
         try:
-            if form is None:
-                model, found = AutoModelForCausalLM.from_pretrained(
-                    str(checkpoint.folder),
-                    config=config,
-                    dtype=dtype,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-            else:
-                packed = read_packed(checkpoint, config, form, dtype, device) if stays_packed(form, device) else None
-                model, found = packed or read_dense(checkpoint, config, form, dtype)
+            packed = None
+            if form is not None and stays_packed(form, device):
+                packed = read_packed(checkpoint, config, form, dtype, device)
+            in_turn = weights == "fp8" and device.type != "cpu"  # what makes them smaller asks for one after another
+            model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
         except (OSError, SafetensorError) as error:
             raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
         except (RuntimeError, ValueError, ImportError) as error:
@@ -262,8 +255,10 @@ def _read_weights(
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     if weights == "fp8":
-        hold_float8(model.base_model, device)
-    loaded: PreTrainedModel = model.eval() if model.device.type == device.type else model.to(device).eval()
+        hold_float8(model.base_model, device, lambda weight: weight.to(device=device, dtype=dtype))
+    if packed is None:
+        settle(model, dtype, device)
+    loaded: PreTrainedModel = model.eval()
     return loaded
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
+
+SMALL = 1 << 18
+"""Bytes of a tensor that is not worth letting go of."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +63,38 @@ def give_back(files: Collection[Path]) -> int:
         if not here.changed and madvise(ctypes.c_void_p(here.start), length, mmap.MADV_DONTNEED) == 0:
             given += here.resident
     return given
+
+
+def let_go(tensor: Tensor) -> None:
+    """Give back the pages that lie under this tensor, if it is a view of a mapped file of weights: it was copied or
+    packed, and whoever reads it again has them again. Any other tensor stays as it is.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
+        return
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    end = start + span * tensor.itemsize
+    if end - start < SMALL:
+        return
+    page = mmap.PAGESIZE
+    first, last = start + -start % page, end - end % page
+    if not _is_of_weights(start, end):
+        return
+    try:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    except (AttributeError, OSError):
+        return
+
+
+def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -> bool:
+    """These addresses are those of one mapped safetensors file."""
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        if line.endswith(".safetensors"):
+            first, _, last = line.split(" ", 1)[0].partition("-")
+            if int(first, 16) <= start and end <= int(last, 16):
+                return True
+    return False

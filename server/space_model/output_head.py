@@ -13,6 +13,8 @@ from space_kernels.linear_cuda import CudaLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from space_model.mapped_files import let_go
+
 _VOCABULARY_TILE = 64
 """The packed head has rows of zeros up to a multiple of this, so that element-wise work on logits has no tail."""
 
@@ -53,6 +55,7 @@ class OutputHead:
                 self._product = EightBitLinear(padded, padded_bias, wide=True)
             else:
                 self._product = PackedLinear(padded, padded_bias)
+            let_go(weight)
         else:
             self._product = linear(weight.detach(), self.bias)
 

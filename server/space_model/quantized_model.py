@@ -1,4 +1,6 @@
-"""A quantised checkpoint as a transformers model: packed, where a library multiplies by packed weights; else dense."""
+"""A quantised checkpoint as a transformers model, packed, where a library multiplies by packed weights; else what it
+costs that it does not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint import Checkpoint
 from space_model.quantized_format import QuantizedFormat
-from space_model.quantized_weights import QuantizedWeights, has_kernels, open_weights
+from space_model.quantized_weights import has_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -56,20 +58,6 @@ def packed_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def read_dense(checkpoint: Checkpoint, config: PreTrainedConfig, form: QuantizedFormat, dtype: torch.dtype) -> Loaded:
-    """The model with its weights as plain numbers of `dtype`."""
-    config = without_quantization(config)
-    with open_weights(checkpoint) as weights:
-        state = {name: _fitted(weights.whole(name), dtype) for name in weights.names}
-        kept = weights.num_bytes
-        count = weights.num_quantized if isinstance(weights, QuantizedWeights) else 0
-    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-    )
-    say_dense(checkpoint, form, count, kept, sum(tensor.nbytes for tensor in state.values()), dtype)
-    return model, found
-
-
 def say_dense(
     checkpoint: Checkpoint, form: QuantizedFormat, count: int, kept: int, held: int, dtype: torch.dtype
 ) -> None:
@@ -92,7 +80,3 @@ def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     fields = config.to_dict()
     fields.pop("quantization_config", None)
     return type(config).from_dict(fields)
-
-
-def _fitted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).contiguous() if tensor.is_floating_point() else tensor

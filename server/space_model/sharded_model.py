@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from space_kernels.dispatch import Ops
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from space_model import family
@@ -17,6 +16,7 @@ from space_model.checkpoint import Checkpoint
 from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_linear import attach
+from space_model.joined_rows import JoinedRows
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
@@ -28,6 +28,7 @@ from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import BY_COLUMNS, BY_ROWS, Ranks, Share, SummedLinear
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.weight_files import WeightFiles
+from space_model.weight_stream import WeightStream, send
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +44,11 @@ def read_part(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(part)
     base = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not read
+    parameters = dict(base.named_parameters())
+    joined = JoinedRows({path: len(parameter) for path, parameter in parameters.items()}.get)
     with open_weights(checkpoint) as files:
-        for path, parameter in list(base.named_parameters()):
+        stream = WeightStream(files, device, joined=joined)
+        for path, parameter in parameters.items():
             weight = _part(files, f"{model.base_model_prefix}.{path}", share)
             if weight.shape != parameter.shape:
                 raise UnsupportedModel(
@@ -52,7 +56,7 @@ def read_part(
                     f"config says {tuple(parameter.shape)}."
                 )
             parent, _, name = path.rpartition(".")
-            fitted = nn.Parameter(weight.to(device=device, dtype=dtype), requires_grad=False)
+            fitted = nn.Parameter(stream.put(path, weight, dtype), requires_grad=False)
             setattr(base.get_submodule(parent), name, fitted)
         _log.info("rank %d of %d read %d bytes of weights", share.rank, share.size, files.num_bytes)
         if isinstance(files, QuantizedWeights):
@@ -129,12 +133,14 @@ def _head(
                 raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
             whole, part = embedding, embedding[ids]
         elif rescores and share.rank == 0:
-            whole = files.whole(HEAD).to(device=facts.device, dtype=facts.dtype)
+            whole = WeightStream(files, facts.device).whole(HEAD, facts.dtype)
             part = whole[ids]
         else:
-            part = files.rows(HEAD, ids).to(device=facts.device, dtype=facts.dtype)
-    part = F.pad(part, (0, 0, 0, share.vocabulary_width(facts.vocab_size) - len(part)))
+            part = files.rows(HEAD, ids)
+        width = share.vocabulary_width(facts.vocab_size)
+        own = torch.zeros(width, part.shape[1], dtype=facts.dtype, device=facts.device)
+        send(part, own[: len(part)])
     rows = None
     if whole is not None and rescores and share.rank == 0:
         rows = OutputHead(whole, None, packed=False)
-    return ShardedHead(OutputHead(part, None, linear=ops.linear), rows, facts.vocab_size, ranks)
+    return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from space_model.forward_batch import ForwardBatch
 from space_model.gated_linear import Gate
+from space_model.mapped_files import let_go
 from space_model.model_error import UnsupportedModel
 from space_model.paged_attention_interface import Step
 from space_model.paged_kv import PagedKV
@@ -56,21 +57,24 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = 
 
     One module at a time, so that only one weight is in memory twice.
     """
-    for parent in list(base.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
-            elif _is_activation(child):
-                setattr(parent, name, row_invariant(child, num_threads))
-            elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
-                if type(child).__name__ not in _STANDARD_EXPERTS:
-                    raise UnsupportedModel(
-                        f"{type(child).__name__} is no mixture of experts that this server knows "
-                        f"({', '.join(sorted(_STANDARD_EXPERTS))})."
-                    )
-                activation = row_invariant(child.get_submodule("act_fn"), num_threads)
-                weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
-                setattr(parent, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
+    for name in [name for name, _ in base.named_children()]:  # names alone: what is replaced is to go
+        child = base.get_submodule(name)
+        if type(child) is nn.Linear:
+            setattr(base, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
+            let_go(child.weight)
+        elif _is_activation(child):
+            setattr(base, name, row_invariant(child, num_threads))
+        elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+            if type(child).__name__ not in _STANDARD_EXPERTS:
+                raise UnsupportedModel(
+                    f"{type(child).__name__} is no mixture of experts that this server knows "
+                    f"({', '.join(sorted(_STANDARD_EXPERTS))})."
+                )
+            activation = row_invariant(child.get_submodule("act_fn"), num_threads)
+            weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
+            setattr(base, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
+        else:
+            make_row_invariant(child, num_threads, eight_bits=eight_bits)
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,10 +20,12 @@ class WeightFiles:
     with WeightFiles.open(checkpoint) as files: files.rows("lm_head.weight", slice(0, 64))
     """
 
-    def __init__(self, name: str, handles: dict[str, Any]) -> None:
+    def __init__(self, name: str, handles: dict[str, Any], size: int) -> None:
         self.name = name
+        self.size = size  # bytes of all files
         self.num_bytes = 0  # read so far
         self._handles = handles  # tensor name -> the open file that has it
+        self._lock = threading.Lock()
 
     @classmethod
     @contextmanager
@@ -36,7 +39,7 @@ class WeightFiles:
                     handles.update(dict.fromkeys(handle.keys(), handle))
             except (OSError, SafetensorError) as error:
                 raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-            yield cls(checkpoint.name, handles)
+            yield cls(checkpoint.name, handles, sum(file.stat().st_size for file in checkpoint.weights))
 
     def __contains__(self, name: object) -> bool:
         return name in self._handles
@@ -68,5 +71,6 @@ class WeightFiles:
         return self._handles[name]
 
     def _count(self, tensor: Tensor) -> Tensor:
-        self.num_bytes += tensor.nbytes
+        with self._lock:
+            self.num_bytes += tensor.nbytes
         return tensor

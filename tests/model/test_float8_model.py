@@ -59,8 +59,8 @@ def test_it_computes_with_the_nearest_numbers(family: str, checkpoint_of: Callab
 def as_on_a_gpu(path: Path, monkeypatch: pytest.MonkeyPatch, *, compact: bool) -> SpaceModel:
     """Loaded with linears as a GPU holds them, in the networks that a GPU has."""
 
-    def held(base: nn.Module, device: torch.device) -> None:
-        hold_float8(base, torch.device("cuda"))
+    def held(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor]) -> None:
+        hold_float8(base, torch.device("cuda"), bring)
 
     def network(base: Any, facts: Any, ops: Any, adapters: Any, prefix: str, ranks: Any = None) -> Any:
         if not compact:
