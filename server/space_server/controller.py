@@ -22,6 +22,7 @@ class Room:
     is_noisy: bool = False  # its choices take noise: it is not greedy
     acceptance: Acceptance | None = None  # of drafts from its masks
     chances: Sequence[float] = ()  # that each of its drafts is accepted after those before, where no mask made them
+    is_read: bool = False  # its text can be read for what may follow
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
         """The layout without what this sequence has not, or could not use.

@@ -16,7 +16,7 @@ from space_server.acceptance import LEVELS_PER_UNIT
 from space_server.controller import Load, Room
 from space_server.kept_promise import KeptPromise
 from space_server.layout_worth import PLAIN, Worth, worths
-from space_server.proposal_worth import ProposalWorth
+from space_server.proposal_worth import Offer, ProposalWorth
 from space_server.step_cost import StepCost, StepShape
 from space_server.trials import Trials
 
@@ -148,8 +148,8 @@ class MeasuredController:
         """The layout of each, before `Room.fit`."""
         if not rooms:
             return []
-        if self._rule is None:
-            self._proposals.stepped(len(rooms))
+        num_read = sum(room.is_read for room in rooms)
+        self._proposals.stepped(len(rooms), num_read, by_masks=self._rule is not None)
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
@@ -178,14 +178,17 @@ class MeasuredController:
         self._num_plain = 0 if rule is not None else self._num_plain + 1
         self._watched = rule is not None and not begins and not load.num_prefill_rows
         found = [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
-        if self._rule is not None:
-            self._proposals.wake()
-        elif has_others and not self._proposals_pay(rooms, found, load):
-            return [PLAIN.layout] * len(rooms)
+        if has_others and self._rule is not None:
+            offer = self._offer(rooms, [self._layout(room, _NO_MASKS, None) for room in rooms], load)
+            self._proposals.would_pay(offer)
+        elif has_others:
+            offer = self._offer(rooms, found, load)
+            if offer.tokens and not self._proposals.pays(offer):
+                return [PLAIN.layout] * len(rooms)
         return found
 
-    def _proposals_pay(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> bool:
-        """Whether the drafts of these layouts, none of which masks made, are worth the time of all their rows."""
+    def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer:
+        """The drafts of these layouts, none of which masks made, beside a plain step."""
         size, tokens = len(rooms), 0.0
         num_drafts = num_noisy = num_noisy_drafts = 0
         for room, layout in zip(rooms, layouts, strict=True):
@@ -195,13 +198,11 @@ class MeasuredController:
                 tokens += sum(accumulate(room.chances[:fitting], mul))
                 num_drafts += fitting
                 num_noisy_drafts += fitting * room.is_noisy
-        if not num_drafts:
-            return True
         plain = StepShape(size, size, 0, 0, load.num_prefill_rows, load.num_prefill_pairs, load.num_context, num_noisy)
         drafting = plain._replace(num_chain_rows=size + num_drafts, num_noisy_rows=num_noisy + num_noisy_drafts)
         seconds = self.cost.seconds(drafting) - self.cost.seconds(plain)
         alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy)) + self._promise.pause
-        return self._proposals.pays(tokens, seconds, size / alone)
+        return Offer(tokens, seconds, size, alone)
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """The step that was chosen last brought so many tokens in so many seconds, `pause` seconds behind the last."""
@@ -214,7 +215,7 @@ class MeasuredController:
         is_known = self._promise.look_back(self._num_since * self._num_sequences)
         load = Load(num_context=load.num_context)
         self.row_price = self._row_price(crowd.size, load)
-        plain = self._expected(None, crowd, load).rate
+        plain = (1.0 + self._proposals.gain) * self._expected(None, crowd, load).rate
         rates = self._rates(crowd, load)
         best = max(rates, key=rates.__getitem__, default=None)
         most = 0.0 if best is None else rates[best]

@@ -164,4 +164,5 @@ def _room(sequence: Sequence, block_size: int) -> Room:
         not sequence.law.greedy,
         sequence.acceptance,
         sequence.draft_chances,
+        sequence.drafter is not None,
     )

@@ -6,6 +6,8 @@ many rows as sequences is the cheapest there is, and what it costs to leave it i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MARGIN = 1.1
 """How many times what their time is worth the drafts of a step must bring: costs are noisy, and who looks best is often
 lucky."""
@@ -20,12 +22,31 @@ sequences of the embedded model, with and without, in turn; read alone, in a loo
 WINDOW, NAP, LONGEST_NAP = 64, 512, 2048
 """Steps over which reading must pay for itself; of a nap, and of the longest: each in a row is twice as long."""
 
+GAIN_RATE = 1 / 128
+"""How fast what drafts save is followed, per step: a text or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a step's drafts that no mask made bring, and take."""
+
+    tokens: float  # expected, more than without them
+    seconds: float  # more than without them
+    plain_tokens: float  # of a plain step
+    plain_seconds: float
+
+    @property
+    def saved(self) -> float:
+        """Seconds of plain decoding that its tokens are worth, less those that it takes; below 0 if it does not pay."""
+        return self.tokens * self.plain_seconds / self.plain_tokens - MARGIN * self.seconds
+
 
 class ProposalWorth:
-    """Looks at steps in which nobody drafts from masks."""
+    """Follows a crowd's steps."""
 
     def __init__(self) -> None:
         self._num_refused = 0
+        self._gain = 0.0  # seconds saved per second of plain decoding
         self._saved = self._spent = 0.0  # seconds of this window: by drafts that were taken, and for reading
         self._num_steps = 0  # of the window
         self._num_left = 0  # steps of the nap
@@ -33,26 +54,20 @@ class ProposalWorth:
         self._size = 0  # sequences when it began
         self.naps = False  # texts are not read
 
-    def pays(self, tokens: float, seconds: float, rate: float) -> bool:
-        """Whether a step takes drafts that bring so many `tokens` more and take so many `seconds` more.
+    @property
+    def gain(self) -> float:
+        """By what share plain decoding with such drafts is faster than without, as it went of late."""
+        return 0.0 if self.naps else self._gain
 
-        `rate`: tokens per second without them.
-        """
-        saved = tokens / rate - MARGIN * seconds
-        if saved <= 0.0:
-            self._num_refused += 1
-            if self._num_refused % RETRY:
-                return False
-        self._saved += saved
-        return True
-
-    def stepped(self, num_sequences: int) -> None:
-        """A step of so many sequences, whether there were such drafts or not."""
+    def stepped(self, num_sequences: int, num_read: int, *, by_masks: bool) -> None:
+        """A step begins, in which the texts of `num_read` can be read. `by_masks`: others' masks draft beside."""
+        self._gain -= GAIN_RATE * self._gain
         self._num_left = max(0, self._num_left - 1)
-        self.naps = self._num_left > 0 and 2 * num_sequences > self._size  # of few, each one's drafts cost less
-        if self.naps:
+        # Of few, each one's drafts cost less.
+        self.naps = not by_masks and self._num_left > 0 and 2 * num_sequences > self._size
+        if self.naps or by_masks or not num_read:
             return
-        self._spent += READING * num_sequences
+        self._spent += READING * num_read
         self._num_steps += 1
         if self._num_steps < WINDOW:
             return
@@ -64,6 +79,16 @@ class ProposalWorth:
         self._saved = self._spent = 0.0
         self._num_steps = 0
 
-    def wake(self) -> None:
-        """Somebody drafts from masks: texts are read beside."""
-        self.naps = False
+    def pays(self, offer: Offer) -> bool:
+        """Whether a step takes it, where no masks draft."""
+        if offer.saved <= 0.0:
+            self._num_refused += 1
+            if self._num_refused % RETRY:
+                return False
+        self._saved += offer.saved
+        self._gain += GAIN_RATE * offer.saved / offer.plain_seconds
+        return True
+
+    def would_pay(self, offer: Offer) -> None:
+        """What a step in which masks draft could have had without them."""
+        self._gain += GAIN_RATE * max(0.0, offer.saved) / offer.plain_seconds

@@ -3,15 +3,36 @@
 import pytest
 from space_model.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
+from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout, Load, Room
 from space_server.drafts import DraftSources
-from space_server.measured_controller import MeasuredController
-from space_server.proposal_worth import LONGEST_NAP, NAP, READING, RETRY, WINDOW, ProposalWorth
+from space_server.measured_controller import PATIENCE, SELDOM, MeasuredController
+from space_server.proposal_worth import GAIN_RATE, LONGEST_NAP, NAP, READING, RETRY, WINDOW, Offer, ProposalWorth
 from space_server.step_cost import StepCost, StepShape
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 
-RATE = 1000.0
+BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3)
+
+
+def good(seconds: float) -> Offer:
+    """It saves so many."""
+    return Offer(tokens=1000.0 * seconds, seconds=0.0, plain_tokens=8, plain_seconds=8e-3)
+
+
+def stepped(
+    worth: ProposalWorth, num_sequences: int = 8, *, num_read: int | None = None, by_masks: bool = False
+) -> None:
+    worth.stepped(num_sequences, num_sequences if num_read is None else num_read, by_masks=by_masks)
+
+
+def napping(num_sequences: int = 8) -> ProposalWorth:
+    """Who has read that many for nothing."""
+    worth = ProposalWorth()
+    for _ in range(WINDOW):
+        stepped(worth, num_sequences)
+    assert worth.naps
+    return worth
 
 
 class Tiled(StepCost):
@@ -45,22 +66,29 @@ def test_where_the_first_row_more_is_cheap_one_sequences_drafts_are_taken() -> N
 
 def test_the_price_of_what_does_not_pay_is_looked_at_again() -> None:
     worth = ProposalWorth()
-    assert [worth.pays(0.1, 1.0, RATE) for _ in range(2 * RETRY)].count(True) == 2
+    assert [worth.pays(BAD) for _ in range(2 * RETRY)].count(True) == 2
 
 
 def test_texts_are_not_read_where_that_has_not_paid_for_itself() -> None:
     worth = ProposalWorth()
     for _ in range(WINDOW):
         assert not worth.naps
-        worth.stepped(8)
+        stepped(worth)
     assert worth.naps
+
+
+def test_steps_of_those_whose_texts_nobody_reads_say_nothing() -> None:
+    worth = ProposalWorth()
+    for _ in range(5 * WINDOW):
+        stepped(worth, num_read=0)
+        assert not worth.naps
 
 
 def test_texts_are_read_as_long_as_drafts_save_more_than_reading_takes() -> None:
     worth = ProposalWorth()
     for _ in range(3 * WINDOW):
-        assert worth.pays(16 * READING * RATE, 0.0, RATE)
-        worth.stepped(8)
+        assert worth.pays(good(16 * READING))
+        stepped(worth)
         assert not worth.naps
 
 
@@ -68,7 +96,7 @@ def naps_of(worth: ProposalWorth, num_steps: int) -> list[int]:
     """The steps of each nap that ended."""
     lengths, slept = [], 0
     for _ in range(num_steps):
-        worth.stepped(8)
+        stepped(worth)
         if worth.naps:
             slept += 1
         elif slept:
@@ -82,22 +110,58 @@ def test_each_nap_in_a_row_is_twice_as_long_up_to_a_bound() -> None:
 
 
 def test_a_crowd_of_half_the_size_is_read_and_the_whole_one_naps_on() -> None:
-    worth = ProposalWorth()
-    for _ in range(WINDOW):
-        worth.stepped(8)
-    naps = []
+    worth, naps = napping(8), []
     for size in (5, 4, 3, 8):
-        worth.stepped(size)
+        stepped(worth, size)
         naps.append(worth.naps)
     assert naps == [True, False, False, True]
 
 
 def test_nobody_naps_while_masks_draft() -> None:
-    worth = ProposalWorth()
-    for _ in range(WINDOW):
-        worth.stepped(8)
-    worth.wake()
+    worth = napping()
+    stepped(worth, by_masks=True)
     assert not worth.naps
+    stepped(worth)
+    assert worth.naps
+
+
+@pytest.mark.parametrize("by_masks", [False, True])
+def test_the_gain_follows_what_drafts_save_or_would(by_masks: bool) -> None:
+    worth = ProposalWorth()
+    for _ in range(round(5 / GAIN_RATE)):
+        stepped(worth, by_masks=by_masks)
+        if by_masks:
+            worth.would_pay(good(2e-3))
+        else:
+            assert worth.pays(good(2e-3))
+    assert worth.gain == pytest.approx(0.25, rel=0.02)
+    assert napping().gain == 0.0
+
+
+def test_masks_must_beat_plain_decoding_with_its_proposals() -> None:
+    """Ten rows of masks bring each sequence 1.5 tokens more; where texts repeat themselves proposals bring as much."""
+    rate = {}
+    for proposing in (0, 2):
+        controller = MeasuredController(Ridge())
+        drawn = [
+            Room(n, 5, 5, 100, acceptance=Acceptance(AcceptanceShape((0.7,) * 5, 5)), is_read=True, chances=chances)
+            for n, chances in enumerate([(0.95,) * 5] * proposing + [()] * (2 - proposing))
+        ]
+        for _ in range(PATIENCE + 8 * SELDOM):
+            layouts = controller.layouts(drawn, Load())
+        rate[proposing] = controller.rule is not None
+        assert (layouts[0].num_masks > 0) is rate[proposing]
+    assert rate == {0: True, 2: False}
+
+
+class Ridge(StepCost):
+    """Rows are cheap up to 14, and dear beyond: room for the drafts of two, or for some masks."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def seconds(self, shape: StepShape) -> float:
+        return 1e-3 * (1.0 + 0.01 * shape.num_rows + 0.2 * max(0, shape.num_rows - 14))
 
 
 class Napping(FixedLayout):
