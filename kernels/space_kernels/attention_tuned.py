@@ -92,7 +92,7 @@ _SHAPES = (_8B, ((32, 8), 64), ((32, 32), 128), ((14, 2), 64), ((32, 32), 96), (
 TUNED = (
     *(_tuned_attend(torch.bfloat16, *_8B, walk) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
     *(_tuned_attend(torch.bfloat16, *shape, walk) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
-    *(_tuned_attend(torch.float16, *_8B, walk) for walk in (PARALLEL, SERIAL)),
+    *(_tuned_attend(torch.float16, *shape, walk) for shape in _SHAPES for walk in (PARALLEL, SERIAL)),
     *(_tuned_attend(torch.float32, (8, 4), dim, walk) for dim in (32, 64, 128, 256) for walk in (PARALLEL, SERIAL)),
     _tuned_attend(torch.bfloat16, *_8B, PARALLEL, masks=False),
     _tuned_attend(torch.bfloat16, *_8B, SERIAL, window=4096),
@@ -100,7 +100,9 @@ TUNED = (
     _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False, chain=True),
     _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False),
     *(_tuned_attend(torch.bfloat16, *_8B, walk, float8=True) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
+    *(_tuned_attend(torch.float16, *_8B, walk, float8=True) for walk in (PARALLEL, SERIAL)),
     *(_tuned_attend(torch.bfloat16, *shape, walk, float8=True) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
     _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True, float8=True),
     *(_tuned_combine(torch.bfloat16, *shape) for shape in _SHAPES),
+    *(_tuned_combine(torch.float16, *shape) for shape in _SHAPES),
 )

@@ -230,6 +230,7 @@ def _tuned() -> tuple[Tuned, ...]:
     found = []
     for name, held, dtype in (
         ("bf16", "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
         ("fp32", "fp32", torch.float32),
         ("bf16", "u8", torch.bfloat16),
     ):

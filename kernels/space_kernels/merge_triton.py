@@ -69,9 +69,11 @@ def merge(
 TUNED = tuple(
     Tuned(
         _merge,
-        dict.fromkeys(("first", "first_lse", "second_lse", "lse"), "*fp32") | {"second": "*bf16", "out": "*bf16"},
+        dict.fromkeys(("first", "first_lse", "second_lse", "lse"), "*fp32")
+        | {"second": f"*{dtype}", "out": f"*{dtype}"},
         {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)},
         1,
     )
+    for dtype in ("bf16", "fp16")
     for head_dim in (64, 96, 128, 256)
 )

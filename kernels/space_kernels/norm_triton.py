@@ -101,7 +101,7 @@ def _shape(width: int) -> tuple[int, int]:
 
 def _tuned() -> tuple[Tuned, ...]:
     found = []
-    for dtype in ("bf16", "fp32"):
+    for dtype in ("bf16", "fp16", "fp32"):
         for width in (256, 4096, 5120, 16384):
             block, warps = _shape(width)
             shape = {"D": width, "BLOCK": block}

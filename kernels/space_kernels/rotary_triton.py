@@ -176,7 +176,7 @@ TUNED = tuple(
         },
         _warps(half),
     )
-    for dtype, kept in (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "u8"))
+    for dtype, kept in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "u8"), ("fp16", "u8"))
     for num_heads, kv_heads, half, normed in (
         (32, 8, 32, False),  # 1B
         (32, 8, 64, False),  # 8B

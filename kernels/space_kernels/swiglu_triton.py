@@ -47,5 +47,5 @@ TUNED = tuple(
         },
         {"BLOCK": _BLOCK},
     )
-    for dtype in ("bf16", "fp32")
+    for dtype in ("bf16", "fp16", "fp32")
 )

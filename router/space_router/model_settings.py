@@ -69,9 +69,10 @@ class ModelSettings:
         "auto",
         _GROUP,
         "number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 "
-        "checkpoint on a CPU that multiplies it natively, and the checkpoint's own on a GPU, bfloat16 for float16",
-        parse.one_of("auto", "float32", "bfloat16"),
-        "auto|float32|bfloat16",
+        "checkpoint on a CPU that multiplies it natively, and the checkpoint's own on a GPU. float16 is for GPUs: a "
+        "CPU computes it as exactly, but slower than float32",
+        parse.one_of("auto", "float32", "bfloat16", "float16"),
+        "auto|float32|bfloat16|float16",
         own_workers=True,
     )
     weights: str = setting(

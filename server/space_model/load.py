@@ -70,12 +70,12 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
 
-    `dtype` auto, float32 or bfloat16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU computes
-    the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device` auto, cpu,
-    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own; `max_model_len`
-    shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole process and not to
-    be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter that drafts for
-    requests which name it, beside the checkpoint's own;
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU
+    computes the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device`
+    auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own;
+    `max_model_len` shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole
+    process and not to be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter
+    that drafts for requests which name it, beside the checkpoint's own;
     `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
     families that have a compact network; `choose_ops`: which operations to take, in place of these two;
     `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.

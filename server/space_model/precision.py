@@ -6,7 +6,7 @@ import torch
 
 from space_model.model_error import InvalidSetting
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(device: str) -> torch.device:
@@ -45,16 +45,18 @@ def choose_dtype(
         return torch.bfloat16, f"what {weights} weights are multiplied in"
     if dtype != "auto":
         if dtype not in _DTYPES:
-            raise InvalidSetting(f"dtype must be auto, float32 or bfloat16; got {dtype!r}.")
+            raise InvalidSetting(f"dtype must be auto, float32, bfloat16 or float16; got {dtype!r}.")
         return _DTYPES[dtype], "as asked"
     if device.type != "cpu":
-        if stored is torch.float32:
-            return torch.float32, "the checkpoint's own"
-        return torch.bfloat16, "the checkpoint's own" if stored is torch.bfloat16 else f"stands in for {stored}"
+        if stored is not None and stored in _DTYPES.values():
+            return stored, "the checkpoint's own"
+        return torch.bfloat16, "the checkpoint does not say" if stored is None else f"stands in for {stored}"
     if stored is torch.bfloat16 and _has_bf16_products():
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
     if stored is torch.bfloat16:
         return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX)"
+    if stored is torch.float16:
+        return torch.float32, "the checkpoint is torch.float16, of which float32 has every number, and faster on a CPU"
     return torch.float32, "the checkpoint does not say" if stored is None else f"the checkpoint is {stored}"
 
 

@@ -15,7 +15,7 @@ from space_model.space_model import SpaceModel
 
 _NUM_ROWS = 8
 _BLOCK = 16
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def _rows(facts: ModelFacts) -> tuple[ForwardBatch, PagedKV]:

@@ -40,7 +40,7 @@ class WorkerConfig:
     offline: bool  # ask no hub
     listen: str  # unix:PATH or HOST:PORT
     tls: CertificateFiles | None  # mutual TLS with routers
-    dtype: str  # auto, float32, bfloat16, …
+    dtype: str  # auto, float32, bfloat16, float16
     weights: str  # plain, int8 or fp8: see precision.py
     kv_dtype: str  # auto or fp8: see precision.py
     device: str  # auto, cpu, cuda, …
@@ -98,7 +98,11 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "mutual TLS. Without, whoever reaches HOST:PORT can use this worker. Renewed files count from the next "
         "connection on",
     )
-    parser.add_argument("--dtype", default="auto", help="of weights, keys and values (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto, float32, bfloat16 or float16: of weights, keys and values (default: %(default)s)",
+    )
     parser.add_argument(
         "--weights",
         choices=WEIGHTS,

@@ -12,7 +12,7 @@ from space_kernels import linear_triton
 from space_kernels.linear_triton import Tile, row_invariant_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 """The interpreter does not round to bfloat16, and multiplies matrices of it bit by bit."""
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from space_kernels import norm_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 """The interpreter does not round to bfloat16."""
 EPS = 1e-5
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from space_kernels import rotary_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 """The interpreter does not round to bfloat16."""
 
 STORES = [rotary.rotary_store, rotary_triton.rotary_store]

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from space_kernels.draft_head import DraftHeadForm
 from space_model.checkpoint import Checkpoint
+from space_model.forward_batch import ForwardBatch, Segment
 from space_model.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
+from space_model.precision import choose_dtype
 from space_model.testing import FIRST_MASK, tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -183,7 +185,7 @@ def test_what_is_not_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16; got 'float16'"),
+        ({"dtype": "float64"}, "dtype must be auto, float32, bfloat16 or float16; got 'float64'"),
         ({"device": "abacus"}, "'abacus' is no device"),
         ({"num_threads": 0}, "num_threads must be at least 1; got 0"),
         ({"attention": "none"}, "no attention implementation 'none'"),
@@ -277,6 +279,32 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it(tmp_path: Path, monkeyp
     facts = load_model(path).facts
     assert facts.dtype is torch.float32
     assert "no bfloat16 products" in facts.dtype_reason
+
+
+def test_float16_is_served_where_it_is_asked_for_and_on_a_gpu_where_it_is_stored(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, dtype="float16")
+    facts = load_model(path).facts
+    assert (facts.dtype, facts.dtype_reason.partition(",")[0]) == (torch.float32, "the checkpoint is torch.float16")
+    facts = load_model(path, dtype="float16").facts
+    assert (facts.dtype, facts.dtype_reason, facts.number_format) == (torch.float16, "as asked", "float16")
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    gpu = torch.device("cuda")
+    assert choose_dtype("auto", gpu, torch.float16) == (torch.float16, "the checkpoint's own")
+    assert choose_dtype("auto", gpu, torch.float64) == (torch.bfloat16, "stands in for torch.float64")
+    with pytest.raises(InvalidSetting, match="leave out --dtype float16"):
+        choose_dtype("float16", gpu, torch.float16, "fp8")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_float16_says_what_transformers_says_to_its_roundings(family: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, family, dtype="float16")
+    model = load_model(path, dtype="float16")
+    ids = list(range(20, 40))
+    batch = ForwardBatch.build([Segment(ids, 0, [0, 1])], block_size=16, mask_ids=())
+    found = model.logits(model.forward(batch, model.allocate_kv(2, 16))[: len(ids)])
+    with torch.inference_mode():
+        wanted = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    assert (found - wanted).abs().max() < 0.01 * wanted.abs().max()
 
 
 def test_an_untied_head_and_biases_are_read(tmp_path: Path) -> None:

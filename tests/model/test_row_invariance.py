@@ -45,7 +45,7 @@ def spoil(kv: PagedKV, computed: Sequence[tuple[Sequence[int], int]]) -> None:
         pages.masked_fill_(~keep.view(kv.num_blocks, 1, kv.block_size, 1), float("nan"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_position_has_the_same_bits_on_every_path(
     family: str, dtype: str, checkpoint_of: Callable[[str], Path]

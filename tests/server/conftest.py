@@ -30,6 +30,14 @@ def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
 
 
 @pytest.fixture(scope="session")
+def tiny_fp16(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    """Masks of their own ids and a draft head, float16."""
+    path = tmp_path_factory.mktemp("tiny") / "fp16"
+    tiny_checkpoint(path, dtype="float16")
+    return load_model(path, dtype="float16", num_threads=1)
+
+
+@pytest.fixture(scope="session")
 def byte_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose tokenizer writes every byte."""
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "bytes", vocab_size=320, words=True)

@@ -23,7 +23,7 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
     [
         ({}, {"SPACESERVE_PORT": "70000"}, "SPACESERVE_PORT='70000': must be a whole number from 0 to 65535"),
         ({"port": "-1"}, {}, "--port='-1'"),
-        ({"dtype": "int3"}, {}, "must be one of auto, float32, bfloat16"),
+        ({"dtype": "int3"}, {}, "must be one of auto, float32, bfloat16, float16"),
         ({"speculation": "17"}, {}, "a number of drafts from 0 to 16"),
         ({"kv_memory": "1.5"}, {}, "a fraction of free memory"),
         ({"kv_memory": "much"}, {}, "a size such as 1GiB"),
