@@ -97,7 +97,7 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         _SPECULATION,
         "drafts from what followed the same tokens earlier in prompt or output, for any checkpoint: on takes them "
         "where they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only "
-        "lays out no masks; auto is on where --steps are the host's, for a lookup needs the host between two steps. "
+        "lays out no masks; auto is on where --steps are the host's, for on a device a lookup makes steps wait. "
         "Costs a few microseconds per token. The text is the same with each",
         parse.one_of("auto", "on", "off", "only"),
         "auto|on|off|only",
@@ -108,8 +108,8 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         _SPECULATION,
         "where decoding requests are kept between steps: on the device, where the next step is launched before the "
         "host has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device "
-        "on a GPU and host on a CPU. Prompts, grammars and lookups are stepped from the host, and of several adapters "
-        "all but one. The text is the same with each",
+        "on a GPU and host on a CPU. Prompts and grammars are stepped from the host, and of several adapters all but "
+        "one. The text is the same with each",
         parse.one_of("auto", "device", "eager", "host"),
         "auto|device|eager|host",
         own_workers=True,

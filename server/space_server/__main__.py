@@ -211,7 +211,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
     steps = choose_steps(config.steps, facts)
     looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
     if looks_up and steps != "host":
-        _log.warning("--lookup %s: requests that may speculate are stepped from the host", config.lookup)
+        _log.warning("--lookup %s: while texts are read, no step is launched ahead", config.lookup)
     sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
     worker = Worker(
         model,

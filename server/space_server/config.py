@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         default="auto",
         choices=["auto", "on", "off", "only"],
         help="drafts from what followed the same ids before: beside masks, never, or instead; auto is on where --steps "
-        "are the host's, for who is looked up for is stepped from the host (default: %(default)s)",
+        "are the host's, for on a device steps wait for each other while texts are read (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",

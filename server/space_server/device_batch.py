@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Run
 
 import torch
@@ -36,14 +36,16 @@ class DeviceBatch:
         *,
         max_sequences: int,
         block_size: int,
+        max_drafts: int | None = None,
         synthetic: SyntheticAcceptance | None = None,
     ) -> None:
+        """`max_drafts`: most per sequence and step; None: as many as there are masks."""
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
         self.room = LawRoom()
         self.state = StepState.empty(
             max_sequences,
-            max_drafts=facts.most_masks,
+            max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
             max_pages=self._max_pages,
             block_size=block_size,
             window=facts.window,
@@ -94,14 +96,14 @@ class DeviceBatch:
         return next((sequence.adapter for sequence in self if sequence.most_masks), None)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether this sequence can be stepped here: only its root is to be computed, only the masks that draft for the
-        others draft for it, and what is asked of it has room.
+        """Whether this sequence can be stepped here: only its root is to be computed, its masks, if it has any, are the
+        others', and what is asked of it has room.
         """
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
             sequence.num_pending == 1
             and (sequence.num_logprobs or 0) <= MOST_TOP
-            and sequence.drafter is None
+            and (sequence.drafter is None or self._takes_proposals(sequence))
             and self._has_its_masks(sequence)
             and ends <= self.room.num_ends
             and len(sequence.drafts) <= self.state.drafts.shape[1]
@@ -109,6 +111,9 @@ class DeviceBatch:
             and not (sequence.law.bad_words and not self.state.history.shape[1])
             and self._holds_decree(sequence)
         )
+
+    def _takes_proposals(self, sequence: Sequence) -> bool:
+        return self._synthetic is None and sequence.max_drafts <= self.state.drafts.shape[1]
 
     def _has_its_masks(self, sequence: Sequence) -> bool:
         if not sequence.most_masks:  # the text is everybody's
@@ -163,6 +168,21 @@ class DeviceBatch:
             state.page_table.index_put_((lines, places), blocks.to(state.page_table.dtype))
             lines, numbers = _columns(counts, state.num_pages.device)
             state.num_pages.index_put_((lines,), numbers)
+
+    def send_drafts(self, seq_ids: Iterable[int]) -> None:
+        """Let these sequences, which no step under way has, verify the drafts that the host has for them."""
+        state, cells, counts = self.state, [], []
+        for seq_id in seq_ids:
+            line = self._line_of.get(seq_id)
+            sequence = None if line is None else self.lines[line]
+            if line is not None and sequence is not None:
+                cells += [(line, place, id_) for place, id_ in enumerate(sequence.drafts)]
+                counts.append((line, len(sequence.drafts)))
+        if counts:
+            lines, places, ids = _columns(cells, state.drafts.device)
+            state.drafts.index_put_((lines, places), ids)
+            lines, numbers = _columns(counts, state.num_drafts.device)
+            state.num_drafts.index_put_((lines,), numbers)
 
     def send_asking(self) -> tuple[list[int], int]:
         """Let `asking` name the lines that want log-probabilities; these, and most alternatives that one wants."""

@@ -29,8 +29,10 @@ from space_server.device_batch import DeviceBatch
 from space_server.device_graphs import StepGraphs
 from space_server.device_logprobs import MOST_TOP, LogprobReport, few_asking, few_tops, num_cells
 from space_server.device_step import DeviceStep, Forward, HostForward, StepKind, TensorForward
+from space_server.drafts import mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
+from space_server.proposing import Proposing
 from space_server.sequence import Sequence
 from space_server.step import Advance, no_choice
 from space_server.step_cost import StepShape
@@ -88,16 +90,26 @@ class DeviceStepper:
         eager: bool = False,
         ops: StepOps | None = None,
         forward: Callable[[StepModel, PagedKV], Forward] | None = None,
+        max_drafts: int | None = None,
         synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`eager`: no graphs; a CPU has none. `ops` and `forward`: None takes the device's.
 
-        `synthetic`: decrees which drafts come true.
+        `max_drafts`: most per sequence and step; None: as many as there are masks. `synthetic`: decrees which drafts
+        come true.
         """
         facts = model.facts
         on_gpu = facts.device.type == "cuda"
-        self.batch = DeviceBatch(facts, max_sequences=max_sequences, block_size=kv.block_size, synthetic=synthetic)
+        self.batch = DeviceBatch(
+            facts,
+            max_sequences=max_sequences,
+            block_size=kv.block_size,
+            max_drafts=max_drafts,
+            synthetic=synthetic,
+        )
+        self._proposing = Proposing(facts)
+        self._drafted_for: set[int] = set()  # sequences that the host has drafted for since the last launch
         self._synthetic = synthetic
         self.num_launches = 0
         self.waited = 0.0  # seconds in which the host waited for the device, or was the device
@@ -138,6 +150,8 @@ class DeviceStepper:
         num_lines = bucket(len(batch), len(batch.lines))
         batch.close_gaps(num_lines)
         batch.send_pages()
+        batch.send_drafts(self._drafted_for)
+        self._drafted_for.clear()
         asking, num_top = batch.send_asking()
         kind = StepKind(
             num_lines,
@@ -184,6 +198,8 @@ class DeviceStepper:
                 if logprobs is not None and sequence.num_logprobs is not None:
                     number = launched.asking.index(line)
                     advance.logprobs = logprobs.of(number, advance.tokens, sequence.num_logprobs)
+                if sequence.drafter is not None and advance.error is None:
+                    self._ask_drafter(advance)
                 advances.append(advance)
         chain, masks = num_running * (layout.num_drafts + 1), num_running * layout.num_masks
         noisy_rows = noisy * (layout.num_drafts + 1)
@@ -192,6 +208,27 @@ class DeviceStepper:
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
         return StepRead(advances, shape, computing, seconds)
+
+    def _ask_drafter(self, advance: Advance) -> None:
+        """Let it read what was emitted; take what it proposes, if that is worth more than the masks' drafts or goes on
+        behind them, and no step that was launched has these.
+        """
+        sequence, tokens = advance.plan.sequence, advance.tokens
+        assert sequence.drafter is not None
+        advance.num_predicted = sequence.drafter.extend(sequence.ids, tokens)
+        wanted = min(sequence.max_drafts, sequence.num_left - len(tokens) - 1)
+        if advance.end is not None or wanted < 1 or self.refers_to(sequence.seq_id):
+            return
+        proposal = self._proposing.proposal(sequence, tokens, wanted)
+        if proposal is None:
+            return
+        masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
+        if proposal.beats(masks):
+            advance.draft_depth, masks = 0, ()
+        elif not proposal.goes_on_behind(advance.drafts):
+            return
+        advance.drafts, advance.origin = proposal.ids, proposal.origin(len(proposal.ids), masks)
+        self._drafted_for.add(sequence.seq_id)
 
     def _apart(self, launched: Launched) -> tuple[list[list[int]], LogprobReport | None]:
         """What a step said of each line, and of those who ask for log-probabilities."""

@@ -1,22 +1,26 @@
 """Who is stepped on the device, with which layout, and when the next step is launched.
 
 A sequence takes a line when nothing but its root is to be computed and it fits (`DeviceBatch.fits`): its prompt was
-read by a step on the host, which chose its first id, too. All lines have one layout, that of their average sequence.
+read by a step on the host, which chose its first id, too. All lines have one layout (`device_layout`).
+
+As long as the texts of some of them are read for what may follow, steps are launched one by one, each when the last has
+been read and its drafts are known. What that costs is the time between two steps, for all lines; what it would cost to
+step those sequences from the host is a second pass over the weights in each turn.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from statistics import median_high
 
 from space_kernels.attention_backends import BACKENDS
 from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 
-from space_server.acceptance import Acceptance
-from space_server.controller import Controller, Load, Room
+from space_server.controller import Controller
+from space_server.device_layout import layout_ahead, layout_of_drafts
 from space_server.device_stepper import DeviceStepper, StepRead
+from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.sequence import Sequence
 
 AHEAD = 2
@@ -24,8 +28,6 @@ AHEAD = 2
 
 MOST_FAILURES = 3
 """Launches in a row that may fail before sequences are stepped on the host for good."""
-
-_PLENTY = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class DeviceSteps:
     def __init__(self, stepper: DeviceStepper, controller: Controller) -> None:
         """`controller`: for these sequences alone."""
         self.stepper = stepper
-        self._controller = controller
+        self.controller = controller
         self._batch = stepper.batch
         self._num_failures = 0  # of launches, in a row
         self._kept: set[int] = set()  # sequences that are to be stepped on the host once
@@ -75,19 +77,43 @@ class DeviceSteps:
             if self._batch.fits(sequence):
                 self._batch.put(sequence)
 
-    def launch(self) -> None:
-        """Launch steps until enough are under way, as long as somebody can run in them. Raises what a step raises."""
-        while self.stepper.num_under_way < AHEAD and self._somebody_runs():
-            self.stepper.launch(self._layout())
+    @property
+    def has_drafters(self) -> bool:
+        """Somebody's text may be read for what follows."""
+        return any(sequence.drafter is not None and sequence.max_drafts > 0 for sequence in self._batch)
+
+    @property
+    def reads_first(self) -> bool:
+        """A step waits until the one before is read: somebody's text is read for the drafts that it verifies."""
+        return any(
+            sequence.drafter is not None and sequence.max_drafts > 0 and sequence.drafter.reads
+            for sequence in self._batch
+        )
+
+    def launch(self) -> list[StepRead] | None:
+        """Launch steps until enough are under way, as long as somebody can run in them.
+
+        Where that fails, what is under way; once that has been said `give_back` is to be called. None: it did not fail.
+        """
+        try:
+            while self.stepper.num_under_way < (1 if self.reads_first else AHEAD) and self._somebody_runs():
+                self.stepper.launch(self._layout())
+            return None
+        except Exception as error:
+            reads = self._give_up(error)
+            wants_memory = is_out_of_memory(error)
+        if wants_memory:
+            give_back_unused()
+        return reads
 
     def read(self) -> StepRead:
         """The oldest step under way."""
         read = self.stepper.read()
         self._num_failures = 0
-        self._controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
+        self.controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
         return read
 
-    def give_up(self, error: Exception) -> list[StepRead]:
+    def _give_up(self, error: Exception) -> list[StepRead]:
         """A launch has failed: all sequences go back to the host, as the steps under way leave them."""
         self._num_failures += 1
         _log.warning("a device step of %d sequences failed (%s); they are stepped on the host", len(self._batch), error)
@@ -122,22 +148,9 @@ class DeviceSteps:
         )
 
     def _layout(self) -> DraftLayout:
-        """What the controller wants for the average sequence, as though each had all the drafts it could have."""
-        sequences = self.sequences
-        bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
-        room = Room(
-            seq_id=sequences[0].seq_id,
-            num_drafts=bound,
-            max_masks=bound,
-            num_left=_PLENTY,
-            acceptance=_average(sequences),
-        )
-        rooms = [room] * len(sequences)
-        if any(not sequence.law.greedy for sequence in sequences):
-            noisy = Room(room.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=room.acceptance)
-            rooms = [room if sequence.law.greedy else noisy for sequence in sequences]
-        context = sum(sequence.num_computed for sequence in sequences)
-        return room.fit(self._controller.layouts(rooms, Load(num_context=context))[0])
+        if self.reads_first:
+            return layout_of_drafts(self.sequences, self.controller, self._batch.state.block_size)
+        return layout_ahead(self.sequences, self.controller)
 
 
 def why_on_host(facts: ModelFacts) -> str | None:
@@ -147,14 +160,3 @@ def why_on_host(facts: ModelFacts) -> str | None:
     if facts.device.type == "cuda" and not BACKENDS[facts.attention].captures:
         return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
     return None
-
-
-def _average(sequences: list[Sequence]) -> Acceptance | None:
-    """The acceptance of all together who draft, and that by the same masks."""
-    drafting = [sequence for sequence in sequences if sequence.most_masks]
-    known = [sequence.acceptance for sequence in drafting if sequence.acceptance is not None]
-    if not known:
-        return None
-    average = Acceptance(known[0].shape)
-    average.shift = sum(acceptance.shift for acceptance in known) / len(known)
-    return average

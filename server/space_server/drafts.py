@@ -208,12 +208,17 @@ class Drafter:
         self._num_known: int | None = None  # ids read; None: nothing yet
         self._proposals: list[Proposal] = []  # what was proposed to follow them
 
+    @property
+    def reads(self) -> bool:
+        """It may propose something now: a client predicts the text, or it pays to read it."""
+        return bool(self._predicted) or not self._sources.asleep
+
     def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
         """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with each.
 
         Read once from the start: at first, where a step is taken again, and after a sleep.
         """
-        if self._sources.asleep and not self._predicted:
+        if not self.reads:
             self._lookup, self._num_known, self._proposals = None, None, []
             return ()
         if self._num_known != len(ids):

@@ -76,7 +76,7 @@ def plan_step(
         hurried = [one for one in able + out_of_slots if one.num_pending == 1] + [*beside]
         rows_of = _prompt_rows(reading, budget.rows(hurried, able), block_size)
     chunks = [(one, rows, rows == one.num_pending) for one in able if (rows := rows_of.get(one.seq_id, 1))]
-    rooms = [_room(sequence, block_size) for sequence, _, closes in chunks if closes]
+    rooms = [room_of(sequence, block_size) for sequence, _, closes in chunks if closes]
     layouts = controller.layouts(rooms, _load(chunks))
     plans = _plans(chunks, [room.fit(layout) for room, layout in zip(rooms, layouts, strict=True)])
     shape = shape_of(plans)
@@ -150,7 +150,7 @@ def _load(chunks: Iterable[Chunk]) -> Load:
     return Load(prefill, pairs, context)
 
 
-def _room(sequence: Sequence, block_size: int) -> Room:
+def room_of(sequence: Sequence, block_size: int) -> Room:
     """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
     num_left, num_drafts = sequence.num_left, len(sequence.drafts)
     if num_drafts:

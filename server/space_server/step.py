@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Run
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -25,9 +25,10 @@ from torch import Tensor
 from space_server.company import Companies, Company
 from space_server.draft_source import DraftSource
 from space_server.drafting import MaskRows, MaskRun, bounded, draft
-from space_server.drafts import BY_MASKS, Forced, Origin, Proposal, mask_chances
+from space_server.drafts import BY_MASKS, Origin, Proposal, mask_chances
 from space_server.limits import End
 from space_server.plan import Plan
+from space_server.proposing import Proposing
 from space_server.sequence import Sequence
 from space_server.step_model import StepModel
 from space_server.stopwatch import Stopwatch
@@ -100,11 +101,11 @@ class Stepper:
         self._synthetic = synthetic
         self._clock = clock
         self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
-        self._choosing, self._proposing = Companies(), Companies()
+        self._choosing, self._drafting_together = Companies(), Companies()
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
-        self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
+        self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @torch.inference_mode()
     def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
@@ -244,11 +245,12 @@ class Stepper:
                 known = [*sequence.ids, *advance.tokens]
                 proposed = self._draft_source.propose(sequence.seq_id, known, wanted)
                 if proposed is not None:
-                    advance.drafts, advance.draft_depth = self._valid(advance, list(proposed[:wanted])), 0
+                    advance.drafts = self._proposing.valid(sequence, advance.tokens, list(proposed[:wanted]))
+                    advance.draft_depth = 0
                     continue
             group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
-            proposal = self._proposal(advance, wanted) if drafter is not None else None
+            proposal = self._proposing.proposal(sequence, advance.tokens, wanted) if drafter is not None else None
             if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
                 advance.drafts, advance.draft_depth = proposal.ids, 0
                 advance.origin = proposal.origin(len(advance.drafts))
@@ -258,45 +260,19 @@ class Stepper:
                 by_masks.append((advance, proposal))
                 runs.append(MaskRun(sequence, advance.tokens, first, count))
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
-        drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._proposing)
-        are_ids = self._are_ids([*chain.from_iterable(drafted)])
+        drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._drafting_together)
+        are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
         for (advance, proposal), drafts in zip(by_masks, drafted, strict=True):
-            is_valid = are_ids and advance.plan.sequence.grammar is None
-            advance.drafts = drafts if is_valid else self._valid(advance, drafts)
+            sequence, tokens = advance.plan.sequence, advance.tokens
+            is_valid = are_ids and sequence.grammar is None
+            advance.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
             if self._synthetic is not None:
-                decreed = self._synthetic.drafts(
-                    advance.plan.sequence, advance.tokens, advance.draft_depth, advance.drafts
-                )
-                advance.drafts = self._valid(advance, decreed)
+                decreed = self._synthetic.drafts(sequence, tokens, advance.draft_depth, advance.drafts)
+                advance.drafts = self._proposing.valid(sequence, tokens, decreed)
             elif proposal is not None and proposal.goes_on_behind(advance.drafts):
-                masks = mask_chances(advance.plan.sequence.acceptance, advance.draft_depth, len(advance.drafts))
+                masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
                 advance.drafts = proposal.ids
                 advance.origin = proposal.origin(len(advance.drafts), masks)
-
-    def _proposal(self, advance: Advance, wanted: int) -> Proposal | None:
-        """What its past, the client's prediction or its grammar propose, as far as that can be chosen."""
-        sequence = advance.plan.sequence
-        assert sequence.drafter is not None
-        grammar = sequence.grammar if self._synthetic is None else None
-        forced = Forced() if grammar is None else grammar.forced(advance.tokens, wanted)
-        proposal = sequence.drafter.propose(wanted, forced)
-        if proposal is None:
-            return None
-        ids = self._valid(advance, proposal.ids)
-        return replace(proposal, ids=ids) if ids else None
-
-    def _valid(self, advance: Advance, drafts: list[int]) -> list[int]:
-        """The drafts before the first one that can never be chosen."""
-        grammar = advance.plan.sequence.grammar
-        if not self._are_ids(drafts):
-            drafts = drafts[: [self._are_ids([id_]) for id_ in drafts].index(False)]
-        return drafts if grammar is None else drafts[: grammar.num_possible(advance.tokens, drafts)]
-
-    def _are_ids(self, drafts: list[int]) -> bool:
-        """All of them are of the vocabulary, and no mask."""
-        if not drafts:
-            return True
-        return min(drafts) >= 0 and max(drafts) < self._vocab_size and self._not_drafted.isdisjoint(drafts)
 
 
 def no_choice(sequence: Sequence) -> str:

@@ -112,7 +112,13 @@ class Worker:
         self._device: DeviceSteps | None = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
             stepper = DeviceStepper(
-                model, self.kv, max_sequences=max_sequences, eager=eager, synthetic=synthetic, clock=clock
+                model,
+                self.kv,
+                max_sequences=max_sequences,
+                max_drafts=self.max_draft_length,
+                eager=eager,
+                synthetic=synthetic,
+                clock=clock,
             )
             self._device = DeviceSteps(stepper, controller or MeasuredController(self.cost))
         self.reset()
@@ -270,7 +276,11 @@ class Worker:
         report, device = pb.StepReport() if report is None else report, self._device
         waited = 0.0 if device is None else device.stepper.waited
         self.waiting.take(self.batch)
-        reads = self._launch(report)
+        reads = []
+        while device is not None and device.is_under_way and device.reads_first:
+            reads.append(device.read())
+            self._say(report, reads[-1].advances)
+        reads += self._launch(report)
         on_lines = [] if device is None else device.sequences
         plan = plan_step(
             [one for one in self.batch if not (one.waits or (device is not None and one.seq_id in device))],
@@ -279,17 +289,18 @@ class Worker:
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
             beside=on_lines,
         )
-        self._sources.price, self._sources.naps = self._controller.row_price, self._controller.naps
+        pays = self._controller if device is None or not device.has_drafters else device.controller
+        self._sources.price, self._sources.naps = pays.row_price, pays.naps
         times, begun = StepTimes(), self._clock() if on_lines else started
         advances = self._run(plan.plans, times) if plan.plans else []
         beside = device.stepper.did_other_work() if device is not None and advances else None
         self._say(report, advances)
         if device is not None:
-            is_read = False
-            while device.is_under_way and not (is_read and report.stepped):
+            while device.is_under_way and not (reads and report.stepped):
                 reads.append(device.read())
                 self._say(report, reads[-1].advances)
-                is_read = True
+                if device.reads_first and not device.is_under_way:
+                    reads += self._launch(report)
         self._say_paused(report, plan.out_of_slots)
         released, failed = self.batch.take_news()
         report.released.extend(released)
@@ -318,14 +329,8 @@ class Worker:
         if device is None:
             return []
         device.admit(self.batch)
-        try:
-            device.launch()
+        if (reads := device.launch()) is None:
             return []
-        except Exception as error:
-            reads = device.give_up(error)
-            wants_memory = is_out_of_memory(error)
-        if wants_memory:
-            give_back_unused()
         for read in reads:
             self._say(report, read.advances)
         device.give_back()
@@ -342,7 +347,8 @@ class Worker:
             wants_memory = is_out_of_memory(error)
             if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                said = f"The step failed: {type(error).__name__}: {_first_line(error)}"
+                line = str(error).partition("\n")[0][:200]
+                said = f"The step failed: {type(error).__name__}: {line}"
                 failed = [Advance(plans[0], error=_TOO_LARGE if wants_memory else said)]
             else:
                 _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
@@ -391,7 +397,3 @@ class Worker:
         commit(advance, report)
         if not goes_on:
             self.batch.end(sequence.seq_id)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
