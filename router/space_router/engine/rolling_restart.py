@@ -12,6 +12,9 @@ from space_router.engine.seat import Seat
 
 logger = logging.getLogger(__name__)
 
+TRIES = 3
+"""Of a worker that is lost before it could be told to end, and comes back as the same process."""
+
 FINISH_SECONDS = 10.0  # most answers end by themselves in that time; handing the others over costs their prefill anew
 
 
@@ -76,9 +79,7 @@ class RollingRestart:
         try:
             for seat in seats:
                 await self._all_up(but=seat)
-                before = seat.num_incarnations
-                await seat.retire(finish_seconds=finish_seconds)
-                await self._until_up(seat, since=before)
+                await self._restart(seat, finish_seconds)
                 self.num_done += 1
                 logger.info("%s is back: %d of %d restarted", seat.source.name, self.num_done, self.num_wanted)
         except RestartFailed as failed:
@@ -86,6 +87,20 @@ class RollingRestart:
             logger.error("the rolling restart has stopped: %s", failed)
         finally:
             self.state = RestartState.DONE if self.num_done == self.num_wanted else RestartState.FAILED
+
+    async def _restart(self, seat: Seat, finish_seconds: float) -> None:
+        """Another process sits there."""
+        process = seat.incarnation
+        for _ in range(TRIES):
+            before = seat.num_incarnations
+            await seat.retire(finish_seconds=finish_seconds)
+            await self._until_up(seat, since=before)
+            if seat.incarnation != process:
+                return
+        raise RestartFailed(
+            f"{seat.source.name} was lost {TRIES} times before it could be told to end, and came back as the same "
+            "process. Look at the network between, and begin again. Workers that were not restarted yet run on."
+        )
 
     async def _all_up(self, *, but: Seat) -> None:
         """Nobody else is away: else one more would be missing."""

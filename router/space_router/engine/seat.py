@@ -84,6 +84,7 @@ class Seat:
         self.trouble = ""  # why the last worker was lost, or none could be had
         self.scheduler: Scheduler | None = None  # None: nobody is up
         self.num_incarnations = 0
+        self.incarnation: str | None = None  # of the process that is connected, or was last
         self.num_crashes = 0  # in a row: no worker was up for long in between
         self._schedule = schedule
         self._tokenizer_hash = tokenizer_hash
@@ -194,6 +195,7 @@ class Seat:
             link.send([worker_pb2.Command(start=start)])
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1
+            self.incarnation = link.hello.incarnation
             cause = Cause.OUTSIDE
             try:
                 engaged.worker_up(self)

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,5 +196,40 @@ def test_one_restart_at_a_time_and_of_workers_that_exist() -> None:
                 restart.begin()
             await restart.wait()
             assert restart.num_done == restart.num_wanted == 1
+
+    run(whole())
+
+
+class Flickering:
+    """A seat whose worker is lost whenever it is taken off duty: by the first `num_losses` times it only reconnects."""
+
+    number, is_given_up, trouble = 0, False, ""
+
+    def __init__(self, num_losses: int) -> None:
+        self.source = SimpleNamespace(name="worker 0")
+        self.scheduler = object()
+        self.num_incarnations, self.incarnation = 1, "first"
+        self._num_losses = num_losses
+
+    async def retire(self, *, finish_seconds: float) -> None:
+        self.num_incarnations += 1
+        self._num_losses -= 1
+        if self._num_losses < 0:
+            self.incarnation = "second"
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        assert holds()
+
+
+@pytest.mark.parametrize(("num_losses", "state"), [(0, "done"), (2, "done"), (3, "failed")])
+def test_a_worker_that_only_lost_its_connection_is_not_taken_for_another(num_losses: int, state: str) -> None:
+    async def whole() -> None:
+        seat: Any = Flickering(num_losses)
+        restart = RollingRestart([seat], back_seconds=1.0)
+        restart.begin()
+        await restart.wait()
+        assert restart.state.value == state
+        assert (seat.incarnation == "second") is (state == "done")
+        assert ("came back as the same process" in restart.error) is (state == "failed")
 
     run(whole())
