@@ -57,7 +57,7 @@ from space_server.host_memory import keep_freed_memory, use_one_heap
 from space_server.largest_step import take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
-from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
 from space_server.model_need import ModelNeed, num_blocks_of
 from space_server.model_source import ModelSource
 from space_server.passing_thread import in_passing_thread
@@ -195,7 +195,8 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     kv = model.allocate_kv(num_blocks, size)
-    cost = measured_cost(config, model, kv)
+    steps = choose_steps(config.steps, facts)
+    cost = measured_cost(config, model, kv, steps)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None
     if config.synthetic_acceptance is not None:
@@ -208,7 +209,6 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
             label(synthetic.chances),
         )
     # A decreed acceptance is that of masks: nothing else drafts beside it.
-    steps = choose_steps(config.steps, facts)
     looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
     if looks_up and steps != "host":
         _log.warning("--lookup %s: while texts are read, no step is launched ahead", config.lookup)
@@ -258,19 +258,26 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
     return grammars
 
 
-def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV) -> StepCost | None:
+def measured_cost(
+    config: WorkerConfig, model: StepModel, kv: PagedKV, steps: Literal["device", "eager", "host"] = "host"
+) -> StepCost | None:
     """What steps cost here: measured now, or at an earlier start. None: it is learnt while serving."""
     if not config.calibration_seconds:
         return None
     facts, most = model.facts, config.max_sequences
-    file = cache_file(cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact)
+    file = cache_file(
+        cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact, steps=steps
+    )
     begun = time.perf_counter()
-    points = load_or_measure(file, lambda: calibrate(model, kv, max_sequences=most, seconds=config.calibration_seconds))
+    seconds = config.calibration_seconds
+    points = load_or_measure(file, lambda: calibrate(model, kv, max_sequences=most, seconds=seconds, steps=steps))
+    give_back_unused()  # graphs of steps that were measured
     if not points:
         return None
     cost = StepCost.from_points(points)
     _log.info(
-        "step costs: %d points in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
+        "step costs (%s steps): %d points in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
+        steps,
         len(points),
         time.perf_counter() - begun,
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),

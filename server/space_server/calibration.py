@@ -1,6 +1,7 @@
 """What steps cost here, measured with made-up sequences before the first router comes: seconds of work, once a machine.
 
-The sequences go through whole steps of a worker, on the pages that nobody uses yet.
+The sequences go through whole steps of a worker, on the pages that nobody uses yet: of the kind that will be served,
+those that keep their state on the device where they will.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from space_kernels.attention_backends import installed_version
@@ -77,15 +79,19 @@ def calibrate(
     *,
     max_sequences: int,
     seconds: float = SECONDS,
+    steps: Literal["device", "eager", "host"] = "host",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Point]:
-    """Points for `StepCost.from_points`; small ones first, as many as there are seconds for."""
+    """Points for `StepCost.from_points`; small ones first, as many as there are seconds for.
+
+    `steps`: who keeps the sequences that decode, as they will be served.
+    """
     points: list[Point] = []
     begun = clock()
     for case in _cases(model.facts, max_sequences):
         left = seconds - (clock() - begun)
         if not points or case.least_steps * _expected(points, case.num_rows) < left:
-            points += _measure(model, kv, case, clock)
+            points += _measure(model, kv, case, steps, clock)
     return points
 
 
@@ -142,14 +148,25 @@ def _expected(points: list[Point], num_rows: int) -> float:
     return max((seconds * max(1.0, num_rows / shape.num_rows) for shape, seconds in points[-1:]), default=0.0)
 
 
-def _measure(model: StepModel, kv: PagedKV, case: Case, clock: Callable[[], float]) -> list[Point]:
-    """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice."""
+def _measure(
+    model: StepModel,
+    kv: PagedKV,
+    case: Case,
+    steps: Literal["device", "eager", "host"],
+    clock: Callable[[], float],
+) -> list[Point]:
+    """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice.
+
+    On a device the first step of a kind compiles, and the second is captured: those are the idle ones.
+    """
     num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
     pages_each = -(-num_slots // kv.block_size)
     if pages_each > kv.num_blocks or num_slots > model.facts.window:
         return []
     cost, rng = Recorder(), random.Random(0)
-    worker = _worker(model, kv, cost, FixedLayout(lambda room: case.layout), case.num_sequences, clock)
+    if case.prompt_rows:
+        steps = "host"  # who reads a prompt, whoever decodes
+    worker = _worker(model, kv, cost, FixedLayout(lambda room: case.layout), case.num_sequences, steps, clock)
     for number in range(case.num_sequences):
         # shared where there are few: K and V mean nothing
         first = number * pages_each % max(1, kv.num_blocks - pages_each + 1)
@@ -160,6 +177,8 @@ def _measure(model: StepModel, kv: PagedKV, case: Case, clock: Callable[[], floa
     begun = clock()
     while len(cost.points) < NUM_IDLE + MOST_STEPS and worker.has_work:
         worker.step()
+        if steps != "host" and len(cost.points) <= NUM_IDLE:
+            begun = clock()  # what is done once is not the case's time
         num_timed, taken = len(cost.points) - NUM_IDLE, clock() - begun
         if (num_timed > 0 and taken > ENOUGH) or (num_timed >= NUM_STEPS and taken > LONG):
             break
@@ -173,6 +192,7 @@ def _worker(
     cost: StepCost,
     controller: FixedLayout,
     max_sequences: int,
+    steps: Literal["device", "eager", "host"],
     clock: Callable[[], float],
 ) -> Worker:
     worker = Worker(
@@ -183,6 +203,8 @@ def _worker(
         kv=kv,
         cost=cost,
         controller=controller,
+        device_steps=steps != "host",
+        eager=steps == "eager",
         clock=clock,
     )
     start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=worker.max_draft_length, max_prefill_rows=1 << 20)
@@ -210,7 +232,9 @@ def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Ra
 # ---------------------------------------------------------------------------------------------- kept between starts
 
 
-def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False) -> Path:
+def cache_file(
+    folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False, steps: str = "host"
+) -> Path:
     """Where the points of this model on this machine are kept, as long as the same cases are measured."""
     device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
     what = [
@@ -230,6 +254,8 @@ def cache_file(folder: Path, facts: ModelFacts, *, block_size: int, max_sequence
         str(max_sequences),
         *map(repr, _cases(facts, max_sequences)),
     ]
+    if steps != "host":
+        what.append(f"{steps} steps")
     return folder / f"step-cost-{hashlib.blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
 
 

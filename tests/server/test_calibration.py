@@ -1,6 +1,7 @@
 """What steps cost is measured on whole steps, kept between starts, and never stands in the way of serving."""
 
 import errno
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server import calibration
 from space_server.calibration import cache_file, calibrate, load_or_measure
+from space_server.device_step import DeviceStep, StepKind
 from space_server.step_cost import StepCost, StepShape
 
 
@@ -94,8 +96,57 @@ def test_another_dtype_or_batch_or_other_cases_are_measured_anew(
 ) -> None:
     files = {cache_file(tmp_path, model.facts, block_size=16, max_sequences=most) for most in (8, 64)}
     files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8, exact=True))
-    assert len(files) == 3
+    files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8, steps="device"))
+    assert len(files) == 4
     monkeypatch.setattr(calibration, "PROMPTS", ((64, 0), *calibration.PROMPTS[1:]))
     files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8))
-    assert len(files) == 4
+    assert len(files) == 5
     assert torch.float32 == model.facts.dtype
+
+
+def test_steps_of_the_device_are_measured_where_they_are_served(
+    model: SpaceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[StepKind] = []
+    take = DeviceStep.take
+
+    def noted(step: DeviceStep, kind: StepKind) -> torch.Tensor:
+        launched.append(kind)
+        return take(step, kind)
+
+    monkeypatch.setattr(DeviceStep, "take", noted)
+    kv = model.allocate_kv(256, 16)
+    assert calibrate(model, kv, max_sequences=4, seconds=0.5)
+    assert not launched
+    points = calibrate(model, kv, max_sequences=4, seconds=8.0, steps="eager")
+    assert {kind.num_lines for kind in launched} == {1, 2, 4}
+    assert {kind.layout.num_masks for kind in launched} >= {0, 4}
+    shapes = [shape for shape, _ in points]
+    assert {shape.num_sequences for shape in shapes} == {1, 2, 4}
+    assert any(shape.num_mask_rows for shape in shapes)
+    assert any(shape.num_noisy_rows for shape in shapes)
+    assert any(shape.num_prefill_rows for shape in shapes)  # read by the host
+
+
+def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, take = 0.0, DeviceStep.take
+    taken: dict[int, Counter[StepKind]] = {}
+
+    def slow_at_first(step: DeviceStep, kind: StepKind) -> torch.Tensor:
+        nonlocal now
+        seen = taken.setdefault(id(step), Counter())
+        seen[kind] += 1
+        now += 9.0 if seen[kind] <= 2 else 0.002  # compiled, then captured; then replayed
+        return take(step, kind)
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    monkeypatch.setattr(DeviceStep, "take", slow_at_first)
+    points = calibrate(model, model.allocate_kv(256, 16), max_sequences=2, seconds=500.0, steps="eager", clock=clock)
+    decoding = [seconds for shape, seconds in points if not shape.num_prefill_rows]
+    assert len(decoding) > 5
+    assert all(0.002 <= seconds < 0.003 for seconds in decoding)
+    assert min(sum(seen.values()) for seen in taken.values()) >= 2 + calibration.NUM_STEPS
