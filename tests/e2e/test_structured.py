@@ -39,11 +39,13 @@ def described(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(live: Any, law: str) -> None:
+def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
+    live: Any, drafting: Any, law: str
+) -> None:
     most = live.get("/info")["speculation"]["max_draft_length"]
     fields = {"max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, "return_token_ids": True}
     answers = {
-        bound: live.complete(PROMPT, speculation=bound, **fields, **LAWS[law])
+        bound: (drafting if isinstance(bound, int) else live).complete(PROMPT, speculation=bound, **fields, **LAWS[law])
         for bound in ("off", "auto", 1, 3, min(5, most))
     }
     plain = answers["off"]["choices"][0]

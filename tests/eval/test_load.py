@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from space_eval import bench
 from space_eval.bench_arms import Side, arms
-from space_eval.bench_measure import Measured, Plan, measure
+from space_eval.bench_measure import Measured, Plan, figures, take
 from space_eval.bench_options import parse
 from space_eval.bench_round import Round, run_round
 from space_eval.bench_swing import halves, moments
@@ -194,7 +194,7 @@ def run_of(scripts: dict[str, Reply], plan: Plan, work: Work, **more: Any) -> tu
         servers = [ScriptedServer(noting(name, reply)) for name, reply in scripts.items()]
         async with servers[0].serving(), servers[-1].serving() if len(servers) > 1 else servers[0].serving():
             arms = [arm(server, name, **more) for name, server in zip(scripts, servers, strict=True)]
-            return await measure(arms, work, plan, lambda _: dict)
+            return figures(arms, plan, await take(arms, work, plan, lambda _: dict))
 
     return jumping(run()), asked
 
