@@ -44,6 +44,7 @@ _SOURCES = Path(__file__).with_name("cpu")
 KINDS = {
     "x86_64": {
         "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
+        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
         "avx2": "-mavx2 -mfma",
     },
     "aarch64": {"neon_bf16": "-march=armv8.2-a+bf16"},
@@ -52,6 +53,7 @@ KINDS = {
 
 _NEEDS = {
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
     "neon_bf16": {"asimd", "bf16"},
 }
@@ -95,12 +97,12 @@ class CpuLibrary:
 
 
 @cache
-def cpu_library() -> CpuLibrary | None:
+def cpu_library(asked: str | None = None) -> CpuLibrary | None:
     """The library, built if it is not there yet; None where it cannot be had or is not wanted.
 
-    Raises ValueError where the environment asks for it and it cannot be had.
+    `asked`: one of CHOICES; None: as the environment says. Raises ValueError where it is asked for and cannot be had.
     """
-    asked = os.environ.get(SWITCH, "auto")
+    asked = os.environ.get(SWITCH, "auto") if asked is None else asked
     if asked not in CHOICES:
         raise ValueError(f"{SWITCH} is {asked!r}; it must be auto, compiled or torch.")
     if asked == "torch":

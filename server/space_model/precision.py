@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from space_kernels.cpu_library import cpu_library
 
 from space_model.model_error import InvalidSetting
 
@@ -31,9 +32,16 @@ KV_DTYPES = ("auto", "fp8")
 
 
 def choose_dtype(
-    dtype: str, device: torch.device, stored: torch.dtype | None, weights: str = "plain"
+    dtype: str,
+    device: torch.device,
+    stored: torch.dtype | None,
+    weights: str = "plain",
+    cpu_kernels: str | None = None,
 ) -> tuple[torch.dtype, str]:
-    """The dtype and the reason for it. `stored` is the checkpoint's own; `weights` of WEIGHTS."""
+    """The dtype and the reason for it.
+
+    `stored` is the checkpoint's own; `weights` of WEIGHTS; `cpu_kernels`: as cpu_library.py has them.
+    """
     if weights not in WEIGHTS:
         raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")
     if weights != "plain":
@@ -51,16 +59,22 @@ def choose_dtype(
         if stored is not None and stored in _DTYPES.values():
             return stored, "the checkpoint's own"
         return torch.bfloat16, "the checkpoint does not say" if stored is None else f"stands in for {stored}"
-    if stored is torch.bfloat16 and _has_bf16_products():
-        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
     if stored is torch.bfloat16:
-        return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX)"
+        return _for_bfloat16(cpu_kernels)
     if stored is torch.float16:
         return torch.float32, "the checkpoint is torch.float16, of which float32 has every number, and faster on a CPU"
     return torch.float32, "the checkpoint does not say" if stored is None else f"the checkpoint is {stored}"
 
 
-def _has_bf16_products() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in one instruction."""
+def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
+    """What a bfloat16 checkpoint is computed in on this CPU."""
     found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    if found.get("avx512_bf16") or found.get("amx_bf16"):
+        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
+    try:
+        library = cpu_library(cpu_kernels)
+    except ValueError:  # whoever asked for what cannot be had is told so elsewhere
+        library = None
+    if library is not None:
+        return torch.bfloat16, f"the checkpoint's own; operations compiled for {library.kind} widen it as they multiply"
+    return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX), and no compiled operations stand in"

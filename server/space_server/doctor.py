@@ -107,7 +107,9 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
         else:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
         model = family.read_config(checkpoint)
-        dtype, reason = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights)
+        dtype, reason = choose_dtype(
+            config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels
+        )
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,

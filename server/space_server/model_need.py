@@ -71,7 +71,7 @@ class ModelNeed:
         """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
         model = family.read_config(checkpoint)
         device = choose_device(config.device)
-        dtype, _ = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights)
+        dtype, _ = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels)
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ def afresh() -> None:
 @pytest.mark.parametrize(
     ("machine", "flags", "kinds"),
     [
-        ("x86_64", XEON, ["avx512_bf16", "avx2"]),
-        ("x86_64", XEON - {"avx512_bf16"}, ["avx2"]),
+        ("x86_64", XEON, ["avx512_bf16", "avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512_bf16"}, ["avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512vbmi"}, ["avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512f"}, ["avx2"]),
         ("x86_64", {"sse4_2"}, []),
         ("aarch64", {"asimd", "bf16", "fp"}, ["neon_bf16"]),
         ("aarch64", {"asimd", "fp"}, []),
@@ -81,3 +84,8 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_library.SWITCH, "fast")
     with pytest.raises(ValueError, match="it must be auto, compiled or torch"):
         cpu_library.cpu_library()
+
+
+@pytest.mark.parametrize("kind", cpu_library.KINDS.get(platform.machine(), {}))
+def test_every_kind_of_this_machine_compiles(kind: str) -> None:
+    assert cpu_library.library_file(kind).is_file()  # a processor of one kind need not be of the others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels.cpu_library import CpuLibrary
+from space_kernels.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.cpu_linear import CompiledLinear, cpu_linear, in_turn
 from torch.nn import functional as F
 
@@ -55,6 +55,17 @@ def test_threads_change_no_bit(library: CpuLibrary) -> None:
     torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_processors_that_widen_agree_on_every_bit(eight_bits: bool) -> None:
+    kinds = [kind for kind in own_kinds() if kind in ("avx512", "avx2")]
+    if len(kinds) < 2:
+        pytest.skip("this processor is of one kind that widens")
+    weight, bias, x, _ = draw(256, 704)
+    one, other = (CompiledLinear(library_for(kind), weight, bias, eight_bits=eight_bits) for kind in kinds)
+    for rows in (1, 3, 5, 9, 13, 70):
+        assert torch.equal(one(x[:rows]), other(x[:rows])), rows
 
 
 def test_gate_and_up_in_turn(library: CpuLibrary, num_threads: int) -> None:

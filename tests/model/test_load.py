@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from space_kernels.cpu_library import own_kinds
 from space_kernels.draft_head import DraftHeadForm
 from space_model.checkpoint import Checkpoint
 from space_model.forward_batch import ForwardBatch, Segment
@@ -271,14 +272,21 @@ def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of:
     assert facts.dtype_reason == "the checkpoint is torch.float32"
 
 
-def test_auto_takes_bfloat16_where_the_cpu_multiplies_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_bfloat16_where_the_cpu_multiplies_it_or_compiled_operations_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_checkpoint(tmp_path, dtype="bfloat16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert load_model(path).facts.dtype is torch.bfloat16
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     facts = load_model(path).facts
-    assert facts.dtype is torch.float32
-    assert "no bfloat16 products" in facts.dtype_reason
+    assert facts.dtype is torch.bfloat16
+    assert f"compiled for {own_kinds()[0]} widen it" in facts.dtype_reason
+    cpu = torch.device("cpu")
+    for without in ("torch", "nonsense"):
+        number, reason = choose_dtype("auto", cpu, torch.bfloat16, cpu_kernels=without)
+        assert number is torch.float32
+        assert "no bfloat16 products" in reason
 
 
 def test_float16_is_served_where_it_is_asked_for_and_on_a_gpu_where_it_is_stored(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@
 
 #if defined(__AVX512BF16__)
 #define KIND avx512_bf16
+#elif defined(__AVX512F__)
+#define KIND avx512
 #elif defined(__AVX2__)
 #define KIND avx2
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -43,7 +45,9 @@ static inline bf16 round(float x) {  // to the nearest, ties to even; what is no
     return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
+
+constexpr int VECTORS = 1;  // that sixteen lanes take
 
 struct Lanes {
     __m512 v;
@@ -54,20 +58,6 @@ struct Pairs {  // 16 pairs of bfloat16
 struct Two {
     Pairs first, second;
 };
-
-// The two bytes of the bfloat16 of 0 .. 127.
-struct alignas(64) Sizes {
-    Code low[128], high[128];
-    constexpr Sizes() : low(), high() {
-        for (int size = 1; size < 128; ++size) {
-            int exponent = 0;
-            while (size >> (exponent + 1)) ++exponent;
-            const int bits = ((126 + exponent) << 7) + (size << (7 - exponent));
-            low[size] = Code(bits), high[size] = Code(bits >> 8);
-        }
-    }
-};
-static constexpr Sizes SIZES;
 
 static inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 static inline Lanes same(float x) { return {_mm512_set1_ps(x)}; }
@@ -106,6 +96,30 @@ static inline Pairs same_pair(const bf16* p) {
     std::memcpy(&bits, p, 4);
     return {_mm512_set1_epi32(bits)};
 }
+static inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+// 16 of each, pair by pair
+static inline Pairs beside(const bf16* first, const bf16* second) {
+    __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
+    __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
+    return {_mm512_or_si512(a, _mm512_slli_epi32(b, 16))};
+}
+
+#if defined(__AVX512BF16__)
+
+// The two bytes of the bfloat16 of 0 .. 127.
+struct alignas(64) Sizes {
+    Code low[128], high[128];
+    constexpr Sizes() : low(), high() {
+        for (int size = 1; size < 128; ++size) {
+            int exponent = 0;
+            while (size >> (exponent + 1)) ++exponent;
+            const int bits = ((126 + exponent) << 7) + (size << (7 - exponent));
+            low[size] = Code(bits), high[size] = Code(bits >> 8);
+        }
+    }
+};
+static constexpr Sizes SIZES;
+
 // The codes of two steps as pairs: sign and size of each number, whose bfloat16 is looked up byte by byte.
 static inline Two two_steps(const Code* p) {
     const __m512i codes = _mm512_loadu_si512(p);
@@ -118,19 +132,29 @@ static inline Code code_of(int8_t number) { return Code(number < 0 ? 0x80 - numb
 static inline int place_of(int step, int output, int which) {
     return output / 4 * 16 + step * 8 + output % 4 * 2 + which;
 }
-static inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
-// 16 of each, pair by pair
-static inline Pairs beside(const bf16* first, const bf16* second) {
-    __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
-    __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
-    return {_mm512_or_si512(a, _mm512_slli_epi32(b, 16))};
-}
 // sum[i] + a[2i]·b[2i] + a[2i+1]·b[2i+1], in one fixed order
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
 
+#else
+
+static inline Lanes firsts(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+static inline Lanes seconds(Pairs a) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000))))};
+}
+static inline Lanes whole_numbers(const Code* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+static inline Pairs paired(Lanes first, Lanes second) {  // whose last sixteen bits are 0
+    return {_mm512_or_si512(_mm512_castps_si512(second.v), _mm512_srli_epi32(_mm512_castps_si512(first.v), 16))};
+}
+
+#endif
+
 #elif defined(__AVX2__)
+
+constexpr int VECTORS = 2;
 
 struct Lanes {
     __m256 low, high;
@@ -201,13 +225,16 @@ static inline Pairs same_pair(const bf16* p) {
     __m256i all = _mm256_set1_epi32(bits);
     return {all, all};
 }
-static inline __m256i whole_numbers8(const Code* p) {
-    return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))));
+static inline __m256 whole_numbers8(const Code* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-static inline __m256i pairs8(const Code* p) {
-    return _mm256_or_si256(whole_numbers8(p + 16), _mm256_srli_epi32(whole_numbers8(p), 16));
+static inline Lanes whole_numbers(const Code* p) { return {whole_numbers8(p), whole_numbers8(p + 8)}; }
+static inline __m256i paired8(__m256 first, __m256 second) {
+    return _mm256_or_si256(_mm256_castps_si256(second), _mm256_srli_epi32(_mm256_castps_si256(first), 16));
 }
-static inline Pairs one_step(const Code* p) { return {pairs8(p), pairs8(p + 8)}; }
+static inline Pairs paired(Lanes first, Lanes second) {  // whose last sixteen bits are 0
+    return {paired8(first.low, second.low), paired8(first.high, second.high)};
+}
 static inline void store_pairs(bf16* p, Pairs a) {
     _mm256_storeu_si256((__m256i*)p, a.low);
     _mm256_storeu_si256((__m256i*)(p + 16), a.high);
@@ -220,17 +247,16 @@ static inline __m256i beside8(const bf16* first, const bf16* second) {
 static inline Pairs beside(const bf16* first, const bf16* second) {
     return {beside8(first, second), beside8(first + 8, second + 8)};
 }
-static inline __m256 dot8(__m256 sum, __m256i a, __m256i b) {
-    const __m256i front = _mm256_set1_epi32(int(0xffff0000));
-    __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), odd = _mm256_castsi256_ps(_mm256_and_si256(a, front));
-    sum = _mm256_fmadd_ps(odd, _mm256_castsi256_ps(_mm256_and_si256(b, front)), sum);
-    return _mm256_fmadd_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), sum);
+static inline __m256 firsts8(__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+static inline __m256 seconds8(__m256i a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000))));
 }
-static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
-    return {dot8(sum.low, a.low, b.low), dot8(sum.high, a.high, b.high)};
-}
+static inline Lanes firsts(Pairs a) { return {firsts8(a.low), firsts8(a.high)}; }
+static inline Lanes seconds(Pairs a) { return {seconds8(a.low), seconds8(a.high)}; }
 
 #else
+
+constexpr int VECTORS = 4;
 
 struct Lanes {
     float32x4_t v[4];
@@ -317,6 +343,14 @@ static inline Pairs beside(const bf16* first, const bf16* second) {
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i], a.v[i], b.v[i])); }
 #undef EACH
 
+#endif
+
+#if defined(__x86_64__) && !defined(__AVX512BF16__)
+#define WIDENS  // no instruction multiplies pairs: their numbers are multiplied one after the other
+static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
+    return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), sum));
+}
+static inline Pairs one_step(const Code* p) { return paired(whole_numbers(p), whole_numbers(p + LANES)); }
 #endif
 
 #if !defined(__AVX512BF16__)

@@ -1,13 +1,13 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace KIND {
 
 namespace {
 
-constexpr int64_t AHEAD = 2048;  // bytes of a panel fetched before they are needed
 constexpr int64_t STEP = 2 * LANES;  // weights of a panel that a step takes
 
 // Steps of a panel: of codes there are always two together.
@@ -16,83 +16,166 @@ constexpr int64_t steps_of(int64_t inputs) {
     return sizeof(Weight) == 1 ? (inputs + 3) / 4 * 2 : inputs / 2;
 }
 
+// How rows are laid out, and what an instruction multiplies: pairs; or, where none does, first the second number of
+// each pair and then its first.
+#if defined(WIDENS)
+using Laid = float;
+constexpr int PARTS = 2;
+template <int PART>
+inline Lanes column(const bf16* p) {
+    return PART == 0 ? seconds(pairs(p)) : firsts(pairs(p));
+}
+template <int PART>
+inline Lanes column(const Code* p) {
+    return whole_numbers(PART == 0 ? p + LANES : p);
+}
+template <int PART>
+inline Lanes number(const float* pair) {
+    return same(pair[1 - PART]);
+}
+inline Lanes multiplied(Lanes sum, Lanes column, Lanes number) { return fma(column, number, sum); }
+inline void lay_pair(const bf16* from, float* to) { to[0] = widen(from[0]), to[1] = widen(from[1]); }
+#else
+using Laid = bf16;
+constexpr int PARTS = 1;
+template <int PART>
+inline Pairs column(const bf16* p) {
+    return pairs(p);
+}
+template <int PART>
+inline Pairs number(const bf16* pair) {
+    return same_pair(pair);
+}
+inline Lanes multiplied(Lanes sum, Pairs column, Pairs number) { return dot(sum, column, number); }
+inline void lay_pair(const bf16* from, bf16* to) { std::memcpy(to, from, 4); }
+#endif
+
+// Registers hold 32 vectors, AVX2's 16.
+constexpr int SUMS = VECTORS == 1 ? 24 : VECTORS == 2 ? 8 : 6;
+constexpr int MOST = VECTORS == 1 ? 12 : SUMS;              // rows of a tile
+constexpr int USUAL = VECTORS == 1 && PARTS == 2 ? 12 : 6;  // and of one of several
+constexpr int GROUP = 4;                                    // panels that several tiles go through in turn
+
+// Panels whose sums are made at once.
+constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <= SUMS ? 2 : 1; }
+
+// What is fetched while sums are made: so many lines for each panel, these bytes apart. From null: the panels
+// themselves, a little ahead, and towards their end those behind them.
+struct Next {
+    const char* from;
+    int64_t lines, apart;
+};
+
+// The sums of a tile, from `to` on, rows of `count` panels.
+//
 // The rows of a tile lie pair by pair: pair 0 of each row, pair 1 of each row, … So they are one stream, and rows that
 // are a power of two apart do not push each other out of the cache.
-// `next`: what comes afterwards, fetched meanwhile; null: the panels themselves are fetched a little ahead, and towards
-// their end those behind them.
-// `panels`: those from `panel` on.
 template <typename Weight, int ROWS, int PANELS>
-inline void tile(const Linear& w, const Weight* panels, const Product& p, const bf16* x, int64_t row, int64_t panel,
-                 const char* next, int64_t next_bytes) {
+inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+    constexpr int64_t AHEAD = VECTORS == 1 ? 2048 : 8192 / PANELS;  // bytes fetched before they are needed
     constexpr int64_t EARLY = AHEAD / int64_t(STEP * sizeof(Weight));
-    const int64_t steps = steps_of<Weight>(w.inputs);
     const Weight* weight[PANELS];
     for (int j = 0; j < PANELS; ++j) weight[j] = panels + j * steps * STEP;
     Lanes sum[ROWS][PANELS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
-    const int64_t lines = next_bytes / 64, turn = std::max<int64_t>(0, steps - EARLY);
-    auto go = [&](int64_t from, int64_t to, int64_t ahead) __attribute__((always_inline)) {
-        if constexpr (sizeof(Weight) == 1) {
-            for (int64_t k = from; k < to; k += 2)
+    auto multiply = [&](auto part, int64_t k) __attribute__((always_inline)) {
+        constexpr int PART = decltype(part)::value;
+        decltype(column<PART>(weight[0])) columns[PANELS];
+#pragma GCC unroll 4
+        for (int j = 0; j < PANELS; ++j) columns[j] = column<PART>(weight[j] + k * STEP);
+#pragma GCC unroll 24
+        for (int i = 0; i < ROWS; ++i) {
+            const auto one = number<PART>(x + (k * ROWS + i) * 2);
+#pragma GCC unroll 4
+            for (int j = 0; j < PANELS; ++j) sum[i][j] = multiplied(sum[i][j], columns[j], one);
+        }
+    };
+    auto go = [&](int64_t from, int64_t behind, int64_t ahead) __attribute__((always_inline)) {
+        if constexpr (sizeof(Weight) == 1 && PARTS == 1) {
+            for (int64_t k = from; k < behind; k += 2)
 #pragma GCC unroll 4
                 for (int j = 0; j < PANELS; ++j) {
                     const Two columns = two_steps(weight[j] + k * STEP);
                     __builtin_prefetch(weight[j] + (k + ahead) * STEP);
 #pragma GCC unroll 24
                     for (int i = 0; i < ROWS; ++i) {
-                        sum[i][j] = dot(sum[i][j], columns.first, same_pair(x + (k * ROWS + i) * 2));
-                        sum[i][j] = dot(sum[i][j], columns.second, same_pair(x + ((k + 1) * ROWS + i) * 2));
+                        sum[i][j] = multiplied(sum[i][j], columns.first, number<0>(x + (k * ROWS + i) * 2));
+                        sum[i][j] = multiplied(sum[i][j], columns.second, number<0>(x + ((k + 1) * ROWS + i) * 2));
                     }
                 }
-            return;
-        }
-        for (int64_t k = from; k < to; ++k) {
-            Pairs column[PANELS];
+        } else {
+            for (int64_t k = from; k < behind; ++k) {
+                if (!next.from) {
 #pragma GCC unroll 4
-            for (int j = 0; j < PANELS; ++j) {
-                column[j] = pairs((const bf16*)weight[j] + k * STEP);
-                if (!next) __builtin_prefetch(weight[j] + (k + ahead) * STEP);
-            }
-            if (k < lines) __builtin_prefetch(next + 64 * k, 0, 2);
-#pragma GCC unroll 24
-            for (int i = 0; i < ROWS; ++i) {
-                Pairs pair = same_pair(x + (k * ROWS + i) * 2);
-#pragma GCC unroll 4
-                for (int j = 0; j < PANELS; ++j) sum[i][j] = dot(sum[i][j], column[j], pair);
+                    for (int j = 0; j < PANELS; ++j) __builtin_prefetch(weight[j] + (k + ahead) * STEP);
+                } else if (k < PANELS * next.lines) {
+                    __builtin_prefetch(next.from + k % PANELS * next.apart + k / PANELS * 64, 0, 2);
+                }
+                multiply(std::integral_constant<int, 0>(), k);
+                if constexpr (PARTS == 2) multiply(std::integral_constant<int, 1>(), k);
             }
         }
     };
+    const int64_t turn = std::max<int64_t>(0, steps - EARLY);
     go(0, turn, EARLY);
     go(turn, steps, (PANELS - 1) * steps + EARLY);
-    if (w.scale)
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j < PANELS; ++j) sum[i][j] = mul(sum[i][j], load(w.scale + (panel + j) * LANES));
-    if (w.bias)
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j < PANELS; ++j) sum[i][j] = add(sum[i][j], load(w.bias + (panel + j) * LANES));
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < PANELS; ++j) to[i * count + j] = sum[i][j];
+}
+
+template <typename Weight, int PANELS, int ROWS = std::min(MOST, SUMS / PANELS)>
+void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+    if (rows == ROWS) return sum_up<Weight, ROWS, PANELS>(panels, steps, x, next, to, count);
+    if constexpr (ROWS > 1) sum_up_of<Weight, PANELS, ROWS - 1>(rows, panels, steps, x, next, to, count);
+}
+
+template <typename Weight>
+void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+    const int width = std::min(count, panels_of(rows));
+    for (int j = 0; j < count; j += width) {
+        const Weight* here = panels + j * steps * STEP;
+        if (width == 4)
+            sum_up_of<Weight, 4>(rows, here, steps, x, next, to + j, count);
+        else if (width == 2)
+            sum_up_of<Weight, 2>(rows, here, steps, x, next, to + j, count);
+        else
+            sum_up_of<Weight, 1>(rows, here, steps, x, next, to + j, count);
+        if (next.from) next.from += width * next.apart;
+    }
+}
+
+// What becomes of the sums of rows [row, row + rows): `count` panels from `panel` on.
+void finish(const Linear& w, const Product& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < count; ++j) {
+            Lanes& one = sum[i * count + j];
+            if (w.scale) one = mul(one, load(w.scale + (panel + j) * LANES));
+            if (w.bias) one = add(one, load(w.bias + (panel + j) * LANES));
+        }
     if (p.then == Then::SWIGLU) {
-        for (int i = 0; i < ROWS; ++i)
-            for (int j = 0; j + 1 < PANELS; j += 2) {
+        for (int i = 0; i < rows; ++i)
+            for (int j = 0; j + 1 < count; j += 2) {
                 bf16* y = (bf16*)p.y + (row + i) * p.y_stride + (panel + j) / 2 * LANES;
-                store(y, mul(silu(sum[i][j]), sum[i][j + 1]));
+                store(y, mul(silu(sum[i * count + j]), sum[i * count + j + 1]));
             }
         return;
     }
-    for (int i = 0; i < ROWS; ++i)
-        for (int j = 0; j < PANELS; ++j) {
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < count; ++j) {
+            Lanes one = sum[i * count + j];
             const int64_t place = (row + i) * p.y_stride + (panel + j) * LANES;
             const int64_t real = w.outputs - (panel + j) * LANES;
             if (real >= LANES) {
-                if (p.then == Then::ADD) sum[i][j] = add(sum[i][j], load(p.other + place));
+                if (p.then == Then::ADD) one = add(one, load(p.other + place));
                 if (p.wide)
-                    store((float*)p.y + place, sum[i][j]);
+                    store((float*)p.y + place, one);
                 else
-                    store((bf16*)p.y + place, sum[i][j]);
+                    store((bf16*)p.y + place, one);
                 continue;
             }
             float lane[LANES];
-            store(lane, sum[i][j]);
+            store(lane, one);
             for (int64_t n = 0; n < real; ++n) {
                 float value = p.then == Then::ADD ? lane[n] + widen(p.other[place + n]) : lane[n];
                 if (p.wide)
@@ -103,35 +186,13 @@ inline void tile(const Linear& w, const Weight* panels, const Product& p, const 
         }
 }
 
-constexpr int BLOCK = 6;   // rows of a tile of four panels
-constexpr int WIDE = 12;   // and of two
-
-template <typename Weight, int PANELS, int ROWS = PANELS == 4 ? BLOCK : WIDE>
-void tile_of(int64_t rows, const Linear& w, const Weight* panels, const Product& p, const bf16* x, int64_t row,
-             int64_t panel, const char* next, int64_t next_bytes) {
-    if (rows == ROWS) return tile<Weight, ROWS, PANELS>(w, panels, p, x, row, panel, next, next_bytes);
-    if constexpr (ROWS > 1)
-        tile_of<Weight, PANELS, ROWS - 1>(rows, w, panels, p, x, row, panel, next, next_bytes);
-}
-
-template <typename Weight>
-void tile_of(int64_t count, int64_t rows, const Linear& w, const Weight* panels, const Product& p, const bf16* x,
-             int64_t row, int64_t panel, const char* next, int64_t next_bytes) {
-    if (count == 4)
-        tile_of<Weight, 4>(rows, w, panels, p, x, row, panel, next, next_bytes);
-    else if (count == 2)
-        tile_of<Weight, 2>(rows, w, panels, p, x, row, panel, next, next_bytes);
-    else
-        tile_of<Weight, 1>(rows, w, panels, p, x, row, panel, next, next_bytes);
-}
-
 // Rows [row, row + rows) pair by pair, with zeros behind them up to `steps` pairs.
-void lay_out(const Product& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, bf16* to) {
+void lay_out(const Product& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
     for (int64_t i = 0; i < rows; ++i) {
-        const char* from = (const char*)(p.x + (row + i) * p.x_stride);
-        char* out = (char*)to + 4 * i;
-        for (int64_t k = 0; k < inputs / 2; ++k) std::memcpy(out + 4 * rows * k, from + 4 * k, 4);
-        for (int64_t k = inputs / 2; k < steps; ++k) std::memset(out + 4 * rows * k, 0, 4);
+        const bf16* from = p.x + (row + i) * p.x_stride;
+        Laid* out = to + 2 * i;
+        for (int64_t k = 0; k < inputs / 2; ++k) lay_pair(from + 2 * k, out + 2 * rows * k);
+        for (int64_t k = inputs / 2; k < steps; ++k) out[2 * rows * k] = out[2 * rows * k + 1] = 0;
     }
 }
 
@@ -151,17 +212,18 @@ void widen(const Code* panels, int64_t steps, bf16* to) {
 //  rows 0..5 | tile | fetch 4      | tile | fetch 8
 //  rows 6..9 | tile | to 7         | tile | to 11
 //
-// up to twelve rows are one tile of two panels, and nothing is read twice
+// few rows are one tile, and nothing is read twice
 //
 // for more than one tile codes become bfloat16 once, for all of them
 template <typename Weight>
 void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last) {
-    static thread_local std::vector<bf16> laid_out, widened;
+    static thread_local std::vector<Laid> laid_out;
+    static thread_local std::vector<bf16> widened;
+    Lanes sums[MOST * GROUP];
     if (!p.rows || first == last) return;
-    const int64_t most = p.rows <= BLOCK ? BLOCK : WIDE;
-    const bool one_tile = p.rows <= most;
-    const int64_t num_tiles = one_tile ? 1 : (p.rows + BLOCK - 1) / BLOCK;
-    const int64_t together = p.rows > BLOCK && one_tile ? 2 : 4;  // panels
+    const bool one_tile = p.rows <= MOST;
+    const int64_t num_tiles = one_tile ? 1 : (p.rows + USUAL - 1) / USUAL;
+    const int together = one_tile ? std::max(2, panels_of(p.rows)) : GROUP;
     const int64_t steps = steps_of<Weight>(w.inputs), width = 2 * steps;
     if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
     std::vector<int64_t> bounds(num_tiles + 1);
@@ -170,28 +232,30 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last)
         lay_out(p, bounds[n], bounds[n + 1] - bounds[n], w.inputs, steps, laid_out.data() + bounds[n] * width);
     }
     const int64_t size = steps * STEP;  // of a panel
-    if (sizeof(Weight) == 1 && !one_tile && int64_t(widened.size()) < 4 * size) widened.resize(4 * size);
+    if (sizeof(Weight) == 1 && !one_tile && int64_t(widened.size()) < GROUP * size) widened.resize(GROUP * size);
     for (int64_t panel = first; panel < last;) {
-        const int64_t left = last - panel, count = left >= together ? together : left >= 2 ? 2 : 1;
+        const int64_t left = last - panel;
+        const int count = left >= together ? together : left >= 2 ? 2 : 1;
         const Weight* here = (const Weight*)w.weight + panel * size;
         if (one_tile) {
-            tile_of<Weight>(count, p.rows, w, here, p, laid_out.data(), 0, panel, nullptr, 0);
+            sum_up_of<Weight>(p.rows, here, steps, laid_out.data(), {nullptr, 0, 0}, sums, count);
+            finish(w, p, sums, 0, p.rows, panel, count);
             panel += count;
             continue;
         }
         const bf16* wide = (const bf16*)here;
-        Linear of_wide = w;
         if constexpr (sizeof(Weight) == 1) {
             widen(here, count * steps, widened.data());
-            wide = widened.data(), of_wide.inputs = width;
+            wide = widened.data();
         }
+        const int64_t apart = size * int64_t(sizeof(Weight)), lines = left > count ? apart / 64 : 0;
         const char* next = (const char*)(here + count * size);
-        const int64_t ahead = std::min<int64_t>(4, left - count) * size * sizeof(Weight);
         for (int64_t n = 0; n < num_tiles; ++n) {
             const int64_t row = bounds[n], rows = bounds[n + 1] - row;
-            const int64_t from = ahead * n / num_tiles / 64 * 64, to = ahead * (n + 1) / num_tiles / 64 * 64;
-            const bf16* x = laid_out.data() + row * width;
-            tile_of<bf16>(count, rows, of_wide, wide, p, x, row, panel, next + from, to - from);
+            const int64_t from = lines * n / num_tiles, to = lines * (n + 1) / num_tiles;
+            const Laid* x = laid_out.data() + row * width;
+            sum_up_of<bf16>(rows, wide, steps, x, {next + 64 * from, to - from, apart}, sums, count);
+            finish(w, p, sums, row, rows, panel, count);
         }
         panel += count;
     }
