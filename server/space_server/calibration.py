@@ -54,7 +54,7 @@ ENOUGH = 0.1
 PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 4096), (32, 0), (512, 0))
 """Rows of a prompt, and ids computed before them; three early, for whoever decodes beside the first prompt."""
 
-MAKE = 2
+MAKE = 3
 """Raised whenever steps come to cost something else: what was kept before is measured again."""
 
 _log = logging.getLogger(__name__)
@@ -130,14 +130,16 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     if k > 2:  # 5, 6, 7 and 8 rows: about there lie the bends
         between = [DraftLayout.of(1, masks) for masks in ((2, 1), (2, 2), (3, 2), (3, 3))]
         cases += [Case(num_sequences, layout) for num_sequences in (1, 2) for layout in between]
+    # And once more, of one sequence before the crowds: what is compared was not all measured in the same moment.
+    again = [replace(case, turn=2) for case in cases if case.num_sequences <= 4 and not case.prompt_rows]
+    cases += [case for case in again if case.num_sequences == 1]
     for num_sequences in (32, 64, 16, 128, 256):
         cases += [Case(num_sequences, plain), Case(num_sequences, some if num_sequences <= 16 else few)]
     for num_sequences in (1, 8, 32):
         cases += [Case(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
         cases += [Case(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
     cases += [Case(8, full), Case(32, some), Case(64, some), *prompts[3:]]
-    # And once more at the end: what is compared was not all measured in the same moment.
-    cases += [replace(case, turn=2) for case in cases if case.num_sequences <= 4 and not case.prompt_rows]
+    cases += again
     for case in dict.fromkeys(cases):
         if case.num_sequences <= max_sequences:
             yield case

@@ -133,12 +133,15 @@ Lanes score_beside(const bf16* keys, const bf16* query, int64_t dim) {
 }
 
 #if defined(__AVX512F__)
-// Sixteen keys as they lie; dim a multiple of 32. Lane by lane what `total16` adds.
+// Sixteen keys as they lie; dim a multiple of 32, DIM if that is not 0. Lane by lane what `total16` adds.
+template <int64_t DIM>
 Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
     __m512 sum[16], half[8], quarter[4];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
         Lanes one = zeros();
-        for (int64_t d = 0; d < dim; d += 2 * LANES) one = dot(one, pairs(key[i] + d), pairs(query + d));
+#pragma GCC unroll 4
+        for (int64_t d = 0; d < (DIM ? DIM : dim); d += 2 * LANES) one = dot(one, pairs(key[i] + d), pairs(query + d));
         sum[i] = one.v;
     }
     for (int i = 0; i < 8; ++i)
@@ -154,6 +157,11 @@ Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
     __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x44),
                              _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xee));
     return {_mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))};
+}
+Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
+    return dim == 64    ? score_alone<64>(key, query, dim)
+           : dim == 128 ? score_alone<128>(key, query, dim)
+                        : score_alone<0>(key, query, dim);
 }
 constexpr bool CAN_SCORE_ALONE = true;
 #else
@@ -185,9 +193,8 @@ void weigh(State& state, const Block& block, const bf16* weights, int64_t from, 
         Pairs weight = same_pair(weights + j);
         for (int i = 0; i < WIDTH; ++i) {
             const int64_t d = at + i * LANES;
-            Pairs both = block.values ? pairs(block.values + j * dim + 2 * d)
-                                      : beside(block.value[j] + d, block.value[j + 1] + d);
-            out[i] = dot(out[i], both, weight);
+            out[i] = block.values ? dot(out[i], pairs(block.values + j * dim + 2 * d), weight)
+                                  : dot_beside(out[i], block.value[j] + d, block.value[j + 1] + d, weight);
         }
     }
     for (int i = 0; i < WIDTH; ++i) store(state.out + at + i * LANES, out[i]);

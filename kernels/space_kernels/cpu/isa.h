@@ -350,7 +350,17 @@ static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i]
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), sum));
 }
+static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, Pairs b) {
+    return fma(load(first), firsts(b), fma(load(second), seconds(b), sum));
+}
 static inline Pairs one_step(const Code* p) { return paired(whole_numbers(p), whole_numbers(p + LANES)); }
+#endif
+
+#if !defined(WIDENS)
+// What `dot` makes of the two beside each other.
+static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, Pairs b) {
+    return dot(sum, beside(first, second), b);
+}
 #endif
 
 #if !defined(__AVX512BF16__)
