@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_kernels.cpu_library import CpuLibrary, cpu_library
+from space_kernels.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
 from space_kernels.cpu_linear import CompiledLinear
 from space_kernels.linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
@@ -48,6 +48,7 @@ class Row:
     share_of_bandwidth: float
     share_of_ceiling: float  # of whichever of the two is the limit
     over_plain: float  # F.linear's time over ours
+    over_float32: float  # the time of F.linear on the same numbers, held in float32, over ours
     over_packed: float | None  # the library's prepacked product's; None: this torch has none
     error: float  # greatest, against float64 of the same bfloat16 numbers, over the greatest result
     int8_seconds: float  # the same weights in eight bits
@@ -60,7 +61,10 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 after a measurement, 2 where there is nothing to measure."""
     options = _parser().parse_args(argv)
-    library = cpu_library()
+    if options.kind is not None and options.kind not in own_kinds():
+        print(f"spaceserve bench product: this processor is no {options.kind}.", file=sys.stderr)
+        return 2
+    library = cpu_library() if options.kind is None else library_for(options.kind)
     if library is None:
         print("spaceserve bench product: this machine has no compiled operations; the log says why.", file=sys.stderr)
         return 2
@@ -96,11 +100,13 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     eight = [CompiledLinear(library, weight, None, eight_bits=True) for _ in range(2 * copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
+    wide = [weight.float() for _ in range(copies)]
     threads = torch.get_num_threads()
     arms: dict[str, Arm] = {
         "ours": lambda x, n: ours[n](x),
         "int8": lambda x, n: [linear(x) for linear in eight[2 * n : 2 * n + 2]],
         "plain": lambda x, n: F.linear(x, plain[n]),
+        "float32": lambda x, n: F.linear(x.float(), wide[n]),
         "read": lambda x, n: library.read(plain[n].data_ptr(), size // 4, threads),
         "dots": lambda x, n: library.dots(len(x) * outputs * inputs // (2 * _PAIRS * threads), threads),
     }
@@ -140,6 +146,7 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
                 share_of_bandwidth=over("ours", "read"),
                 share_of_ceiling=over("ours", "read", "dots"),
                 over_plain=over("ours", "plain"),
+                over_float32=over("ours", "float32"),
                 over_packed=over("ours", "packed") if packed else None,
                 error=error(eight_bits=False),
                 int8_seconds=seconds["int8"],
@@ -162,15 +169,16 @@ def markdown(record: dict[str, Any]) -> str:
         "bfloat16 weights.",
         "",
         "| weights | rows | µs | GB/s there are | GFLOP/s there are | of bandwidth | of ceiling | F.linear / ours "
-        "| prepacked / ours | error | int8 µs | of bandwidth | of ceiling | bfloat16 / int8 | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| in float32 / ours | prepacked / ours | error | int8 µs | of bandwidth | of ceiling | bfloat16 / int8 "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         packed = "–" if row["over_packed"] is None else f"{row['over_packed']:.2f}"
         lines.append(
             f"| {row['outputs']}×{row['inputs']} | {row['rows']} | {row['seconds'] * 1e6:.0f} | "
             f"{row['bandwidth'] / 1e9:.1f} | {row['arithmetic'] / 1e9:.0f} | {row['share_of_bandwidth']:.0%} | "
-            f"{row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {packed} | "
+            f"{row['share_of_ceiling']:.0%} | {row['over_plain']:.2f} | {row['over_float32']:.2f} | {packed} | "
             f"{row['error']:.0e} | {row['int8_seconds'] * 1e6:.0f} | {row['int8_share_of_bandwidth']:.0%} | "
             f"{row['int8_share_of_ceiling']:.0%} | {row['int8_over_bfloat16']:.2f} | {row['int8_error']:.0e} |"
         )
@@ -206,5 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="numbers of rows (1 … 64)")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each arm (7)")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads(), help="threads (as torch has them)")
+    kinds = [kind for kinds in KINDS.values() for kind in kinds]
+    parser.add_argument("--kind", choices=kinds, help="of processor that the product is compiled for (this one's best)")
     parser.add_argument("--out", type=Path, help="folder for product.json and .md")
     return parser

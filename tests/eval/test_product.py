@@ -17,10 +17,18 @@ def test_a_small_measurement(
     record = json.loads((tmp_path / "product.json").read_text())
     assert [(row["outputs"], row["inputs"], row["rows"]) for row in record["rows"]] == [(64, 32, 1), (64, 32, 5)]
     assert all(0 < row["error"] < 1e-6 for row in record["rows"])
-    assert all(row["seconds"] > 0 and row["over_plain"] > 0 for row in record["rows"])
+    assert all(row["seconds"] > 0 and row["over_plain"] > 0 and row["over_float32"] > 0 for row in record["rows"])
     assert all(0 < row["int8_error"] < 0.03 and row["int8_over_bfloat16"] > 0 for row in record["rows"])
     assert all(row["bandwidth"] > 0 and row["arithmetic"] > 0 for row in record["rows"])
     assert "| 64×32 | 5 |" in capsys.readouterr().out
+    assert product.main([*flags, "--kind", cpu_library.own_kinds()[-1]]) == 0
+    assert json.loads((tmp_path / "product.json").read_text())["kind"] == cpu_library.own_kinds()[-1]
+
+
+def test_a_kind_that_this_processor_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    other = next(kind for kinds in cpu_library.KINDS.values() for kind in kinds if kind not in cpu_library.own_kinds())
+    assert product.main(["--kind", other]) == 2
+    assert f"this processor is no {other}" in capsys.readouterr().err
 
 
 def test_without_compiled_operations_there_is_nothing_to_measure(
