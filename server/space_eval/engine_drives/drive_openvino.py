@@ -30,7 +30,7 @@ class OpenVino:
         scheduler.max_num_batched_tokens = max(1024, settings["most_sequences"] * settings["most_ids"])
         scheduler.num_kv_blocks = settings["most_sequences"] * (settings["most_ids"] // 32 + 2)
         scheduler.enable_prefix_caching = False
-        precision = settings["dtype"].replace("bfloat16", "bf16").replace("float32", "f32")
+        precision = self._precision(settings["dtype"])
         properties = {
             "INFERENCE_NUM_THREADS": settings["threads"],
             "INFERENCE_PRECISION_HINT": precision,
@@ -39,6 +39,11 @@ class OpenVino:
         self._properties = properties
         self._pipe = self._open(folder, scheduler, properties)
         self._num_requests = 0
+
+    def _precision(self, dtype: str) -> str:
+        """Of computing and of its cache: on a processor without bfloat16 instructions it knows float32 alone."""
+        multiplied = self._openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        return "bf16" if dtype == "bfloat16" and "BF16" in multiplied else "f32"
 
     def _open(self, folder: Path, scheduler: Any, properties: dict[str, Any]) -> Any:
         return self._genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
