@@ -69,8 +69,8 @@ class ModelSettings:
         "auto",
         _GROUP,
         "number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 "
-        "checkpoint on a CPU that multiplies it natively, and the checkpoint's own on a GPU. float16 is for GPUs: a "
-        "CPU computes it as exactly, but slower than float32",
+        "checkpoint where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and "
+        "the checkpoint's own on a GPU. float16 is for GPUs: a CPU computes it as exactly, but slower than float32",
         parse.one_of("auto", "float32", "bfloat16", "float16"),
         "auto|float32|bfloat16|float16",
         own_workers=True,
