@@ -97,12 +97,12 @@ class CpuLibrary:
 
 
 @cache
-def cpu_library(asked: str | None = None) -> CpuLibrary | None:
+def cpu_library() -> CpuLibrary | None:
     """The library, built if it is not there yet; None where it cannot be had or is not wanted.
 
-    `asked`: one of CHOICES; None: as the environment says. Raises ValueError where it is asked for and cannot be had.
+    Raises ValueError where the environment asks for it and it cannot be had.
     """
-    asked = os.environ.get(SWITCH, "auto") if asked is None else asked
+    asked = os.environ.get(SWITCH, "auto")
     if asked not in CHOICES:
         raise ValueError(f"{SWITCH} is {asked!r}; it must be auto, compiled or torch.")
     if asked == "torch":

@@ -40,7 +40,8 @@ def choose_dtype(
 ) -> tuple[torch.dtype, str]:
     """The dtype and the reason for it.
 
-    `stored` is the checkpoint's own; `weights` of WEIGHTS; `cpu_kernels`: as cpu_library.py has them.
+    `stored` is the checkpoint's own; `weights` of WEIGHTS; `cpu_kernels` of CHOICES in cpu_library.py, None: as the
+    environment says.
     """
     if weights not in WEIGHTS:
         raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")
@@ -71,10 +72,12 @@ def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
     found = torch.cpu.get_capabilities()
     if found.get("avx512_bf16") or found.get("amx_bf16"):
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
+    if cpu_kernels == "compiled":  # whether they can be had is said where they are loaded
+        return torch.bfloat16, "the checkpoint's own, and compiled operations, which take it, are asked for"
     try:
-        library = cpu_library(cpu_kernels)
-    except ValueError:  # whoever asked for what cannot be had is told so elsewhere
-        library = None
+        library = None if cpu_kernels == "torch" else cpu_library()
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from error
     if library is not None:
         return torch.bfloat16, f"the checkpoint's own; operations compiled for {library.kind} widen it as they multiply"
     return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX), and no compiled operations stand in"

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from space_kernels import cpu_library
@@ -45,7 +45,7 @@ from space_proto.tracing import exporting
 
 from space_server.attention_choice import choose_ops
 from space_server.calibration import cache_file, calibrate, load_or_measure
-from space_server.config import Steps, WorkerConfig, parse
+from space_server.config import Steps, StepsHere, WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.cores import keep_off_last, num_cores, num_threads
 from space_server.device_steps import why_on_host
@@ -258,9 +258,7 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
     return grammars
 
 
-def measured_cost(
-    config: WorkerConfig, model: StepModel, kv: PagedKV, steps: Literal["device", "eager", "host"] = "host"
-) -> StepCost | None:
+def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV, steps: StepsHere = "host") -> StepCost | None:
     """What steps cost here: measured now, or at an earlier start. None: it is learnt while serving."""
     if not config.calibration_seconds:
         return None
@@ -285,7 +283,7 @@ def measured_cost(
     return cost
 
 
-def choose_steps(asked: Steps, facts: ModelFacts) -> Literal["device", "eager", "host"]:
+def choose_steps(asked: Steps, facts: ModelFacts) -> StepsHere:
     """Who keeps sequences between steps: what is asked for, where it can be had."""
     if asked == "host" or (asked == "auto" and facts.device.type == "cpu"):
         return "host"

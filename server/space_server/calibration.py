@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from space_kernels.attention_backends import installed_version
@@ -26,6 +25,7 @@ from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
+from space_server.config import StepsHere
 from space_server.controller import FixedLayout
 from space_server.step_cost import Point, StepCost, StepShape, read_points, write_points
 from space_server.step_model import StepModel
@@ -79,7 +79,7 @@ def calibrate(
     *,
     max_sequences: int,
     seconds: float = SECONDS,
-    steps: Literal["device", "eager", "host"] = "host",
+    steps: StepsHere = "host",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Point]:
     """Points for `StepCost.from_points`; small ones first, as many as there are seconds for.
@@ -154,7 +154,7 @@ def _measure(
     model: StepModel,
     kv: PagedKV,
     case: Case,
-    steps: Literal["device", "eager", "host"],
+    steps: StepsHere,
     clock: Callable[[], float],
 ) -> list[Point]:
     """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice.
@@ -194,7 +194,7 @@ def _worker(
     cost: StepCost,
     controller: FixedLayout,
     max_sequences: int,
-    steps: Literal["device", "eager", "host"],
+    steps: StepsHere,
     clock: Callable[[], float],
 ) -> Worker:
     worker = Worker(

@@ -26,7 +26,8 @@ LARGEST_BLOCK = 256
 
 Speculation = Literal["auto", "off"] | int
 Lookup = Literal["auto", "on", "off", "only"]
-Steps = Literal["auto", "device", "eager", "host"]
+StepsHere = Literal["device", "eager", "host"]
+Steps = Literal["auto"] | StepsHere
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ step those sequences from the host is a second pass over the weights in each tur
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from space_kernels.attention_backends import BACKENDS
 from space_model.draft_layout import DraftLayout
@@ -20,6 +20,7 @@ from space_model.model_facts import ModelFacts
 from space_server.controller import Controller
 from space_server.device_layout import layout_ahead, layout_of_drafts
 from space_server.device_stepper import DeviceStepper, StepRead
+from space_server.drafts import Drafter
 from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.sequence import Sequence
 
@@ -80,15 +81,15 @@ class DeviceSteps:
     @property
     def has_drafters(self) -> bool:
         """Somebody's text may be read for what follows."""
-        return any(sequence.drafter is not None and sequence.max_drafts > 0 for sequence in self._batch)
+        return any(True for _ in self._drafters())
 
     @property
     def reads_first(self) -> bool:
         """A step waits until the one before is read: somebody's text is read for the drafts that it verifies."""
-        return any(
-            sequence.drafter is not None and sequence.max_drafts > 0 and sequence.drafter.reads
-            for sequence in self._batch
-        )
+        return any(drafter.reads for drafter in self._drafters())
+
+    def _drafters(self) -> Iterator[Drafter]:
+        return (one.drafter for one in self._batch if one.drafter is not None and one.max_drafts > 0)
 
     def launch(self) -> list[StepRead] | None:
         """Launch steps until enough are under way, as long as somebody can run in them.
@@ -96,8 +97,9 @@ class DeviceSteps:
         Where that fails, what is under way; once that has been said `give_back` is to be called. None: it did not fail.
         """
         try:
-            while self.stepper.num_under_way < (1 if self.reads_first else AHEAD) and self._somebody_runs():
-                self.stepper.launch(self._layout())
+            reads_first = self.reads_first
+            while self.stepper.num_under_way < (1 if reads_first else AHEAD) and self._somebody_runs():
+                self.stepper.launch(self._layout(reads_first=reads_first))
             return None
         except Exception as error:
             reads = self._give_up(error)
@@ -147,8 +149,8 @@ class DeviceSteps:
             for sequence in self._batch
         )
 
-    def _layout(self) -> DraftLayout:
-        if self.reads_first:
+    def _layout(self, *, reads_first: bool) -> DraftLayout:
+        if reads_first:
             return layout_of_drafts(self.sequences, self.controller, self._batch.state.block_size)
         return layout_ahead(self.sequences, self.controller)
 

@@ -191,6 +191,12 @@ class SmallRouter:
         self.worker.apply(pb.Command(admit=message))
         return self._num_admitted
 
+    @property
+    def num_launches(self) -> int:
+        """Steps launched on the device."""
+        assert self.worker._device is not None
+        return self.worker._device.stepper.num_launches
+
     def extend(self, seq_id: int, num_pages: int = 1) -> None:
         """More pages."""
         pages = self._take(num_pages)

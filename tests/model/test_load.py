@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_kernels.cpu_library import own_kinds
+from space_kernels.cpu_library import SWITCH, cpu_library, own_kinds
 from space_kernels.draft_head import DraftHeadForm
 from space_model.checkpoint import Checkpoint
 from space_model.forward_batch import ForwardBatch, Segment
@@ -283,10 +283,15 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it_or_compiled_operations_
     assert facts.dtype is torch.bfloat16
     assert f"compiled for {own_kinds()[0]} widen it" in facts.dtype_reason
     cpu = torch.device("cpu")
-    for without in ("torch", "nonsense"):
-        number, reason = choose_dtype("auto", cpu, torch.bfloat16, cpu_kernels=without)
-        assert number is torch.float32
-        assert "no bfloat16 products" in reason
+    number, reason = choose_dtype("auto", cpu, torch.bfloat16, cpu_kernels="torch")
+    assert number is torch.float32
+    assert "no bfloat16 products" in reason
+    cpu_library.cache_clear()
+    monkeypatch.setenv(SWITCH, "fast")
+    with pytest.raises(InvalidSetting, match="it must be auto, compiled or torch"):
+        load_model(path)
+    assert choose_dtype("auto", cpu, torch.bfloat16, cpu_kernels="compiled")[0] is torch.bfloat16
+    cpu_library.cache_clear()
 
 
 def test_float16_is_served_where_it_is_asked_for_and_on_a_gpu_where_it_is_stored(tmp_path: Path) -> None:

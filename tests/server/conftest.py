@@ -1,6 +1,6 @@
 """Tiny real checkpoints for the worker's tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.grammars import Grammars
+from space_server.testing import SmallRouter
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +62,25 @@ def no_device_step_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[No
     """A step on the device that fails is taken on the host: the text alone would not show it."""
     yield
     assert [record.message for record in caplog.get_records("call") if "failed" in record.message] == []
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[SmallRouter], list[str]]:
+    """Notes down what a worker asks of its device's stepper from here on: launch, read."""
+
+    def noting(router: SmallRouter) -> list[str]:
+        assert router.worker._device is not None
+        stepper, said = router.worker._device.stepper, list[str]()
+
+        def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+            def calls(*arguments: object) -> object:
+                said.append(name)
+                return call(*arguments)
+
+            return calls
+
+        for name in ("launch", "read"):
+            monkeypatch.setattr(stepper, name, noted(name, getattr(stepper, name)))
+        return said
+
+    return noting

@@ -65,29 +65,6 @@ def steps_of(router: SmallRouter) -> list[list[tuple[Any, ...]]]:
     ]
 
 
-class Noting:
-    """Notes down launches and reads."""
-
-    def __init__(self, router: SmallRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert router.worker._device is not None
-        self.said: list[str] = []
-        stepper = router.worker._device.stepper
-        for name in ("launch", "read"):
-            monkeypatch.setattr(stepper, name, self._noted(name, getattr(stepper, name)))
-
-    def _noted(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def noted(*arguments: object) -> object:
-            self.said.append(name)
-            return call(*arguments)
-
-        return noted
-
-
-def launches(router: SmallRouter) -> int:
-    assert router.worker._device is not None
-    return router.worker._device.stepper.num_launches
-
-
 @pytest.mark.parametrize("masks", [True, False], ids=["beside masks", "instead"])
 def test_every_step_says_what_it_says_on_the_host(masks: bool) -> None:
     found = []
@@ -101,7 +78,7 @@ def test_every_step_says_what_it_says_on_the_host(masks: bool) -> None:
             router.admit(prompt, max_tokens=30 + 3 * number, prediction=likely, max_draft_length=most)
         router.run()
         found.append(steps_of(router))
-        assert not device or launches(router) > 8
+        assert not device or router.num_launches > 8
     assert found[0] == found[1]
     said = [step for of_one in found[1] for step in of_one]
     assert {pb.DRAFT_SOURCE_LOOKUP, pb.DRAFT_SOURCE_PREDICTION} <= {step[3] for step in said}
@@ -122,12 +99,14 @@ def test_more_drafts_than_there_are_masks_are_verified() -> None:
     assert max(step[2] for step in found[1][0]) == 8
 
 
-def test_a_step_waits_for_the_last_only_while_somebodys_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_the_last_only_while_somebodys_text_is_read(
+    calls_of: Callable[[SmallRouter], list[str]],
+) -> None:
     router = router_of(ScriptedModel(text=verse), device=True, controller=FixedLayout.full(1), lookup=False)
     prompt = [verse(position) for position in range(20)]
     router.admit(prompt, max_tokens=10, prediction=[verse(position) for position in range(20, 30)])
     router.admit(prompt[:9], max_tokens=60)
-    said = Noting(router, monkeypatch).said
+    said = calls_of(router)
     router.run()
     assert said[:6] == ["launch", "read", "launch", "read", "launch", "read"]
     alone = next(n for n in range(len(said)) if said[n : n + 2] == ["launch", "launch"])
@@ -148,10 +127,10 @@ def test_a_report_is_given_while_the_next_step_is_under_way() -> None:
         assert device.stepper.num_under_way == 1
 
 
-def test_texts_that_are_not_read_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[SmallRouter], list[str]]) -> None:
     router = router_of(ScriptedModel(text=verse), device=True, controller=Napping())
     router.admit([verse(position) for position in range(20)], max_tokens=30)
-    said = Noting(router, monkeypatch).said
+    said = calls_of(router)
     router.run()
     assert said[:2] == ["launch", "launch"]
     assert {step[3] for step in steps_of(router)[0]} == {pb.DRAFT_SOURCE_MASKS}
@@ -199,7 +178,7 @@ def test_random_traffic_gets_the_texts_of_host_steps(seed: int) -> None:
                 elif sequence.paused:
                     router.extend(sequence.seq_id)
         assert sorted(router.free) == list(range(400))
-        assert not device or launches(router) > 20
+        assert not device or router.num_launches > 20
         found.append([(ran.tokens, ran.finish) for ran in router.ran.values()])
     assert found[0] == found[1]
 

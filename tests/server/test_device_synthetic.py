@@ -52,11 +52,6 @@ def router_of(
     return SmallRouter(worker), synthetic
 
 
-def launches(router: SmallRouter) -> int:
-    assert router.worker._device is not None
-    return router.worker._device.stepper.num_launches
-
-
 Steps = list[tuple[int, int, list[int]]]
 
 
@@ -78,7 +73,7 @@ def test_every_step_drafts_and_accepts_what_it_does_on_the_host(tiny: SpaceModel
             router.run()
         found.append(steps(router, numbers))
         counted.append(synthetic.num_replaced)
-        assert not device or launches(router) > 30
+        assert not device or router.num_launches > 30
     assert found[1] == found[0]
     assert counted[1] == counted[0] > 50
     accepted = {accepted for of_one in found[1] for drafted, accepted, _ in of_one if drafted}
@@ -139,10 +134,10 @@ def test_a_request_whose_text_is_longer_than_a_line_is_left_to_the_host(monkeypa
     for length, is_on_host in ((16, False), (17, True)):
         router.admit([length, 11], max_tokens=length, max_draft_length=0)
         router.run()
-        before = launches(router)
+        before = router.num_launches
         number = router.admit([length, 11], max_tokens=length)
         router.run()
-        assert (launches(router) == before) is is_on_host
+        assert (router.num_launches == before) is is_on_host
         assert max(router.ran[number].accepted) == 3
 
 

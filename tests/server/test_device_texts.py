@@ -27,11 +27,6 @@ def router_of(model: StepModel, *, device: bool = True, **settings: object) -> S
     return SmallRouter(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
 
 
-def launches(router: SmallRouter) -> int:
-    assert router.worker._device is not None
-    return router.worker._device.stepper.num_launches
-
-
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
 
@@ -141,7 +136,7 @@ LAYOUTS: dict[str, Callable[[Room], DraftLayout]] = {
 def test_random_requests_get_the_texts_that_the_host_steps_give(seed: int, layout: str) -> None:
     on_host = traffic(Leaning(), device=False, seed=seed, rule=LAYOUTS[layout])
     on_device = traffic(Leaning(), device=True, seed=seed, rule=LAYOUTS[layout])
-    assert launches(on_device) > 30
+    assert on_device.num_launches > 30
     for seq_id, ran in on_host.ran.items():
         assert on_device.ran[seq_id].tokens == ran.tokens, seq_id
         if ran.finish != pb.FINISH_NONE:
@@ -203,7 +198,7 @@ def decode(model: StepModel, *, device: bool, after: Callable[[SmallRouter], Non
         if after is not None:
             after(router)
     router.run()
-    assert not device or launches(router) > 5
+    assert not device or router.num_launches > 5
     return list(router.ran.values())
 
 

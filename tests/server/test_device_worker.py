@@ -19,39 +19,16 @@ def router_of(model: StepModel, *, device: bool = True, **settings: object) -> S
     return SmallRouter(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
 
 
-def launches(router: SmallRouter) -> int:
-    assert router.worker._device is not None
-    return router.worker._device.stepper.num_launches
-
-
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
 
 # ---------------------------------------------------------------------------------------------- what is under way
 
 
-class Noting:
-    """Notes down what the worker asks of its stepper."""
-
-    def __init__(self, router: SmallRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert router.worker._device is not None
-        self.said: list[str] = []
-        stepper = router.worker._device.stepper
-        for name in ("launch", "read"):
-            monkeypatch.setattr(stepper, name, self._noted(name, getattr(stepper, name)))
-
-    def _noted(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def noted(*arguments: object) -> object:
-            self.said.append(name)
-            return call(*arguments)
-
-        return noted
-
-
-def test_the_next_step_is_launched_before_the_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_launched_before_the_last_is_read(calls_of: Callable[[SmallRouter], list[str]]) -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout.full(1))
     router.admit([5] * 6, max_tokens=21)
-    said = Noting(router, monkeypatch).said
+    said = calls_of(router)
     router.run()
     # one id by the prompt's step; of 20 more, two a step, but for all that is known one: 10 steps at least
     assert said[:2] == ["launch", "launch"]
@@ -60,10 +37,10 @@ def test_the_next_step_is_launched_before_the_last_is_read(monkeypatch: pytest.M
     assert said.count("read") == said.count("launch") >= 10
 
 
-def test_no_step_is_launched_that_could_bring_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_launched_that_could_bring_nothing(calls_of: Callable[[SmallRouter], list[str]]) -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout(lambda room: DraftLayout.plain()))
     router.admit([5] * 6, max_tokens=8)
-    said = Noting(router, monkeypatch).said
+    said = calls_of(router)
     router.run()
     assert said.count("launch") == 7
 
@@ -124,7 +101,7 @@ def test_a_step_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixt
         assert router.ran[seq_id].tokens == [model.text(position) for position in range(start, start + 20)]
     assert any("stepped on the host" in message for message in caplog.messages)
     caplog.clear()
-    assert launches(router) >= 5
+    assert router.num_launches >= 5
 
 
 def test_launches_that_keep_failing_are_given_up(
