@@ -86,7 +86,7 @@ class Forced:
     certain: bool = False  # no other ids could stand there; else the same text might be cut in another way
 
 
-_NOT_FORCED = Forced()
+NOT_FORCED = Forced()
 
 
 @lru_cache(maxsize=4096)
@@ -191,8 +191,8 @@ class Proposal:
 
     def origin(self, num_drafts: int, behind: tuple[float, ...] = ()) -> Origin:
         """Of a chain of `num_drafts` of these drafts, the first of which are masks' too, with chances `behind`."""
-        own = (self.chances[min(depth, len(self.chances) - 1)] for depth in range(len(behind), num_drafts))
-        return Origin(self.trust.source, len(behind), self.match_length, (*behind, *own))
+        known = self.chances + self.chances[-1:] * (num_drafts - len(self.chances))
+        return Origin(self.trust.source, len(behind), self.match_length, (*behind, *known[len(behind) : num_drafts]))
 
 
 class Drafter:
@@ -219,7 +219,8 @@ class Drafter:
         Read once from the start: at first, where a step is taken again, and after a sleep.
         """
         if not self.reads:
-            self._lookup, self._num_known, self._proposals = None, None, []
+            if self._num_known is not None or self._proposals:
+                self._lookup, self._num_known, self._proposals = None, None, []
             return ()
         if self._num_known != len(ids):
             self._lookup = Lookup(ids) if self._sources.lookup else None
@@ -235,7 +236,7 @@ class Drafter:
             self._lookup.extend(tokens)
         return () if self._prediction is None else self._prediction.extend(tokens)
 
-    def propose(self, max_drafts: int, forced: Forced = _NOT_FORCED) -> Proposal | None:
+    def propose(self, max_drafts: int, forced: Forced = NOT_FORCED) -> Proposal | None:
         """The drafts that are worth most; None where nothing is known, or worth its row."""
         for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
             if text is not None and (drafts := text.propose(max_drafts)):
@@ -255,6 +256,8 @@ class Drafter:
 
 def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
     """Of drafts from masks `first`, `first`+1, …; without `acceptance`, what is typical."""
+    if not count:
+        return ()
     by_depth = TYPICAL if acceptance is None else _chances(acceptance.shape.snapshot, acceptance.level)
     return tuple(by_depth[min(depth, len(by_depth)) - 1] for depth in range(first, first + count))
 

@@ -44,6 +44,9 @@ plain, ever more of them, up to the second, and a crowd of another size waits fo
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
+OFFERED_EVERY = 4
+"""Steps in which masks draft, of which one is asked what looked-up drafts would have brought instead."""
+
 PROBE_EVERY, PROBE_WITHIN = 256, 0.15
 """A plain step is measured once in so many, where speculation is expected to win by less than this share."""
 
@@ -178,31 +181,34 @@ class MeasuredController:
         self._num_plain = 0 if rule is not None else self._num_plain + 1
         self._watched = rule is not None and not begins and not load.num_prefill_rows
         found = [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
-        if has_others and self._rule is not None:
-            offer = self._offer(rooms, [self._layout(room, _NO_MASKS, None) for room in rooms], load)
-            self._proposals.would_pay(offer)
-        elif has_others:
+        if has_others and self._rule is None:
             offer = self._offer(rooms, found, load)
-            if offer.tokens and not self._proposals.pays(offer):
+            if offer is not None and not self._proposals.pays(offer):
                 return [PLAIN.layout] * len(rooms)
+        elif has_others and self._num_since % OFFERED_EVERY == 0:
+            offer = self._offer(rooms, [self._layout(room, _NO_MASKS, None) for room in rooms], load)
+            if offer is not None:
+                self._proposals.would_pay(offer, OFFERED_EVERY)
         return found
 
-    def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer:
-        """The drafts of these layouts, none of which masks made, beside a plain step."""
+    def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer | None:
+        """The drafts of these layouts, none of which masks made, beside a plain step; None if there are none."""
+        pairs = [(room, min(layout.num_drafts, room.num_drafts)) for room, layout in zip(rooms, layouts, strict=True)]
+        drafting = [(room, count) for room, count in pairs if count]
+        if not drafting:
+            return None
         size, tokens = len(rooms), 0.0
-        num_drafts = num_noisy = num_noisy_drafts = 0
-        for room, layout in zip(rooms, layouts, strict=True):
-            num_noisy += room.is_noisy
-            if layout.num_drafts:
-                fitting = min(layout.num_drafts, room.num_drafts)
-                tokens += sum(accumulate(room.chances[:fitting], mul))
-                num_drafts += fitting
-                num_noisy_drafts += fitting * room.is_noisy
-        plain = StepShape(size, size, 0, 0, load.num_prefill_rows, load.num_prefill_pairs, load.num_context, num_noisy)
-        drafting = plain._replace(num_chain_rows=size + num_drafts, num_noisy_rows=num_noisy + num_noisy_drafts)
-        seconds = self.cost.seconds(drafting) - self.cost.seconds(plain)
-        alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy)) + self._promise.pause
-        return Offer(tokens, seconds, size, alone)
+        num_noisy = sum(room.is_noisy for room in rooms)
+        num_drafts = num_noisy_drafts = 0
+        for room, count in drafting:
+            tokens += sum(accumulate(room.chances[:count], mul))
+            num_drafts += count
+            num_noisy_drafts += count * room.is_noisy
+        alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy))
+        beside = 0, 0, load.num_prefill_rows, load.num_prefill_pairs, load.num_context
+        before = self.cost.seconds(StepShape(size, size, *beside, num_noisy)) if load.num_prefill_rows else alone
+        after = self.cost.seconds(StepShape(size, size + num_drafts, *beside, num_noisy + num_noisy_drafts))
+        return Offer(tokens, after - before, size, alone + self._promise.pause)
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """The step that was chosen last brought so many tokens in so many seconds, `pause` seconds behind the last."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from space_model.model_facts import ModelFacts
 
-from space_server.drafts import Forced, Proposal
+from space_server.drafts import NOT_FORCED, Proposal
 from space_server.sequence import Sequence
 
 
@@ -23,12 +23,16 @@ class Proposing:
         """At most so many ids behind the sequence's and `tokens`, which its drafter has read; None: there is none."""
         assert sequence.drafter is not None
         grammar = sequence.grammar if self._in_grammars else None
-        forced = Forced() if grammar is None else grammar.forced(tokens, wanted)
+        if grammar is None and not sequence.drafter.reads:
+            return None
+        forced = NOT_FORCED if grammar is None else grammar.forced(tokens, wanted)
         proposal = sequence.drafter.propose(wanted, forced)
         if proposal is None:
             return None
         ids = self.valid(sequence, tokens, proposal.ids)
-        return replace(proposal, ids=ids) if ids else None
+        if not ids:
+            return None
+        return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
 
     def valid(self, sequence: Sequence, tokens: Run[int], drafts: list[int]) -> list[int]:
         """The drafts behind `tokens` before the first one that can never be chosen."""

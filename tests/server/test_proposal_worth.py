@@ -6,8 +6,18 @@ from space_model.space_model import SpaceModel
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout, Load, Room
 from space_server.drafts import DraftSources
-from space_server.measured_controller import PATIENCE, SELDOM, MeasuredController
-from space_server.proposal_worth import GAIN_RATE, LONGEST_NAP, NAP, READING, RETRY, WINDOW, Offer, ProposalWorth
+from space_server.measured_controller import OFFERED_EVERY, PATIENCE, SELDOM, MeasuredController
+from space_server.proposal_worth import (
+    GAIN_RATE,
+    LEAST_STEPS,
+    LONGEST_NAP,
+    NAP,
+    READING,
+    RETRY,
+    WINDOW,
+    Offer,
+    ProposalWorth,
+)
 from space_server.step_cost import StepCost, StepShape
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
@@ -26,10 +36,15 @@ def stepped(
     worth.stepped(num_sequences, num_sequences if num_read is None else num_read, by_masks=by_masks)
 
 
+def window(num_sequences: int = 8) -> int:
+    """Steps in which so many texts tell whether reading pays."""
+    return max(LEAST_STEPS, WINDOW // num_sequences)
+
+
 def napping(num_sequences: int = 8) -> ProposalWorth:
     """Who has read that many for nothing."""
     worth = ProposalWorth()
-    for _ in range(WINDOW):
+    for _ in range(window(num_sequences)):
         stepped(worth, num_sequences)
     assert worth.naps
     return worth
@@ -69,11 +84,12 @@ def test_the_price_of_what_does_not_pay_is_looked_at_again() -> None:
     assert [worth.pays(BAD) for _ in range(2 * RETRY)].count(True) == 2
 
 
-def test_texts_are_not_read_where_that_has_not_paid_for_itself() -> None:
+@pytest.mark.parametrize(("num_sequences", "num_steps"), [(1, 64), (2, 32), (8, 8), (64, 8)])
+def test_texts_are_not_read_where_that_has_not_paid_for_itself(num_sequences: int, num_steps: int) -> None:
     worth = ProposalWorth()
-    for _ in range(WINDOW):
+    for _ in range(num_steps):
         assert not worth.naps
-        stepped(worth)
+        stepped(worth, num_sequences)
     assert worth.naps
 
 
@@ -128,11 +144,11 @@ def test_nobody_naps_while_masks_draft() -> None:
 @pytest.mark.parametrize("by_masks", [False, True])
 def test_the_gain_follows_what_drafts_save_or_would(by_masks: bool) -> None:
     worth = ProposalWorth()
-    for _ in range(round(5 / GAIN_RATE)):
+    for number in range(round(5 / GAIN_RATE)):
         stepped(worth, by_masks=by_masks)
-        if by_masks:
-            worth.would_pay(good(2e-3))
-        else:
+        if by_masks and number % OFFERED_EVERY == 0:
+            worth.would_pay(good(2e-3), OFFERED_EVERY)
+        elif not by_masks:
             assert worth.pays(good(2e-3))
     assert worth.gain == pytest.approx(0.25, rel=0.02)
     assert napping().gain == 0.0
