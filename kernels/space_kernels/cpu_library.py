@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class CpuLibrary:
         self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)
-        self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int)
+        self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
 
 
 @cache

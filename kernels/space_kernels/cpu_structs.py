@@ -131,6 +131,7 @@ class NetworkStruct(Structure):
 
     _fields_ = (
         ("num_layers", c_int64),
+        ("num_ids", c_int64),
         ("hidden", c_int64),
         ("inner", c_int64),
         ("heads", HeadsStruct),
@@ -138,6 +139,7 @@ class NetworkStruct(Structure):
         ("scale", c_float),
         ("block_size", c_int64),
         ("layers", POINTER(LayerStruct)),
+        ("embedding", c_void_p),
         ("norm", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -148,6 +150,7 @@ class BuffersStruct(Structure):
     """`Buffers` of cpu/network.h."""
 
     _fields_ = (
+        ("ids", c_void_p),
         ("x", c_void_p),
         ("normed", c_void_p),
         ("fused", c_void_p),

@@ -81,7 +81,7 @@ class CompiledLlama:
         self._library, self._ranks = library, ranks
         pack = partial(CompiledLinear, library, eight_bits=eight_bits)
         self._heads = HeadsStruct(num_heads, kv_heads, head_dim)
-        self._embedding: Tensor = base.get_input_embeddings().weight.detach()
+        self._embedding: Tensor = base.get_input_embeddings().weight.detach().contiguous()
         self._angles = RotaryTable(base.rotary_emb.inv_freq.float(), float(base.rotary_emb.attention_scaling))
         self._norm = Norm.of(base.norm)
         everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
@@ -115,22 +115,23 @@ class CompiledLlama:
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm; rows of padding mean nothing."""
-        rows = batch.rows
+        rows, num_rows = batch.rows, len(batch.ids)
         self._angles.reach(int(rows.positions.max(initial=0)) + 1)
-        x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
-        for run in batch.gated:
-            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
         if batch.gated or self._ranks is not None:
-            return self._by_layers(x, batch, kv)
+            return self._by_layers(batch, kv)
         network = self._network(kv)
-        num_heads, kv_heads, head_dim = self._heads.query, self._heads.kv, self._heads.dim
-        normed = torch.zeros_like(x)
-        fused = x.new_empty(len(x), (num_heads + 2 * kv_heads) * head_dim)
-        attended = x.new_empty(len(x), num_heads * head_dim)
-        inner = x.new_empty(len(x), network.inner)
-        buffers = BuffersStruct(*(tensor.data_ptr() for tensor in (x, normed, fused, attended, inner)))
+        hidden, joined = network.hidden, self._heads.query * self._heads.dim
+        fused = joined + 2 * self._heads.kv * self._heads.dim
+        normed = self._embedding.new_zeros(num_rows, hidden)
+        room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
+        x, row = room.data_ptr(), num_rows * room.itemsize
+        buffers = BuffersStruct(
+            batch.ids.data_ptr(), x, normed.data_ptr(), x + row * hidden, x + row * (hidden + fused),
+            x + row * (hidden + fused + joined),
+        )  # fmt: skip
         threads = torch.get_num_threads()
-        self._library.forward(byref(network), byref(CpuRows.of(rows).struct), byref(buffers), threads)
+        if not self._library.forward(byref(network), byref(CpuRows.of(rows).struct), byref(buffers), threads):
+            raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings.")
         return normed
 
     def _network(self, kv: PagedKV) -> NetworkStruct:
@@ -139,16 +140,19 @@ class CompiledLlama:
             layers = (LayerStruct * len(structs))(*structs)
             inner = self._layers[0].gate_up.out_features // 2
             network = NetworkStruct(
-                len(structs), self._embedding.shape[1], inner, self._heads, self._norm.eps, self._scale, kv.block_size,
-                layers, self._norm.weight.data_ptr(),
+                len(structs), *self._embedding.shape, inner, self._heads, self._norm.eps, self._scale, kv.block_size,
+                layers, self._embedding.data_ptr(), self._norm.weight.data_ptr(),
             )  # fmt: skip
             self._whole = kv, network
         _, network = self._whole
         network.cos, network.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         return network
 
-    def _by_layers(self, x: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+    def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """What `forward` of cpu/network.cpp does, with the deltas of adapters and the sums over ranks in between."""
+        x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
+        for run in batch.gated:
+            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
         gated, num_rows = batch.gated, len(x)
         joined = self._heads.query * self._heads.dim
         first = gated[0].slice.start if gated else num_rows

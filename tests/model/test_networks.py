@@ -47,6 +47,15 @@ def test_a_compact_network_equals_the_transformers_one(
     assert torch.equal(compact.embed(batch.ids), other.embed(batch.ids))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [-1, 1 << 40])
+def test_an_id_that_has_no_embedding_is_an_error(dtype: str, wrong: int, checkpoint_of: Callable[[str], Path]) -> None:
+    model = load_model(checkpoint_of("llama"), dtype=dtype)
+    batch = ForwardBatch.build([Segment([1, wrong, 2], 0, [0])], block_size=16, mask_ids=())
+    with pytest.raises(IndexError):
+        model.forward(batch, model.allocate_kv(1, 16))
+
+
 def test_an_unknown_attention_keyword_is_refused_by_name(checkpoint_of: Callable[[str], Path]) -> None:
     model = load_model(checkpoint_of("llama"))
     batch = ForwardBatch.build([Segment([1], 0, [0])], block_size=16, mask_ids=())

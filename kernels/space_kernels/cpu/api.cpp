@@ -52,8 +52,8 @@ void EXPORT(attend)(const Rows* rows, const Heads* heads, const Attention* a, in
     for (int64_t item; (item = next.fetch_add(1)) < rows->num_tiles * heads->kv;) attend(*rows, *heads, *a, item);
 }
 
-void EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
-    forward(*network, *rows, *buffers, num_threads);
+bool EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
+    return forward(*network, *rows, *buffers, num_threads);
 }
 
 void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 namespace KIND {
 
@@ -97,15 +98,20 @@ void layer_forward(const Network& net, const Layer& layer, const Rows& rows, con
 
 }  // namespace
 
-void forward(const Network& net, const Rows& rows, const Buffers& b, int num_threads) {
+bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_threads) {
+    for (int64_t row = 0; row < rows.num_rows; ++row)
+        if (b.ids[row] < 0 || b.ids[row] >= net.num_ids) return false;
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(num_threads)
     {
-        for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, net.layers[n], rows, b, next);
         const Share mine(rows.num_rows);
+        for (int64_t row = mine.first; row < mine.last; ++row)  // the first norm has the same shares
+            std::memcpy(b.x + row * net.hidden, net.embedding + b.ids[row] * net.hidden, net.hidden * sizeof(bf16));
+        for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, net.layers[n], rows, b, next);
         for (int64_t row = mine.first; row < mine.last; ++row)
             norm_row(b.x + row * net.hidden, net.norm, net.hidden, net.eps, b.normed + row * net.hidden);
     }
+    return true;
 }
 
 }  // namespace KIND

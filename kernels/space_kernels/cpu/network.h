@@ -1,4 +1,4 @@
-// A Llama-like decoder between the embedded ids and the final norm, in one call.
+// A Llama-like decoder between the ids and the final norm, in one call.
 
 #pragma once
 
@@ -20,21 +20,22 @@ struct Layer {
 };
 
 struct Network {
-    int64_t num_layers, hidden, inner;
+    int64_t num_layers, num_ids, hidden, inner;
     Heads heads;
     float eps, scale;
     int64_t block_size;
     const Layer* layers;
-    const bf16* norm;
-    const float *cos, *sin;  // [positions, dim/2]
+    const bf16 *embedding, *norm;  // [num_ids, hidden], [hidden]
+    const float *cos, *sin;        // [positions, dim/2]
 };
 
 struct Buffers {  // [rows, …]
+    const int64_t* ids;
     bf16 *x, *normed, *fused, *attended, *inner;
 };
 
-// buffers.normed [rows, hidden] is the result.
-void forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
+// buffers.normed [rows, hidden] is the result. False, and nothing done: some id is none of the embedding's.
+bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
 // One thread's share of `count` things, in whole units.
 struct Share {
