@@ -44,9 +44,6 @@ plain, ever more of them, up to the second, and a crowd of another size waits fo
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
-OFFERED_EVERY = 4
-"""Steps in which masks draft, of which one is asked what looked-up drafts would have brought instead."""
-
 PROBE_EVERY, PROBE_WITHIN = 256, 0.15
 """A plain step is measured once in so many, where speculation is expected to win by less than this share."""
 
@@ -185,10 +182,10 @@ class MeasuredController:
             offer = self._offer(rooms, found, load)
             if offer is not None and not self._proposals.pays(offer):
                 return [PLAIN.layout] * len(rooms)
-        elif has_others and self._num_since % OFFERED_EVERY == 0:
+        elif has_others and self._proposals.asks:
             offer = self._offer(rooms, [self._layout(room, _NO_MASKS, None) for room in rooms], load)
             if offer is not None:
-                self._proposals.would_pay(offer, OFFERED_EVERY)
+                self._proposals.would_pay(offer)
         return found
 
     def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer | None:

@@ -27,6 +27,9 @@ these. But not in fewer steps."""
 NAP, LONGEST_NAP = 512, 2048
 """Steps of a nap, and of the longest: each in a row is twice as long."""
 
+ASKED_EVERY = 4
+"""Steps in which masks draft, of which one is asked what drafts without them would have brought."""
+
 GAIN_RATE = 1 / 128
 """How fast what drafts save is followed, per step: a text or two."""
 
@@ -58,15 +61,22 @@ class ProposalWorth:
         self._nap = NAP  # steps of the next one
         self._size = 0  # sequences when it began
         self.naps = False  # texts are not read
+        self._num_by_masks = 0  # steps in which masks drafted
 
     @property
     def gain(self) -> float:
         """By what share plain decoding with such drafts is faster than without, as it went of late."""
         return 0.0 if self.naps else self._gain
 
+    @property
+    def asks(self) -> bool:
+        """Whether it wants to know what this step, in which masks draft, could have had without them."""
+        return self._num_by_masks % ASKED_EVERY == 0
+
     def stepped(self, num_sequences: int, num_read: int, *, by_masks: bool) -> None:
         """A step begins, in which the texts of `num_read` can be read. `by_masks`: others' masks draft beside."""
         self._gain -= GAIN_RATE * self._gain
+        self._num_by_masks += by_masks
         self._num_left = max(0, self._num_left - 1)
         # Of few, each one's drafts cost less.
         self.naps = not by_masks and self._num_left > 0 and 2 * num_sequences > self._size
@@ -95,6 +105,6 @@ class ProposalWorth:
         self._gain += GAIN_RATE * offer.saved / offer.plain_seconds
         return True
 
-    def would_pay(self, offer: Offer, num_steps: int = 1) -> None:
-        """What a step in which masks draft could have had without them; it stands for so many."""
-        self._gain += num_steps * GAIN_RATE * max(0.0, offer.saved) / offer.plain_seconds
+    def would_pay(self, offer: Offer) -> None:
+        """What a step that `asks` could have had without masks; it stands for those between."""
+        self._gain += ASKED_EVERY * GAIN_RATE * max(0.0, offer.saved) / offer.plain_seconds

@@ -6,7 +6,7 @@ from space_model.space_model import SpaceModel
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout, Load, Room
 from space_server.drafts import DraftSources
-from space_server.measured_controller import OFFERED_EVERY, PATIENCE, SELDOM, MeasuredController
+from space_server.measured_controller import PATIENCE, SELDOM, MeasuredController
 from space_server.proposal_worth import (
     GAIN_RATE,
     LEAST_STEPS,
@@ -144,10 +144,10 @@ def test_nobody_naps_while_masks_draft() -> None:
 @pytest.mark.parametrize("by_masks", [False, True])
 def test_the_gain_follows_what_drafts_save_or_would(by_masks: bool) -> None:
     worth = ProposalWorth()
-    for number in range(round(5 / GAIN_RATE)):
+    for _ in range(round(5 / GAIN_RATE)):
         stepped(worth, by_masks=by_masks)
-        if by_masks and number % OFFERED_EVERY == 0:
-            worth.would_pay(good(2e-3), OFFERED_EVERY)
+        if by_masks and worth.asks:
+            worth.would_pay(good(2e-3))
         elif not by_masks:
             assert worth.pays(good(2e-3))
     assert worth.gain == pytest.approx(0.25, rel=0.02)
