@@ -41,6 +41,10 @@ EVERY, SELDOM = 16, 64
 plain, ever more of them, up to the second, and a crowd of another size waits for the first.
 """
 
+HOPELESS = 0.2
+"""By how much of plain decoding speculating must be behind for a step that took longer than expected to change nothing:
+a look takes a third of a millisecond, and on a restless machine every tenth step is such a one."""
+
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
@@ -153,12 +157,12 @@ class MeasuredController:
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
-        if has_changed or surprised or self._rule is not None:
+        if has_changed or self._rule is not None or (surprised and self._advantage > -HOPELESS):
             self._num_to_look = EVERY
         has_others = any(room.chances for room in rooms)
         # Who drafts must know at once whether that pays in another crowd; plain decoding can wait for its turn.
         drafts = self._rule is not None or has_others or not self._num_sequences  # nothing is known at first
-        is_due = surprised or (has_changed and drafts) or self._num_since >= self._num_to_look
+        is_due = (drafts and (surprised or has_changed)) or self._num_since >= self._num_to_look
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
             self._watched = False

@@ -14,6 +14,7 @@ from space_server.measured_controller import (
     PATIENCE,
     SELDOM,
     TAKE_UP,
+    Crowd,
     MeasuredController,
 )
 from space_server.step_cost import StepCost, StepShape
@@ -118,6 +119,30 @@ def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
         controller.layouts([room()] * size, Load())
         counts.append(len(asked))
     assert max(counts[1:4]) < min(20, counts[4])
+
+
+@pytest.mark.parametrize(
+    ("per_row", "looks"),
+    [pytest.param(1.0, 4, id="hopeless"), pytest.param(0.03, 16, id="nearly"), pytest.param(0.0, 256, id="drafting")],
+)
+def test_where_drafts_are_hopeless_surprising_steps_are_not_looked_into(per_row: float, looks: int) -> None:
+    """Each step takes longer than expected, as on a restless machine."""
+
+    class Watched(MeasuredController):
+        num_looks = 0
+
+        def _choose(self, crowd: Crowd, load: Load) -> None:
+            super()._choose(crowd, load)
+            self.num_looks += 1
+
+    machine = Machine(1.0, per_row)
+    controller = Watched(machine)
+    settled(controller, [room()] * 16)
+    before = controller.num_looks
+    for _ in range(4 * SELDOM):
+        machine.num_surprises += 1
+        controller.layouts([room()] * 16, Load())
+    assert controller.num_looks - before == looks
 
 
 def test_at_the_threshold_the_choice_does_not_swing() -> None:
