@@ -42,8 +42,8 @@ plain, ever more of them, up to the second, and a crowd of another size waits fo
 """
 
 HOPELESS = 0.2
-"""By how much of plain decoding speculating must be behind for a step that took longer than expected to change nothing:
-a look takes a third of a millisecond, and on a restless machine every tenth step is such a one."""
+"""By what share speculating must be expected to lose against plain decoding for surprising steps not to bring the next
+look nearer: a look takes a third of a millisecond, and on a restless machine every tenth step surprises."""
 
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
@@ -194,8 +194,8 @@ class MeasuredController:
 
     def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer | None:
         """The drafts of these layouts, none of which masks made, beside a plain step; None if there are none."""
-        pairs = [(room, min(layout.num_drafts, room.num_drafts)) for room, layout in zip(rooms, layouts, strict=True)]
-        drafting = [(room, count) for room, count in pairs if count]
+        fitting = (min(layout.num_drafts, room.num_drafts) for room, layout in zip(rooms, layouts, strict=True))
+        drafting = [(room, count) for room, count in zip(rooms, fitting, strict=True) if count]
         if not drafting:
             return None
         size, tokens = len(rooms), 0.0

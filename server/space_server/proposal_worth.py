@@ -16,9 +16,9 @@ RETRY = 64
 """Of steps that do not pay, one in so many is taken all the same: what it costs must stay known."""
 
 READING = 40e-6
-"""Seconds a step that reading one sequence's text takes, proposing and planning with proposals. Measured with 1 to 32
-sequences of the embedded model, with and without, in turn: 60e-6 to 25e-6, most of it because a pass over the weights
-leaves nothing of all that in the cache; in a loop that does nothing else it is 3.4e-6."""
+"""Seconds a step that reading one sequence's text takes, proposing and planning with proposals. Measured with the
+embedded model, with and without, in turn: 60e-6 to 90e-6 alone, 43e-6 among 8, 24e-6 among 32, most of it because a
+pass over the weights leaves nothing of all that in the cache; in a loop that does nothing else it is 3.4e-6."""
 
 WINDOW, LEAST_STEPS = 64, 8
 """Texts read, one step each, over which that must pay for itself: eight tell in eight steps what one does in all of

@@ -9,7 +9,6 @@ from space_server.drafts import DraftSources
 from space_server.measured_controller import PATIENCE, SELDOM, MeasuredController
 from space_server.proposal_worth import (
     GAIN_RATE,
-    LEAST_STEPS,
     LONGEST_NAP,
     NAP,
     READING,
@@ -36,15 +35,10 @@ def stepped(
     worth.stepped(num_sequences, num_sequences if num_read is None else num_read, by_masks=by_masks)
 
 
-def window(num_sequences: int = 8) -> int:
-    """Steps in which so many texts tell whether reading pays."""
-    return max(LEAST_STEPS, WINDOW // num_sequences)
-
-
 def napping(num_sequences: int = 8) -> ProposalWorth:
     """Who has read that many for nothing."""
     worth = ProposalWorth()
-    for _ in range(window(num_sequences)):
+    for _ in range(WINDOW):
         stepped(worth, num_sequences)
     assert worth.naps
     return worth
