@@ -18,7 +18,7 @@ class QuantizedWeights(WeightFiles):
     """The tensors that a model has, made from those that the files have: one at a time, when asked for."""
 
     def __init__(self, files: WeightFiles, form: QuantizedFormat) -> None:
-        super().__init__(files.name, files._handles, files.size)
+        super().__init__(files.name, files.opened, files.size)
         self.form = form
         self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> what it has
         aside: set[str] = set()

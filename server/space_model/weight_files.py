@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,17 +14,53 @@ from space_model.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 
+class OpenFiles:
+    """Files that several threads read; they are closed when nobody reads any more.
+
+    Where a load fails, transformers does not wait for its other threads: one may be in the midst of a tensor.
+    """
+
+    def __init__(self, name: str, handles: Mapping[str, Any]) -> None:
+        self.handles = handles  # tensor name -> the open file that has it
+        self._name = name
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._closed = False
+
+    @contextmanager
+    def reading(self, tensor: str) -> Iterator[Any]:
+        """The file with the tensor, which stays open as long as the block lasts."""
+        if tensor not in self.handles:
+            raise UnsupportedModel(f"The weights of {self._name} lack {tensor}.")
+        with self._changed:
+            if self._closed:
+                raise CheckpointNotFound(f"The weights of {self._name} are closed; {tensor} comes too late.")
+            self._num_readers += 1
+        try:
+            yield self.handles[tensor]
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Let nobody begin to read, and wait for those who do."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_readers)
+
+
 class WeightFiles:
     """What is in the files; nothing is read before it is asked for.
 
     with WeightFiles.open(checkpoint) as files: files.rows("lm_head.weight", slice(0, 64))
     """
 
-    def __init__(self, name: str, handles: dict[str, Any], size: int) -> None:
+    def __init__(self, name: str, opened: OpenFiles, size: int) -> None:
         self.name = name
+        self.opened = opened
         self.size = size  # bytes of all files
         self.num_bytes = 0  # read so far
-        self._handles = handles  # tensor name -> the open file that has it
         self._lock = threading.Lock()
 
     @classmethod
@@ -39,36 +75,37 @@ class WeightFiles:
                     handles.update(dict.fromkeys(handle.keys(), handle))
             except (OSError, SafetensorError) as error:
                 raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-            yield cls(checkpoint.name, handles, sum(file.stat().st_size for file in checkpoint.weights))
+            opened = OpenFiles(checkpoint.name, handles)
+            stack.callback(opened.finish)
+            yield cls(checkpoint.name, opened, sum(file.stat().st_size for file in checkpoint.weights))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._handles
+        return name in self.opened.handles
 
     @property
     def names(self) -> list[str]:
         """Of all tensors."""
-        return sorted(self._handles)
+        return sorted(self.opened.handles)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, from the header."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        with self.opened.reading(name) as file:
+            return tuple(file.get_slice(name).get_shape())
 
     def whole(self, name: str) -> Tensor:
         """A tensor."""
-        return self._count(self._handle(name).get_tensor(name))
+        with self.opened.reading(name) as file:
+            return self._count(file.get_tensor(name))
 
     def rows(self, name: str, part: slice) -> Tensor:
         """Some rows of a tensor: only they are read."""
-        return self._count(self._handle(name).get_slice(name)[part])
+        with self.opened.reading(name) as file:
+            return self._count(file.get_slice(name)[part])
 
     def columns(self, name: str, part: slice) -> Tensor:
         """Some columns of a matrix: only they are read."""
-        return self._count(self._handle(name).get_slice(name)[:, part])
-
-    def _handle(self, name: str) -> Any:
-        if name not in self._handles:
-            raise UnsupportedModel(f"The weights of {self.name} lack {name}.")
-        return self._handles[name]
+        with self.opened.reading(name) as file:
+            return self._count(file.get_slice(name)[:, part])
 
     def _count(self, tensor: Tensor) -> Tensor:
         with self._lock:
