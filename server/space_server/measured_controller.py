@@ -41,10 +41,6 @@ EVERY, SELDOM = 16, 64
 plain, ever more of them, up to the second, and a crowd of another size waits for the first.
 """
 
-HOPELESS = 0.2
-"""By what share speculating must be expected to lose against plain decoding for surprising steps not to bring the next
-look nearer: a look takes a third of a millisecond, and on a restless machine every tenth step surprises."""
-
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
@@ -157,7 +153,7 @@ class MeasuredController:
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
         has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
-        if has_changed or self._rule is not None or (surprised and self._advantage > -HOPELESS):
+        if has_changed or self._rule is not None:
             self._num_to_look = EVERY
         has_others = any(room.chances for room in rooms)
         # Who drafts must know at once whether that pays in another crowd; plain decoding can wait for its turn.

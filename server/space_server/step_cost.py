@@ -34,8 +34,10 @@ DRIFT_RATE, PLACE_RATE = 0.02, 0.06
 KNOWN = 8
 """Steps of a place after which it is no longer new; those that were measured at start are not."""
 
-SURPRISE = 1.25
-"""A step that took more than so many times what was expected, or less: who chose by it should look again."""
+SURPRISE = 1.1
+"""A place that has become so many times dearer, or cheaper, is news: who chose by it should look again. A single step
+of a place that is well known makes none: on a restless machine every tenth is off by a quarter, and says nothing.
+"""
 
 SMOOTHNESS = 0.1
 """How much a bend in the cost of a row costs in the fit, against the points: where nothing was measured is none."""
@@ -103,9 +105,10 @@ class StepCost:
         self._drift = 0.0  # log of measured / expected
         self._places: dict[Place, float] = {}  # the same, beyond the drift, by sequences and rows
         self._num_steps: dict[Place, int] = {}  # learnt from, by place
+        self._unsaid: dict[Place, float] = {}  # what a place became dearer by since its last surprise
         self._fears: dict[Place, float] = {}  # by place, as long as no other becomes known
         self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
-        self.num_surprises = 0
+        self.num_surprises = 0  # times that a place became much dearer or cheaper
 
     @classmethod
     def from_points(cls, points: Sequence[Point]) -> StepCost:
@@ -162,12 +165,15 @@ class StepCost:
             self._places[place] = 0.0
             self._fears.clear()
         surprise = math.log(seconds / self.seconds(shape))
-        self.num_surprises += abs(surprise) > math.log(SURPRISE)
         if num_steps >= KNOWN:
             surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
             self._drift += DRIFT_RATE * surprise
-        rate = max(PLACE_RATE, 1.0 / (num_steps + 1.1))
-        self._places[place] = (1.0 - LEAK) * self._places[place] + rate * surprise
+        change = max(PLACE_RATE, 1.0 / (num_steps + 1.1)) * surprise - LEAK * self._places[place]
+        self._places[place] += change
+        self._unsaid[place] = unsaid = self._unsaid.get(place, 0.0) + change
+        if abs(unsaid) > math.log(SURPRISE):
+            self._unsaid[place] = 0.0
+            self.num_surprises += 1
         self._num_steps[place] = num_steps + 1
 
     def _fear(self, place: Place) -> float:

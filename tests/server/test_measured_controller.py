@@ -121,20 +121,20 @@ def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
     assert max(counts[1:4]) < min(20, counts[4])
 
 
+class Watched(MeasuredController):
+    """Counts how often it looks at all there is to choose from."""
+
+    num_looks = 0
+
+    def _choose(self, crowd: Crowd, load: Load) -> None:
+        super()._choose(crowd, load)
+        self.num_looks += 1
+
+
 @pytest.mark.parametrize(
-    ("per_row", "looks"),
-    [pytest.param(1.0, 4, id="hopeless"), pytest.param(0.03, 16, id="nearly"), pytest.param(0.0, 256, id="drafting")],
+    ("per_row", "looks"), [pytest.param(1.0, 4, id="plain"), pytest.param(0.0, 4 * SELDOM, id="drafting")]
 )
-def test_where_drafts_are_hopeless_surprising_steps_are_not_looked_into(per_row: float, looks: int) -> None:
-    """Each step takes longer than expected, as on a restless machine."""
-
-    class Watched(MeasuredController):
-        num_looks = 0
-
-        def _choose(self, crowd: Crowd, load: Load) -> None:
-            super()._choose(crowd, load)
-            self.num_looks += 1
-
+def test_who_drafts_looks_at_once_where_costs_change_and_plain_decoding_in_its_turn(per_row: float, looks: int) -> None:
     machine = Machine(1.0, per_row)
     controller = Watched(machine)
     settled(controller, [room()] * 16)
@@ -142,6 +142,23 @@ def test_where_drafts_are_hopeless_surprising_steps_are_not_looked_into(per_row:
     for _ in range(4 * SELDOM):
         machine.num_surprises += 1
         controller.layouts([room()] * 16, Load())
+    assert controller.num_looks - before == looks
+
+
+@pytest.mark.parametrize(
+    ("per_row", "looks"), [pytest.param(1.0, 4, id="plain"), pytest.param(1e-4, 4 * SELDOM // EVERY, id="drafting")]
+)
+def test_a_restless_machine_has_nobody_look_more_often(per_row: float, looks: int) -> None:
+    """Every other step takes half as long again as the ones between."""
+    sizes = [StepShape(1, 1 + k, k * (1 + k), int(k > 0)) for k in range(6)]
+    cost = StepCost.from_points([(shape, 1.0 + per_row * shape.num_rows) for shape in sizes])
+    controller, alone = Watched(cost), [room()]
+    settled(controller, alone)
+    before = controller.num_looks
+    for number in range(4 * SELDOM):
+        layout = alone[0].fit(controller.layouts(alone, Load())[0])
+        shape = StepShape(1, 1 + layout.num_drafts, layout.num_masks, int(layout.num_masks > 0))
+        cost.learn(shape, (1.0 + per_row * shape.num_rows) * (1.2, 0.8)[number % 2])
     assert controller.num_looks - before == looks
 
 

@@ -133,11 +133,34 @@ def test_a_place_nobody_has_been_to_is_learnt_in_a_few_steps() -> None:
     assert cost.seconds(StepShape.plain(1)) == pytest.approx(0.01)
 
 
-def test_what_was_not_expected_is_counted() -> None:
+def test_single_steps_of_a_place_that_is_well_known_surprise_nobody() -> None:
+    """On a restless machine many are off by a quarter, and some by far more."""
     cost, shape = measured(), StepShape.plain(4)
-    cost.learn(shape, 1.1 * cost.seconds(shape))
+    expected = cost.seconds(shape)
+    for times in (*[1.0] * 16, 1.3, 0.7, 1.5, 0.5, 10.0, 0.8):
+        cost.learn(shape, times * expected)
     assert cost.num_surprises == 0
-    cost.learn(shape, 1.5 * cost.seconds(shape))
+
+
+def test_what_a_new_place_costs_is_news_until_it_is_known() -> None:
+    cost, shape = measured(), StepShape(6, 15, 20, 6)
+    took = 2.0 * cost.seconds(shape)
+    cost.learn(shape, took)
+    assert cost.num_surprises == 1
+    for _ in range(100):
+        cost.learn(shape, took)
+    known = cost.num_surprises
+    assert known < 8
+    for _ in range(100):
+        cost.learn(shape, took)
+    assert cost.num_surprises == known
+
+
+def test_a_known_place_that_grows_dearer_little_by_little_is_news() -> None:
+    cost, shape = measured(), StepShape.plain(4)
+    expected = cost.seconds(shape)
+    for _ in range(12):
+        cost.learn(shape, 1.3 * expected)
     assert cost.num_surprises == 1
 
 
