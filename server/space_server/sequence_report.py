@@ -7,6 +7,7 @@ from space_proto import worker_pb2 as pb
 
 from space_server.drafts import BY_MASKS, Source
 from space_server.limits import End
+from space_server.sequence import Sequence
 from space_server.step import Advance
 
 _FINISH = {
@@ -51,6 +52,15 @@ def commit(advance: Advance, said: pb.StepReport) -> None:
         report.num_predicted.extend(advance.num_predicted)
     if num_drafted and origin is not BY_MASKS and origin.source is not Source.MASKS:
         report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
+
+
+def say_paused(sequence: Sequence, said: pb.StepReport) -> None:
+    """It cannot go on without another page; `said` names each sequence once, this one maybe already."""
+    sequence.paused = True
+    report = next((one for one in said.sequences if one.seq_id == sequence.seq_id), None)
+    if report is None:
+        report = said.sequences.add(seq_id=sequence.seq_id, num_computed=sequence.num_computed)
+    report.paused = True
 
 
 def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:

@@ -213,6 +213,9 @@ class SmallRouter:
         if report is None:
             return None
         self.reports.append(report)
+        named = [sequence.seq_id for sequence in report.sequences]
+        if len(set(named)) < len(named):
+            raise ValueError(f"A report names a sequence twice, for which a router ends the worker: {named}.")
         for sequence in report.sequences:
             ran = self.ran[sequence.seq_id]
             ran.ids += sequence.tokens

@@ -23,7 +23,7 @@ from space_server.plan import Plan, plan_step
 from space_server.prefill_budget import PrefillBudget
 from space_server.running_batch import RunningBatch
 from space_server.sequence import Sequence
-from space_server.sequence_report import commit
+from space_server.sequence_report import commit, say_paused
 from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
@@ -277,13 +277,15 @@ class Worker:
         waited = 0.0 if device is None else device.stepper.waited
         self.waiting.take(self.batch)
         reads = []
-        while device is not None and device.is_under_way and device.reads_first:
+        while device is not None and device.is_under_way and device.reads_first and not report.stepped:
             reads.append(device.read())
             self._say(report, reads[-1].advances)
         reads += self._launch(report)
         on_lines = [] if device is None else device.sequences
+        # On a line, or just off it and said already: a report names each sequence once.
+        busy = {one.seq_id for one in on_lines} | {part.seq_id for part in report.sequences}
         plan = plan_step(
-            [one for one in self.batch if not (one.waits or (device is not None and one.seq_id in device))],
+            [one for one in self.batch if not (one.waits or one.seq_id in busy)],
             self._controller,
             block_size=self.block_size,
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
@@ -326,7 +328,7 @@ class Worker:
         Where that fails those under way are read and said, and all sequences are stepped on the host.
         """
         device = self._device
-        if device is None:
+        if device is None or (report.stepped and device.is_under_way):  # failed, that would be read and said as well
             return []
         device.admit(self.batch)
         if (reads := device.launch()) is None:
@@ -381,10 +383,7 @@ class Worker:
             waiting = waiting + [one for one in running if one.num_free_slots(self.block_size) < 1]
         for sequence in waiting:
             if not sequence.paused:
-                sequence.paused = True
-                report.sequences.append(
-                    pb.SequenceReport(seq_id=sequence.seq_id, num_computed=sequence.num_computed, paused=True)
-                )
+                say_paused(sequence, report)
 
     def _settle(self, advance: Advance, report: pb.StepReport) -> None:
         """Let the sequence go on or end, and say so."""

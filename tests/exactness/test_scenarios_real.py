@@ -80,8 +80,8 @@ def plain(model: SpaceModel) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def perform(model: SpaceModel, plain: Worker) -> Callable[[int], Counter[str]]:
-    """Runs a scenario by its seed; what happened in it."""
+def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
+    """Runs a scenario by its seed; what happened in it. `on_device`: with steps as a GPU takes them."""
 
     def solo_text(request: ValidRequest) -> tuple[int, ...]:
         plain.reset()
@@ -97,7 +97,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[[int], Counter[str]]:
         router.run()
         return tuple(router.ran[seq_id].tokens)
 
-    def run(seed: int) -> Counter[str]:
+    def run(seed: int, *, on_device: bool = False) -> Counter[str]:
         dice = random.Random(f"worker {seed}")
         num_blocks = dice.choice([13, 14, 16])
         scenario = Scenario.random(
@@ -122,7 +122,8 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[[int], Counter[str]]:
                 block_size=BLOCK_SIZE,
                 max_sequences=dice.choice([3, 6]),
                 controller=None if measured else FixedLayout.full(dice.choice([1, 3, 4])),
-                draft_source=None if measured else oracle,
+                draft_source=None if measured or on_device else oracle,
+                device_steps=on_device,
                 kv=workers[0]._worker.kv if workers and scenario.num_workers == 1 else None,
             )
             workers.append(TableWorker(worker, len(workers)))
@@ -134,17 +135,25 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[[int], Counter[str]]:
         happened = performance.outcomes + sum((worker.accepted for worker in workers), Counter())
         happened["cached"] += performance.num_cached
         happened["preempted"] += performance.num_preemptions
+        devices = [worker._worker._device for worker in workers]
+        happened["launched"] += sum(device.stepper.num_launches for device in devices if device is not None)
         return happened
 
     return run
 
 
-def test_every_request_ends_once_with_the_text_of_its_solo_run(perform: Callable[[int], Counter[str]]) -> None:
+def test_every_request_ends_once_with_the_text_of_its_solo_run(perform: Callable[..., Counter[str]]) -> None:
     happened = sum((perform(seed) for seed in range(10)), Counter())
     assert all(happened[one] for one in ("finished", "none", "some", "all", "cached"))
 
 
+def test_steps_on_a_device_change_nothing_of_that(perform: Callable[..., Counter[str]]) -> None:
+    """Among others, pages run out while steps are under way, and the router takes every report as it takes a GPU's."""
+    happened = sum((perform(seed, on_device=True) for seed in range(12)), Counter())
+    assert all(happened[one] for one in ("finished", "none", "launched", "cached", "preempted"))
+
+
 @pytest.mark.slow
-def test_the_same_over_fifty_scenarios(perform: Callable[[int], Counter[str]]) -> None:
+def test_the_same_over_fifty_scenarios(perform: Callable[..., Counter[str]]) -> None:
     happened = sum((perform(seed) for seed in range(10, 50)), Counter())
     assert all(happened[one] for one in ("finished", "none", "some", "all", "cached", "preempted"))

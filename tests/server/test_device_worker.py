@@ -61,6 +61,16 @@ def test_pages_of_a_cancelled_sequence_are_given_back_when_no_step_under_way_has
     assert sorted(router.free) == list(range(BLOCKS))
 
 
+def test_a_step_that_fills_the_last_page_says_its_ids_and_the_pause_as_one() -> None:
+    router = router_of(ScriptedModel(), controller=FixedLayout(lambda room: DraftLayout.plain()))
+    seq_id = router.admit([5] * 6, max_tokens=12, num_pages=2)
+    router.run()
+    assert len(router.ran[seq_id].tokens) == 12
+    pauses = [report for report in router.ran[seq_id].reports if report.paused]
+    assert [report.num_computed for report in pauses] == [8, 12, 16]
+    assert all(len(report.tokens) == 1 for report in pauses)
+
+
 def test_a_line_that_is_taken_again_knows_nothing_of_who_had_it() -> None:
     def text(position: int) -> int:
         return 10 + position % 7
