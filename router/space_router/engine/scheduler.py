@@ -346,9 +346,9 @@ class Scheduler:
         return self._prefill_ahead
 
     @property
-    def could_step(self) -> bool:
-        """Some sequence has all it needs, so that the worker should be stepping."""
-        return any(not s.starving for s in self.running)
+    def awaits(self) -> bool:
+        """The worker owes something: a step of a sequence that has all it needs, or pages that were asked back."""
+        return any(s.step is Step.RELEASED or not s.starving for s in self.sequences.values())
 
     @property
     def running(self) -> list[Sequence]:

@@ -237,7 +237,7 @@ class Seat:
                 self._works()
             if report.stepped:
                 watchdog.stepped(step_seconds(report.stats))
-            if report.stepped or not scheduler.could_step:
+            if report.stepped or report.released or not scheduler.awaits:
                 last_step = now
             elif now - last_step > watchdog.stall:
                 raise LinkStalled(f"no step for {now - last_step:.3g} s, though one is due")

@@ -100,6 +100,23 @@ def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(
     in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
 
 
+def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(
+    in_house: InHouse, request_of: Make, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody runs there any more, and nothing comes back: whoever comes next would wait for ever."""
+
+    async def body(house: House) -> None:
+        text = asyncio.create_task(house.text(request_of(6, 40)))
+        await house.until(lambda: house.worker.figures.num_steps >= 4)
+        text.cancel()
+        await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
+        house.worker.script.stall_after_steps = None
+        assert await house.text(request_of(6, 40)) == answer(request_of(6, 40), house.worker.script)
+
+    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
+
+
 def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(house: House) -> None:
         await asyncio.sleep(0.5)  # longer than a silent worker has, or one that owes a step
