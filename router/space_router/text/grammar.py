@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -14,6 +15,9 @@ from space_router.errors import Overloaded
 
 MOST_SECONDS = 5.0
 """Longest that one grammar is looked at. Common ones take a few milliseconds."""
+
+START_SECONDS = 30.0
+"""Longest that a process may take to start."""
 
 NUM_CHECKERS = 2
 """Processes at most; they start with the first grammars."""
@@ -61,10 +65,28 @@ class GrammarCheck:
 
     def _ask(self, grammar: Grammar) -> str | None:
         """In a thread of its own."""
-        process = self._idle.pop() if self._idle else GrammarProcess()
+        reasons = None
+        with contextlib.suppress(IndexError):  # none is idle
+            reasons = self._told(self._idle.pop(), grammar)
+        if reasons is None:  # one that has tried many may be short of memory, or gone: a new one is asked
+            reasons = self._told(_started(), grammar)
+        if reasons is None:
+            return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
+        return reasons[0] if reasons else None
+
+    def _told(self, process: GrammarProcess, grammar: Grammar) -> list[str] | None:
         reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
         if reasons is None:
             process.close()
-            return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
-        self._idle.append(process)
-        return reasons[0] if reasons else None
+        else:
+            self._idle.append(process)
+        return reasons
+
+
+def _started() -> GrammarProcess:
+    """One that has answered: the time a grammar has is not that of a start. Raises Overloaded."""
+    process = GrammarProcess()
+    if process.ask("regex", "a", START_SECONDS) is None:
+        process.close()
+        raise Overloaded("Grammars cannot be checked now. Try again later.", retry_after=START_SECONDS)
+    return process

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -186,6 +188,14 @@ async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(
     assert not long.done()
     assert "within 1 s" in str(await long)
     assert time.monotonic() - begun < 20  # and not as long as it would take, several times over
+
+
+async def test_a_checker_that_died_while_it_was_idle_is_no_verdict_on_the_next_grammar() -> None:
+    check = GrammarCheck()
+    assert await check.why_not(Grammar("regex", "[ab]")) is None
+    os.kill(check._idle[0].pid, signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    assert await check.why_not(Grammar("regex", "[cd]")) is None
 
 
 async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
