@@ -72,7 +72,7 @@ from space_server.worker import MAX_PREFILL_ROWS, Worker
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED = 3, 4, 5, 6
+BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED, NO_DEVICE = 3, 4, 5, 6, 7
 
 SMALL_WEIGHTS = 64 * 1024**2
 """Bytes of weights below which threads of a product wait for each other longer than they compute.
@@ -112,14 +112,14 @@ def main(arguments: Sequence[str]) -> int:
                 lead = stack.enter_context(leading(config, arguments, place, load))
             worker = in_passing_thread(lambda: build_worker(config, lead, source))
             tracer = stack.enter_context(exporting("spaceserve-worker", os.environ)) if config.tracing else None
-            asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
+            has_device = asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:
         return _fail(NO_MEMORY, error)
     except _NoAddress as error:
         return _fail(NO_ADDRESS, error)
-    return 0
+    return 0 if has_device else NO_DEVICE
 
 
 def _check_machine(config: WorkerConfig) -> None:
@@ -319,7 +319,8 @@ def _meter(config: WorkerConfig, worker: Worker) -> Meter:
     return meter
 
 
-async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> None:
+async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> bool:
+    """Until it is told to end, or (False) cannot use its device any more."""
     service = WorkerService(worker, meter=meter, tracer=tracer)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -336,6 +337,7 @@ async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tra
         sys.stdout.flush()
     await service.finished.wait()
     await server.stop(grace=1.0)
+    return not service.has_lost_device
 
 
 def _outlive(parent_pid: int, period: float = 0.5) -> None:

@@ -17,6 +17,7 @@ from space_proto import worker_pb2_grpc
 from space_proto.certificate import CertificateFiles, server_credentials
 
 from space_server.conversation import Conversation, ConversationFailed, Drained
+from space_server.device_health import is_lost
 from space_server.energy import Meter
 from space_server.sequence_spans import SequenceSpans
 from space_server.worker import Worker
@@ -55,7 +56,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """`meter`: what this machine draws, said beside the reports; `tracer`: of spans of sequences."""
         self.incarnation = uuid.uuid4().hex
-        self.finished = asyncio.Event()  # drained: the process is to end
+        self.finished = asyncio.Event()  # drained, or the device is lost: the process is to end
+        self.has_lost_device = False
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds
         self._meter = meter or Meter([])
@@ -99,6 +101,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except TimeoutError:
                 _log.warning("router lost: it has left unread what was said to it")
             except ConversationFailed as error:
+                if await asyncio.to_thread(is_lost, self._worker.facts.device):
+                    _log.critical("this process cannot use %s any more and ends", self._worker.facts.device)
+                    self.has_lost_device = True
+                    self.finished.set()
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
             finally:
                 self._conversation = None

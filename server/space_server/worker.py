@@ -12,6 +12,7 @@ from space_proto import worker_pb2 as pb
 from space_server.acceptance import Acceptance, shapes_by_adapter
 from space_server.admission import AdmissionError, admit, check_pages
 from space_server.controller import Controller
+from space_server.device_health import is_lost
 from space_server.device_stepper import DeviceStepper, StepRead
 from space_server.device_steps import DeviceSteps
 from space_server.draft_source import DraftSource
@@ -346,7 +347,8 @@ class Worker:
         try:
             return self.stepper.run(plans, times)
         except Exception as error:
-            wants_memory = is_out_of_memory(error)
+            if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
+                raise
             if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
                 line = str(error).partition("\n")[0][:200]

@@ -7,6 +7,7 @@ from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.controller import FixedLayout
+from space_server.device_health import is_lost
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
@@ -79,6 +80,30 @@ def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureF
     assert router.ran[good].tokens == text(model, 6, 16)
     assert router.ran[other].tokens == text(model, 60, 16)
     assert "one by one" in caplog.text
+
+
+def test_a_worker_that_has_lost_its_device_does_not_fail_one_sequence_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = router_of(ScriptedModel(poison=7))
+    router.admit([5] * 6)
+    router.admit([7] * 3)
+    monkeypatch.setattr(worker, "is_lost", lambda device: True)
+    with pytest.raises(RuntimeError, match="id 7 is poison"):
+        router.run()
+    assert not any(ran.error for ran in router.ran.values())
+
+
+def test_a_device_is_lost_where_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert not is_lost(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    assert is_lost(torch.device("cuda", 1))
+    assert not is_lost(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert not is_lost(torch.device("cuda", 1))
 
 
 class SmallDevice(ScriptedModel):

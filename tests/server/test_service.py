@@ -13,6 +13,7 @@ from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
+from space_server import service
 from space_server.controller import FixedLayout
 from space_server.conversation import MAX_UNSENT, Conversation
 from space_server.energy import Meter
@@ -105,8 +106,8 @@ async def serving(
     meter: Meter | None = None,
 ) -> AsyncIterator[tuple[WorkerService, Callable[[], Peer]]]:
     worker = Worker(model or ScriptedModel(), num_blocks=256, block_size=4, controller=FixedLayout.full(3))
-    service = WorkerService(worker, heartbeat_seconds=heartbeat_seconds, meter=meter)
-    server, address = await start_server(service, f"unix:{folder / 'w'}")
+    served = WorkerService(worker, heartbeat_seconds=heartbeat_seconds, meter=meter)
+    server, address = await start_server(served, f"unix:{folder / 'w'}")
     channels = []
 
     def connect() -> Peer:
@@ -115,7 +116,7 @@ async def serving(
         return Peer(worker_pb2_grpc.WorkerStub(channel).Serve())  # type: ignore[no-untyped-call]
 
     try:
-        yield service, connect
+        yield served, connect
     finally:
         for channel in channels:
             await channel.close()
@@ -397,3 +398,24 @@ def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_not_the_work
 
     run(scenario)
     assert "stepping failed" in caplog.text
+
+
+def test_a_worker_that_cannot_use_its_device_any_more_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router that tried it again would have every request of it failed."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (served, connect):
+            first = connect()
+            await first.hear()
+            monkeypatch.setattr(service, "is_lost", lambda device: True)
+            monkeypatch.setattr(Worker, "step", lambda worker: 1 / 0)
+            await first.say(start(), admit(1))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await first.last_word()
+            await asyncio.wait_for(served.finished.wait(), 5.0)
+            assert served.has_lost_device
+
+    run(scenario)
+    assert "cannot use cpu any more and ends" in caplog.text
