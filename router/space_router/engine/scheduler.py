@@ -73,7 +73,8 @@ class Scheduler:
 
     def fits(self, live: LiveRequest) -> bool:
         """Could this request finish here, if it were alone?"""
-        return live.final_slots <= self.facts.num_slots and live.num_prompt < self.facts.window
+        num_ids = live.num_prompt + live.max_tokens  # workers may have windows of different lengths
+        return live.final_slots <= self.facts.num_slots and num_ids <= self.facts.window
 
     def is_blocked(self, live: LiveRequest) -> bool:
         """It has found no room here, and nothing has come back since."""
