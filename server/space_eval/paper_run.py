@@ -14,6 +14,7 @@ from space_eval.paper_journal import Journal
 from space_eval.paper_prompts import Family
 from space_eval.paper_tasks import Question, Task
 from space_eval.speed_decoding import PLAIN, Answer, PairedDecoder
+from space_eval.text_behind import text_behind
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_P = 0.95
@@ -85,8 +86,11 @@ class Speaker:
         """By k, plain decoding included."""
         return self.decoder.run(prompt.ids, sampling=sampling, max_tokens=prompt.room, rounds=rounds)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What the ids say, without special tokens."""
+    def text(self, prompt: Prompted, answer: Answer) -> str:
+        """What the answer says behind the prompt, without special tokens."""
+        return text_behind(self._text, prompt.ids, answer.ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
@@ -109,19 +113,20 @@ class Protocol:
         while len(turns) < len(question.turns):
             prompt = self.speaker.prompt(question, [turn.text for turn in turns], max_tokens)
             answers = self.speaker.answers(prompt, sampling, self.rounds)
-            base: Answer | None = None
+            base, base_text = None, ""
             if self.base is not None:
                 base_prompt = self.base.prompt(question, [turn.base_text for turn in turns], max_tokens)
                 base = self.base.answers(base_prompt, sampling, self.rounds)[PLAIN]
+                base_text = self.base.text(base_prompt, base)
             turns.append(
                 Turn(
                     num_prompt_ids=len(prompt.ids),
                     truncated=prompt.truncated,
                     plain=answers[PLAIN],
                     space=answers[self.k],
-                    text=self.speaker.text(answers[self.k].ids),
+                    text=self.speaker.text(prompt, answers[self.k]),
                     base=base,
-                    base_text="" if self.base is None or base is None else self.base.text(base.ids),
+                    base_text=base_text,
                 )
             )
         return Measured(question, tuple(turns))
@@ -140,7 +145,7 @@ class Protocol:
                 seed=self.seed + number, choice=choice, temperature=SAMPLE_TEMPERATURE, top_p=SAMPLE_TOP_P
             )
             answer = speaker.decoder.once(k, prompt.ids, sampling=sampling, max_tokens=prompt.room)
-            texts.append(speaker.text(answer.ids))
+            texts.append(speaker.text(prompt, answer))
         return tuple(texts)
 
 

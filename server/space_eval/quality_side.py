@@ -23,6 +23,7 @@ from space_eval.completions import Request, complete
 from space_eval.generation import Generation
 from space_eval.perplexity import PerplexityMeter
 from space_eval.quality_tasks import Asked, Perplexity, WritingTask
+from space_eval.text_behind import text_behind
 from space_eval.text_statistics import is_looping
 
 _BLOCK = 16
@@ -165,7 +166,7 @@ class Side:
         )
 
     def _judged(self, task: WritingTask, request: Request, generation: Generation) -> Answer:
-        text = self._behind(generation)
+        text = text_behind(self._text, generation.prompt_ids, generation.tokens)
         return {
             "record": request.key,
             "sample": request.sample,
@@ -177,11 +178,6 @@ class Side:
             "looping": is_looping(generation.tokens),
             **task.judge(request.key, text),
         }
-
-    def _behind(self, generation: Generation) -> str:
-        """The output's text as it stands behind the prompt: some tokenizers drop a space at a text's beginning."""
-        prompt, whole = self._text(generation.prompt_ids), self._text([*generation.prompt_ids, *generation.tokens])
-        return whole[len(prompt) :] if whole.startswith(prompt) else self._text(generation.tokens)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

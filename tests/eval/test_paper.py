@@ -2,20 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from space_eval import paper, paper_table
 from space_eval.__main__ import main
 from space_eval.paper_journal import Journal, JournalError, fingerprint
+from space_eval.paper_prompts import FAMILIES
 from space_eval.paper_published import PUBLISHED
 from space_eval.paper_quality import exact_match_quality, pass_quality, rouge_quality
-from space_eval.paper_run import Measured, Turn
+from space_eval.paper_run import Measured, Prompted, Speaker, Turn
 from space_eval.paper_table import PaperRow, summarise, to_markdown, write_paper
 from space_eval.paper_tasks import TASKS, Question
 from space_eval.speed_decoding import Answer
 from space_model.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
+from tokenizers import Tokenizer, decoders, models
 
 ADD = {
     "task_id": "t/0",
@@ -185,6 +187,15 @@ def measured(text: str, *, reference: str = "", base_text: str = "", name: str =
         base_text=base_text,
     )
     return Measured(Question(name, ("",), ("",), reference=reference), (turn,))
+
+
+def test_a_body_keeps_its_first_space_where_the_tokenizer_drops_that_of_a_text() -> None:
+    """As Llama 2's does: the ids of a function's body alone would be three spaces deep, and no program."""
+    tokenizer = Tokenizer(models.WordLevel({"▁def": 0, "▁f():": 1, "\n": 2, "▁▁▁": 3, "▁return": 4, "▁1": 5}, "▁1"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    speaker = Speaker(cast(Any, None), tokenizer, FAMILIES["plain"])
+    said = speaker.text(Prompted([0, 1, 2], False, 9), answer(3, 4, 5, steps=1, seconds=(1.0,)))
+    assert said == "    return 1"
 
 
 def row(*of: Measured, task: str = "xsum") -> PaperRow:
