@@ -66,8 +66,11 @@ _IN_NAMES = ("vicuna", "chatglm", "internlm", "qwen", "falcon")
 
 
 def family_of(model_name: str) -> Family:
-    """The family that the last part of a model's name speaks of; `plain` where it speaks of none."""
-    name = model_name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
+    """The family that the last part of a model's name speaks of; `plain` where it speaks of none.
+
+    A last part `model` says nothing: every trained checkpoint is in such a folder of its run's.
+    """
+    name = model_name.rstrip("/").removesuffix("/model").rpartition("/")[2].lower().replace("_", "-")
     for family in _IN_NAMES:
         if family in name:
             return FAMILIES[family]

@@ -67,6 +67,10 @@ def test_the_second_turn_holds_the_first_answer() -> None:
         ("Qwen/Qwen-14B", "qwen"),
         ("internlm/internlm-20b", "internlm"),
         ("tiiuae/falcon-40b", "falcon"),
+        ("runs/vicuna-7b/model", "vicuna"),  # where a run of ours leaves its checkpoint
+        ("qwen/model/", "qwen"),
+        ("runs/mine/model", "plain"),
+        ("model", "plain"),
     ],
 )
 def test_a_models_name_tells_its_family(name: str, family: str) -> None:
