@@ -32,8 +32,8 @@ def load_recorded(path: Path) -> list[Recorded]:
     """
     if path.suffix != ".jsonl" or not path.is_file():
         return [Recorded(prompt.text) for prompt in load_prompts(path)]
-    made = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    made = []  # not by splitlines: it also cuts at U+2028 and U+0085, which may stand in a JSON string
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             made.append(_recorded(line, f"{path}:{number}"))
     if not made:

@@ -29,7 +29,8 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     if path.suffix != ".jsonl":
         return [Prompt(path.stem, text)]
     prompts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines: it also cuts at U+2028 and U+0085, which may stand in a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             prompts.append(_prompt_of(line, f"{path}:{number}", fallback=f"{path.stem}/{number}"))
         if limit is not None and len(prompts) >= limit:

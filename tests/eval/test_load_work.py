@@ -11,7 +11,7 @@ import pytest
 from space_eval.load_file import Recorded, load_recorded
 from space_eval.load_lengths import LengthError, Lengths
 from space_eval.load_work import Work
-from space_eval.prompts import PromptError
+from space_eval.prompts import PromptError, load_prompts
 
 
 def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
@@ -94,6 +94,16 @@ def test_a_file_may_have_lengths_and_arrivals_of_its_own(tmp_path: Path) -> None
     assert [(ask.prompt, ask.max_tokens) for ask in made[:3]] == [("a", 3), ("b", 9), ((5, 5), 4)]
     assert [ask.arrival for ask in made] == [0.0, 0.5, 2.0, 3.0, 3.5]  # a turn is 3 s: 2 s and a mean gap
     assert work.max_output_tokens == 9
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_ends_where_json_lines_says_and_not_at_marks_inside_a_text(tmp_path: Path, mark: str, end: str) -> None:
+    texts = [f"one{mark}two", "three"]
+    path = tmp_path / "work.jsonl"
+    path.write_bytes("".join(json.dumps({"prompt": t}, ensure_ascii=False) + end for t in texts).encode())
+    assert [one.text for one in load_recorded(path)] == texts
+    assert [one.text for one in load_prompts(path)] == texts
 
 
 @pytest.mark.parametrize(
