@@ -227,13 +227,18 @@ def resident_bytes() -> int:
 def _own_texts(job: Job, folder: Path, ingredients: Ingredients, plan: TrainPlan) -> tuple[list[Any], dict[str, float]]:
     """Texts of the base, written once for this run, and the compute and time they took."""
     file, ledger = folder / "own_texts.jsonl", folder / "own_texts.cost.json"
+    longest = plan.length // 2  # of a prompt: at least as many ids are left to write
     prompts = prompts_of(
-        ingredients.examples, job.recipe["own_texts"], length=min(OWN_PROMPT, plan.length // 2), seed=plan.seed
+        ingredients.examples,
+        job.recipe["own_texts"],
+        length=min(OWN_PROMPT, longest),
+        longest=longest,
+        seed=plan.seed,
     )
     written = write_own_texts(
         job.base,
         prompts,
-        max_tokens=plan.length - max(len(prompt) for prompt in prompts),
+        max_tokens=plan.length - longest,
         seed=plan.seed,
         dtype="float32",
         num_threads=job.threads,

@@ -131,8 +131,9 @@ def prompts_of(
     """
     usable = [example for example in examples if example.ids and (longest is None or _num_prompt(example) <= longest)]
     if not usable:
-        bound = "" if longest is None else f" whose prompt has at most {longest} ids"
-        raise OwnTextError(f"None of the {len(examples)} examples has a prompt{bound}. Give other data.")
+        bound = "" if longest is None else f" of at most {longest} ids"
+        cure = "" if longest is None else ", or longer rows"
+        raise OwnTextError(f"None of the {len(examples)} examples has a prompt{bound}. Give other data{cure}.")
     prompts: list[list[int]] = []
     rng = np.random.default_rng(seed)
     while len(prompts) < count:

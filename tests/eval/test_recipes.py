@@ -15,6 +15,7 @@ from space_eval.recipes_named import Kitchen, levers, main_recipes
 from space_eval.recipes_queue import Queue
 from space_eval.recipes_run import RESULT_FILE, Job, job_of, read_result, run_job
 from space_model.testing import tiny_checkpoint
+from space_train.example import Example
 from space_train.train_plan import TrainPlan
 from space_train.trainer import STATE_FILE
 
@@ -123,6 +124,27 @@ def test_text_of_its_own_counts_as_compute_and_is_learnt_from(
     assert 0 < result["own_text_flops"] < result["flops"] <= 2e8 + 1.5 * result["last_update_flops"]
     assert result["curve"][0]["flops"] == result["own_text_flops"]
     assert result["seconds"] > 3.0
+
+
+def test_one_long_prompt_leaves_the_room_of_the_others_own_texts(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Ingredients.load(Path(fields["data"]))
+    long = Example([50] * 47 + [51], [False] * 47 + [True])
+    file, asked = tmp_path / "data.npz", list[tuple[list[list[int]], int]]()
+    replace(found, examples=[long, *found.examples]).save(file)
+
+    def written(base: str, prompts: list[list[int]], *, max_tokens: int, **_: Any) -> Any:
+        asked.append((prompts, max_tokens))
+        return argparse.Namespace(num_rows=1, seconds=1.0)
+
+    monkeypatch.setattr("space_eval.recipes_run.write_own_texts", written)
+    monkeypatch.setattr("space_eval.recipes_run.own_examples", lambda _: found.examples)
+    wanted = job(fields | {"data": str(file)}, "own text")
+    result_of(tmp_path / "run", replace(wanted, recipe=wanted.recipe | {"own_texts": 40}))
+    ((prompts, max_tokens),) = asked
+    assert max_tokens == COMMON.length // 2
+    assert max(map(len, prompts)) <= COMMON.length // 2
 
 
 def test_a_run_that_was_cut_off_goes_the_way_of_one_that_was_not(
