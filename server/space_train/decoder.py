@@ -31,8 +31,8 @@ class Decoder(nn.Module):
         self._windows = _windows(config)
         self._entering: Tensor | None = None  # what the first layer gets in place of embeddings, while a pass runs
         model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        body: Callable[..., Any] = model.base_model
-        self._body = torch.compile(body, dynamic=False) if compile else body
+        body: Any = torch.compile(model.base_model, dynamic=False) if compile else model.base_model
+        self._body: Callable[..., Any] = body.__call__  # no submodule: the state would hold each weight twice
 
     @property
     def hidden_size(self) -> int:

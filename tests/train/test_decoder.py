@@ -95,6 +95,17 @@ def test_the_attention_function_takes_masks_and_computes_the_family(
         assert attention_for(model) == ("eager" if given == "eager" else "sdpa")
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_state_names_each_weight_once(
+    compile: bool, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda body, dynamic: compiled(body, dynamic=dynamic, backend="eager"))
+    model = read_model(checkpoint_of("llama"))
+    names = [f"model.{name}" for name in model.state_dict()]
+    assert list(Decoder(model, compile=compile).state_dict()) == names
+
+
 def test_inputs_enter_the_first_layer_as_they_are_and_leave_no_trace(checkpoint_of: Callable[[str], Path]) -> None:
     decoder = Decoder(read_model(checkpoint_of("gemma3")))
     ids, positions, visible = rows()
