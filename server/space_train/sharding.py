@@ -51,7 +51,10 @@ def check_parts(parts: Sequence[TrainBatch]) -> None:
 
 
 def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
-    """Spread the weights over all processes, in place: a group for each layer, and one for the rest."""
+    """Spread the weights over all processes, in place: a group for each layer, and one for the rest.
+
+    Each group is moved to `device` by itself, where a part of it stays: the whole model may fit no single one.
+    """
     mesh = init_device_mesh(device.type, (num_processes,))
     _, layers = decoder_layers(trainee.decoder.model.base_model)
     for layer in layers:
@@ -60,13 +63,17 @@ def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
     register_fsdp_forward_method(trainee, "reading")
 
 
-def whole(tree: Any) -> Any:
-    """The same dicts and lists with every shard put together, on the CPU. Every process must ask."""
+def whole(tree: Any, *, keep: bool) -> Any:
+    """The same dicts and lists with every shard put together, on the CPU. Every process must ask.
+
+    Without `keep` None stands for what was put together: the memory of one process holds it, not that of each.
+    """
     if isinstance(tree, DTensor):
-        return tree.full_tensor().detach().cpu()
+        tensor = tree.full_tensor()
+        return tensor.detach().cpu() if keep else None
     if isinstance(tree, Mapping):
-        return {name: whole(value) for name, value in tree.items()}
-    return [whole(value) for value in tree] if isinstance(tree, list) else tree
+        return {name: whole(value, keep=keep) for name, value in tree.items()}
+    return [whole(value, keep=keep) for value in tree] if isinstance(tree, list) else tree
 
 
 def shard_moments(state: dict[str, Any], optimiser: Optimiser) -> None:

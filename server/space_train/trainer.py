@@ -134,14 +134,14 @@ class Run:
             trainee.train()
         else:
             trainee.eval()
-        self.trainee = trainee.to(self.device)
+        self.trainee = trainee
         self.is_sharded = is_asked_to_shard and self.accelerator.num_processes > 1
         if self.is_sharded:
             sharding.check_can_shard(plan)
             sharding.shard(trainee, self.device, self.accelerator.num_processes)
             self.wrapped: nn.Module = trainee
         else:
-            self.wrapped = self.accelerator.prepare(trainee)
+            self.wrapped = self.accelerator.prepare(trainee.to(self.device))
         self.optimiser = Optimiser(
             trainee.trained,
             adam_rate=plan.peak_rate,
@@ -289,7 +289,7 @@ class Run:
         weights = {name: parameter.detach() for name, parameter in self.trainee.trained.items()}
         state: dict[str, Any] = {"trained": weights, "optimiser": self.optimiser.state_dict()}
         if self.is_sharded:
-            state = sharding.whole(state)
+            state = sharding.whole(state, keep=self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             run = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
@@ -300,7 +300,7 @@ class Run:
         """Write the checkpoint to `out/model`, from the main process."""
         weights = self.trainee.state_dict()
         if self.is_sharded:
-            weights = sharding.whole(weights)
+            weights = sharding.whole(weights, keep=self.accelerator.is_main_process)
         folder = self.out / "model"
         if self.accelerator.is_main_process:
             try:
