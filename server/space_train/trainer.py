@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -179,7 +180,8 @@ class Run:
         last = clock()
         saved_at, saved_step = counters.seconds, counters.step  # of what the state in `out` holds
         here, stopping = 0, False
-        looks = len(counters.curve)
+        # A run that had ended has looked once more than it would have by now, with a longer budget.
+        looks = min(len(counters.curve), math.ceil(self._progress() * self.plan.evaluations))
         with contextlib.ExitStack() as open_things:
             open_things.callback(bar.close)
             if writer is not None:
@@ -194,7 +196,8 @@ class Run:
                         )
                     return False
                 if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
-                    self._look(held_out, done, writer)
+                    if not self._has_looked:
+                        self._look(held_out, done, writer)
                     looks, last = looks + 1, clock()
                 measures = self.update(self.rate.at(done))
                 here, now = here + 1, clock()
@@ -209,7 +212,7 @@ class Run:
                 if counters.step % by_steps == 0 if by_steps else counters.seconds - saved_at >= by_time:
                     self.save()
                     saved_at, saved_step, last = counters.seconds, counters.step, clock()
-            if held_out is not None and (not counters.curve or counters.curve[-1]["progress"] < 1.0):
+            if held_out is not None and not self._has_looked:
                 self._look(held_out, 1.0, writer)
                 saved_step = -1
             if counters.step != saved_step:
@@ -338,6 +341,11 @@ class Run:
         return self.plan.budget.progress(
             counters.seconds, counters.num_tokens, step=counters.step, epoch=epoch, flops=counters.flops
         )
+
+    @property
+    def _has_looked(self) -> bool:
+        """Whether the curve ends with the figures of these weights."""
+        return bool(self.counters.curve) and self.counters.curve[-1]["step"] == self.counters.step
 
     def _look(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
         """Add the held-out figures to the curve."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,17 @@ def test_a_finished_run_is_not_trained_again(base: Path, tmp_path: Path) -> None
     assert (tmp_path / STATE_FILE).stat().st_mtime_ns == written
 
 
-def test_a_longer_budget_goes_on_with_a_finished_run(base: Path, tmp_path: Path) -> None:
-    run(base, tiny_plan(), tmp_path)
-    result = run(base, tiny_plan(budget=Budget(steps=5)), tmp_path)
+@pytest.mark.parametrize(("evaluations", "steps"), [(0, [3, 5]), (1, [0, 3, 5]), (2, [0, 2, 3, 5]), (10, range(6))])
+def test_a_longer_budget_goes_on_with_a_finished_run(
+    evaluations: int, steps: Sequence[int], base: Path, tmp_path: Path
+) -> None:
+    """And looks on at the held-out records, up to the end: once at the weights of each update."""
+    run(base, tiny_plan(evaluations=evaluations), tmp_path)
+    result = run(base, tiny_plan(evaluations=evaluations, budget=Budget(steps=5)), tmp_path)
     assert result.counters.step == 5
     assert len(result.counters.losses) == 5
+    assert [look["step"] for look in result.counters.curve] == list(steps)
+    assert result.counters.curve[-1]["progress"] == 1.0
 
 
 def test_another_plan_model_or_text_in_the_same_folder_is_refused_by_name(base: Path, tmp_path: Path) -> None:
