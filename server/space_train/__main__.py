@@ -72,9 +72,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
     add("--epochs", type=float, help="rounds through the data")
     add("--steps", type=int, help="updates")
-    add("--minutes", type=float, help="of work")
+    add("--minutes", type=float, help="of work; writing its own texts counts")
     add("--tokens", type=float, help="real tokens read, masks not counted (1e7 is fine)")
-    add("--flops", type=float, help="operations of the model, over all rows")
+    add("--flops", type=float, help="operations of the model, over all rows; its own texts count")
 
     add = parser.add_argument_group("rows").add_argument
     add("--num-masks", type=int, help=f"mask tokens k: most drafts a step can have (default: {own.num_masks})")

@@ -143,6 +143,17 @@ class TrainPlan:
             return self.learning_rate
         return 5e-5 if self.trains_base else 1e-3
 
+    def check_own_texts_leave_some(self, *, flops: float, seconds: float) -> None:
+        """Raises InvalidPlan where the budget was used up by writing own texts, before the first update."""
+        minutes, budget = seconds / 60, self.budget
+        for name, used, most in (("minutes", minutes, budget.minutes), ("flops", flops, budget.flops)):
+            if most and used >= most:
+                raise InvalidPlan(
+                    f"Writing texts of its own took {used:.3g} of the {most:g} {name}, so nothing would be learnt. "
+                    f"They are kept: the same command goes on from them with more --{name}. Or give --restart and a "
+                    "lower --self-generate."
+                )
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, for `plan.json`."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}

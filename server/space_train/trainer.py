@@ -77,7 +77,7 @@ def train(
 ) -> TrainResult:
     """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
 
-    `given_mask_ids`: for methods that use ids; `before`: compute spent already, as counters' values (`flops`, say).
+    `given_mask_ids`: for methods that use ids; `before`: `flops` and `seconds` that writing own texts took.
     `beside`: what else every update learns. A run that `out` holds is resumed. `stop_after_steps` ends this call early
     and leaves the run resumable.
     """
@@ -85,6 +85,7 @@ def train(
         model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
     )
     if before and run.counters.step == 0:
+        plan.check_own_texts_leave_some(**before)
         run.counters = Counters(**asdict(run.counters) | dict(before))
     with interruptions() as told_to_stop:
         finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)

@@ -215,6 +215,25 @@ def test_compute_spent_before_counts(base: Path, tmp_path: Path) -> None:
     assert less.seconds > 5.0
 
 
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (Budget(minutes=2), "took 2.5 of the 2 minutes, so nothing would be learnt.* with more --minutes."),
+        (Budget(flops=1e8), r"took 2e\+08 of the 1e\+08 flops, .* with more --flops"),
+    ],
+)
+def test_own_texts_that_use_the_budget_up_are_no_training(
+    budget: Budget, words: str, base: Path, tmp_path: Path
+) -> None:
+    spent = {"flops": 2e8, "seconds": 150.0}
+    with pytest.raises(InvalidPlan, match=words):
+        run(base, tiny_plan(budget=budget), tmp_path, before=spent)
+    assert not (tmp_path / "model").exists()
+    trained = run(base, tiny_plan(), tmp_path, before=spent)  # a budget that they do not count in
+    assert trained.counters.step == 3
+    assert run(base, tiny_plan(budget=budget), tmp_path, before=spent).folder == tmp_path / "model"
+
+
 def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) -> None:
     """A text that repeats itself: masks can know what is behind the bonus."""
     plan = tiny_plan(budget=Budget(steps=60), rows_per_step=8, evaluations=1, distill=False, anchors_per_token=0.5)
