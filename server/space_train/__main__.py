@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--method", choices=[m.value for m in Method], help=f"what is trained (default: {own.method.value})")
     add("--preset", choices=["paper"], help="the published recipe; other flags may change parts of it")
     add("--split", default="train", help="of a dataset (default: train)")
-    add("--template", help="chat template: a name or a .jinja file (default: the tokenizer's own)")
+    add("--template", help="chat template: a name or a .jinja file (default: the tokenizer's own); OUT/model keeps it")
     add("--limit", type=int, help="only so many records (default: all)")
     add("--held-out-share", type=float, default=0.02, help="of the records, for the figures (default: 0.02)")
     add("--restart", action="store_true", help="forget the run that OUT holds")

@@ -23,6 +23,11 @@ class LoadReport:
     template_name: str = ""
     forms: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the chat template was needed."""
+        return bool(set(self.forms) - {"plain text"})
+
     def __str__(self) -> str:
         forms = ", ".join(f"{count:,} {name}" for name, count in self.forms.items())
         left_out = [
@@ -40,5 +45,5 @@ class LoadReport:
             f"{self.num_records:,} records ({forms or 'none'}): {self.num_examples:,} examples of "
             f"{self.num_tokens:,} tokens, {self.num_learned:,} learned"
             + "".join(f"; {part}" for part in left_out)
-            + (f"; chat template: {self.template_name}" if set(self.forms) - {"plain text"} else "")
+            + (f"; chat template: {self.template_name}" if self.has_conversations else "")
         )

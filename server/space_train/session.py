@@ -94,8 +94,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     )
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
-        if tokenizer.chat_template is None and loaded.report.template:
-            # What the chats were rendered with is what the server must render with.
+        if loaded.report.has_conversations and (options.template or not tokenizer.chat_template):
+            # What the chats were rendered with is what the server must render with: this file wins over the config.
             (result.folder / "chat_template.jinja").write_text(loaded.report.template, encoding="utf-8")
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result

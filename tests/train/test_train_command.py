@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from space_model.load import load_model
-from space_model.testing import tiny_checkpoint
+from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
+from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
+from space_train.chat_text import TEMPLATES
 from space_train.stage import load_checkpoint
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
@@ -60,6 +63,35 @@ def test_a_run_ends_with_a_folder_that_is_served_and_a_report(
     assert f"spaceserve serve --model {tmp_path / 'model'}" in capsys.readouterr().err
     tokenizer = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert tokenizer["chat_template"]
+
+
+def test_a_checkpoint_is_served_with_the_template_it_was_trained_with(base: Path, chats: Path, tmp_path: Path) -> None:
+    """Also where its base has another, in the tokenizer's config."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": " ".join(WORDS) + f" {n}"}) + "\n" for n in range(9)))
+    for data, flags, name in (
+        (chats, "--template raw", "raw"),
+        (chats, "", None),
+        (texts, "--template raw", None),  # which rendered nothing
+    ):
+        assert train(base, data, tmp_path / "out", f"--restart {flags}") == 0
+        found = find(tmp_path / "out" / "model", None, {})
+        assert found is not None
+        assert found.source == (TEMPLATES[name] if name else CHAT_TEMPLATE)
+
+
+def test_texts_alone_give_a_base_without_a_template_none(base: Path, chats: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": " ".join(WORDS) + f" {n}"}) + "\n" for n in range(9)))
+    for data, name in ((texts, None), (chats, "plain")):
+        assert train(bare, data, tmp_path / "out", "--restart") == 0
+        found = find(tmp_path / "out" / "model", None, {})
+        assert (found and found.source) == (name and TEMPLATES[name])
 
 
 def test_a_head_is_trained_on_what_a_run_left(base: Path, chats: Path, tmp_path: Path) -> None:
