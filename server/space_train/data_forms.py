@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,6 +82,7 @@ ROLES = {
 }
 """The names each role goes by."""
 
+_HALF = re.compile("[\ud800-\udfff]")
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 _QUESTION_AND_ANSWER = (
     ("prompt", "completion"),
@@ -104,7 +106,9 @@ def documents(records: Iterable[Record]) -> Iterator[tuple[Record, str, Document
                 f"{record.where} has the fields {_listed(fields)}, but since {since} the form is {form}. "
                 f"Put records of different forms into different files; the known forms are {known_forms()}."
             )
-        yield record, form.name, form.read(fields, record.where)
+        document = form.read(fields, record.where)
+        _check_characters(document, record.where)
+        yield record, form.name, document
 
 
 def known_forms() -> str:
@@ -126,6 +130,16 @@ def _form(fields: Fields, where: str) -> DataForm:
         if form.fits(fields):
             return form
     raise BadRecord(f"{where} has the fields {_listed(fields)}, which is no known form: {known_forms()}.")
+
+
+def _check_characters(document: Document, where: str) -> None:
+    """JSON can escape half a character, which no tokenizer takes."""
+    found = _HALF.search(document.content)
+    if found is not None:
+        raise BadRecord(
+            f"{where} has half a character, \\u{ord(found[0]):x}: a surrogate without the other one of its pair. "
+            "Remove it, or write the whole character; a text was perhaps cut inside one."
+        )
 
 
 def _messages(fields: Fields, where: str) -> Conversation:

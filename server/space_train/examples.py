@@ -102,7 +102,7 @@ def read_examples(
 
 def digest(content: str) -> int:
     """64 bits that depend on what a document says alone."""
-    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
 
 
 def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:

@@ -91,6 +91,29 @@ def test_a_record_in_no_form_is_refused_with_its_place_its_fields_and_the_known_
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "cut \ud83d"},
+        {"instruction": "cut \ud83d", "output": "b"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ud83d cut"}]},
+    ],
+    ids=["text", "question", "answer"],
+)
+def test_half_a_character_is_refused_with_its_place_and_a_whole_one_is_not(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "data.jsonl"
+    line = json.dumps(record)
+    whole = line.replace("\\ud83d", "\\ud83d\\ude00")
+    file.write_text(f"{whole}\n{line}\n")
+    found = documents(records(str(file)))
+    _, _, document = next(found)
+    assert "\N{GRINNING FACE}" in document.content
+    with pytest.raises(BadRecord, match=r"data.jsonl:2 has half a character, \\ud83d: .* Remove it"):
+        next(found)
+
+
 def test_a_record_in_another_form_than_its_file_is_refused_with_both(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     lines = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}, {"question": "e"}]
