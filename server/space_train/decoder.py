@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from space_model import family
+from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
@@ -21,6 +22,7 @@ class Decoder(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         super().__init__()
+        check_is_trainable(model)
         self.model = model
         config = model.config
         attention = attention_for(model)
@@ -111,6 +113,16 @@ class Decoder(nn.Module):
             scores = torch.zeros(visible.shape, dtype=self.embedding.dtype, device=visible.device)
             return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)[:, None]
         return visible[:, None]
+
+
+def check_is_trainable(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModel for a body of another kind than Llama's. It needs no weights: a meta model will do."""
+    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+        raise UnsupportedModel(
+            f"Models of type {model.config.model_type!r} cannot be trained: training puts rows at free positions, in "
+            f"decoders of the Llama kind, and {type(model.base_model).__name__} has no list of `layers` right in its "
+            "body. Take a model that has, such as Llama, Mistral, Qwen, Gemma or Phi."
+        )
 
 
 def attention_for(model: PreTrainedModel) -> str:

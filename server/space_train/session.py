@@ -14,10 +14,11 @@ import torch
 from accelerate import PartialState
 from space_model import family
 from space_model.checkpoint import Checkpoint
-from space_model.model_error import UnsupportedModel
+from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from space_train.data_error import UnusableTokenizer
+from space_train.decoder import check_is_trainable
 from space_train.examples import Example, pad_id, read_examples
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
@@ -51,9 +52,12 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     if options.restart and processes.is_main_process:
         forget(out)
     processes.wait_for_everyone()
-    # The data before the model: what is wrong with it is said at once.
+    # The kind of model and the data before its weights: what is wrong with them is said at once.
+    config = family.read_config(checkpoint)
+    with torch.device("meta"), malformed_is_unsupported():
+        check_is_trainable(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     tokenizer = load_tokenizer(checkpoint)
-    vocab_size = int(family.read_config(checkpoint).vocab_size)
+    vocab_size = int(config.vocab_size)
     section = checkpoint.config.get("space") or {}
     loaded = read_examples(
         options.data,

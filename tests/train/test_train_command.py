@@ -18,6 +18,7 @@ from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
 from space_train.chat_text import TEMPLATES
 from space_train.stage import load_checkpoint
+from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
 TINY = "--steps 3 --length 48 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
@@ -152,6 +153,17 @@ def test_text_of_its_own_is_written_once_and_learnt_from(base: Path, chats: Path
 def test_a_model_that_is_not_there_is_named(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train(tmp_path / "nowhere", chats, tmp_path / "out")
     assert_refused(capsys, code, "There is no folder .*nowhere")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_bigcode"])
+def test_a_model_of_another_kind_than_llama_is_named_before_data_and_weights_are_read(
+    kind: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 128}
+    AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").hardlink_to(base / "model.safetensors")  # another's: nobody gets so far
+    words = f"type '{kind}' cannot be trained: .* has no list of `layers` right in its body"
+    assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
 
 
 def test_a_model_without_a_tokenizer_is_named(
