@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc.aio
 import torch
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.forward_batch import ForwardBatch
@@ -248,3 +250,43 @@ class SmallRouter:
             raise ValueError(f"{count} pages are wanted and {len(self.free)} are free.")
         taken, self.free = self.free[:count], self.free[count:]
         return taken
+
+
+class Peer:
+    """A router's end of one stream."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]) -> None:
+        self.call = call
+        self.report_no = 0
+
+    async def say(self, *commands: pb.Command) -> None:
+        await self.call.write(pb.RouterMessage(commands=commands))
+
+    async def hear(self) -> pb.WorkerMessage | None:
+        """The next message; None at the end of the stream."""
+        message = await asyncio.wait_for(self.call.read(), 20)
+        if not isinstance(message, pb.WorkerMessage):
+            return None
+        if message.HasField("report"):
+            self.report_no += 1
+            if message.report.report_no != self.report_no:
+                raise ValueError(f"Report {message.report.report_no} came where {self.report_no} was due.")
+        return message
+
+    async def hear_until(self, found: Callable[[pb.StepReport], bool]) -> list[pb.StepReport]:
+        """Reports up to the first that is `found`."""
+        reports: list[pb.StepReport] = []
+        while True:
+            message = await self.hear()
+            if message is None:
+                raise ValueError("The stream ended before what was waited for.")
+            reports.append(message.report)
+            if found(message.report):
+                return reports
+
+    async def last_word(self) -> pb.WorkerMessage | None:
+        """What is said before the stream ends."""
+        last = None
+        while (message := await self.hear()) is not None:
+            last = message
+        return last

@@ -18,11 +18,9 @@ from space_server.controller import FixedLayout
 from space_server.conversation import MAX_UNSENT, Conversation
 from space_server.energy import Meter
 from space_server.service import WorkerService, start_server
-from space_server.testing import ScriptedModel
+from space_server.testing import Peer, ScriptedModel
 from space_server.worker import Worker
 from torch import Tensor
-
-Call = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]
 
 
 def start(major: int = 1) -> pb.Command:
@@ -44,44 +42,6 @@ def admit(seq_id: int, *, max_tokens: int = 8) -> pb.Command:
 
 def release(seq_id: int) -> pb.Command:
     return pb.Command(release=pb.Release(seq_id=seq_id))
-
-
-class Peer:
-    """A router's end of one stream."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.report_no = 0
-
-    async def say(self, *commands: pb.Command) -> None:
-        await self.call.write(pb.RouterMessage(commands=commands))
-
-    async def hear(self) -> pb.WorkerMessage | None:
-        """The next message; None at the end of the stream."""
-        message = await asyncio.wait_for(self.call.read(), 20)
-        if not isinstance(message, pb.WorkerMessage):
-            return None
-        if message.HasField("report"):
-            self.report_no += 1
-            assert message.report.report_no == self.report_no
-        return message
-
-    async def hear_until(self, found: Callable[[pb.StepReport], bool]) -> list[pb.StepReport]:
-        """Reports up to the first that is `found`."""
-        reports: list[pb.StepReport] = []
-        while True:
-            message = await self.hear()
-            assert message is not None
-            reports.append(message.report)
-            if found(message.report):
-                return reports
-
-    async def last_word(self) -> pb.WorkerMessage | None:
-        """What is said before the stream ends."""
-        last = None
-        while (message := await self.hear()) is not None:
-            last = message
-        return last
 
 
 class SlowModel(ScriptedModel):
@@ -378,11 +338,14 @@ def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_worker()
     run(scenario)
 
 
-def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_not_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_the_worker_only_where_its_device_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_lost: bool
 ) -> None:
+    monkeypatch.setattr(service, "is_lost", lambda device: is_lost)
+
     async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
+        async with serving(tmp_path) as (served, connect):
             first = connect()
             await first.hear()
             with monkeypatch.context() as patch:
@@ -391,31 +354,13 @@ def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_not_the_work
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
                     await first.last_word()
             assert failure.value.code() == grpc.StatusCode.INTERNAL
+            assert served.finished.is_set() == served.has_lost_device == is_lost
             second = connect()
             await second.say(start(), admit(1))
+            if is_lost:
+                return
             await second.hear()
             await second.hear_until(lambda report: any(s.finish for s in report.sequences))
 
     run(scenario)
     assert "stepping failed" in caplog.text
-
-
-def test_a_worker_that_cannot_use_its_device_any_more_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A router that tried it again would have every request of it failed."""
-
-    async def scenario() -> None:
-        async with serving(tmp_path) as (served, connect):
-            first = connect()
-            await first.hear()
-            monkeypatch.setattr(service, "is_lost", lambda device: True)
-            monkeypatch.setattr(Worker, "step", lambda worker: 1 / 0)
-            await first.say(start(), admit(1))
-            with pytest.raises(grpc.aio.AioRpcError):
-                await first.last_word()
-            await asyncio.wait_for(served.finished.wait(), 5.0)
-            assert served.has_lost_device
-
-    run(scenario)
-    assert "cannot use cpu any more and ends" in caplog.text
