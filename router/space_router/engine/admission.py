@@ -67,7 +67,8 @@ class Admission:
             if hopeless := self.hopeless(live, 1, now):
                 return TurnedAway(live, hopeless)
             if complete and not any(scheduler.fits(live) for scheduler in schedulers):
-                return TurnedAway(live, RequestFailed("The workers came back with less cache, or a shorter window, than this request needs."))
+                reason = "The workers came back with less cache, or a shorter window, than this request needs."
+                return TurnedAway(live, RequestFailed(reason))
             return None
         scheduler, placement = best
         num_prefill = len(live.ids) - scheduler.num_ids(placement)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from space_router.engine.live_request import LiveRequest
-from space_router.engine.scheduler import Placement, Scheduler
+from space_router.engine.placement import Placement
+from space_router.engine.scheduler import Scheduler
 
 IDS_PER_SEQUENCE = 32
 """Prompt ids whose computing costs about what it costs to share a worker with one sequence more.

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from space_proto import worker_pb2
 
 from space_router.engine import wire
+from space_router.engine.known_grammars import KnownGrammars
 from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.outcome import Advance, Outcome
 from space_router.engine.pages import PagePool
+from space_router.engine.placement import Placement, Promise
 from space_router.engine.report_check import check_distinct, check_released, check_report_no, check_sequence
 from space_router.engine.sequence import MAX_BLOCKS_AHEAD, Sequence, Step
 
 FORGETTING = 0.02  # weight of one decode step in the average of drafts
 PREFILL_STEPS_AHEAD = 2  # steps' worth of prompt that may wait in the worker, so that it never idles
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How a request would stand on this worker."""
-
-    shared: list[int]  # known blocks of its prefix
-    num_fresh: int  # blocks it needs besides
-
-
-@dataclass(frozen=True)
-class Promise:
-    """A running request's prefill is about to compute a prefix that another could share."""
-
-    leader: LiveRequest
-    num_ids: int  # leading ids, in whole blocks, that both have in common
 
 
 class Scheduler:
@@ -62,6 +47,7 @@ class Scheduler:
         self._promised: dict[bytes, Sequence] = {}  # keys of blocks that a prefill under way is to compute
         self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
         self._blocked: LiveRequest | None = None  # found no room since pages last came back
+        self._grammars = KnownGrammars()
         self._commands: list[worker_pb2.Command] = []
 
     def take_commands(self) -> list[worker_pb2.Command]:
@@ -146,6 +132,7 @@ class Scheduler:
             num_drafted=min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
             most_slots=self._most_slots(live),
         )
+        sequence.awaits_grammar = live.request.sampling.grammar not in self._grammars
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
         self._by_request[live] = sequence
@@ -184,10 +171,13 @@ class Scheduler:
         live = sequence.live
         live.ids.extend(part.tokens)
         num_prefill_left, share = sequence.num_prefill_left, self._share(sequence)
+        if sequence.awaits_grammar and part.num_computed > sequence.computed:
+            sequence.awaits_grammar = False
+            self._grammars.add(live.request.sampling.grammar)
         sequence.computed = max(sequence.computed, part.num_computed)
         if part.tokens and sequence.step is Step.PREFILL:
             sequence.step = Step.DECODE
-        if sequence.num_prefill_left < num_prefill_left:
+        if sequence.num_prefill_left < num_prefill_left:  # it has begun, at the latest
             self._prefill_ahead += self._share(sequence) - share
             self._blocked = None
         self._publish(sequence)
@@ -218,7 +208,7 @@ class Scheduler:
     def _promise(self, sequence: Sequence) -> None:
         """Whole blocks of the prompt will be known."""
         live, size = sequence.live, self.facts.block_size
-        if not live.request.share_prefix:
+        if not live.request.share_prefix or sequence.awaits_grammar:
             return
         sequence.num_promised = sequence.num_admitted // size
         for key in live.keys(size, sequence.num_promised)[sequence.num_published : sequence.num_promised]:
@@ -379,8 +369,8 @@ class Scheduler:
             raise ValueError("a sequence that was released still promises blocks")
 
     def _share(self, sequence: Sequence) -> int:
-        """What a sequence's prompt takes of the rows to be computed next."""
-        return min(sequence.num_prefill_left, self._max_prefill_rows)
+        """What a sequence's prompt takes of the rows to be computed next: nothing while its grammar may be compiled."""
+        return 0 if sequence.awaits_grammar else min(sequence.num_prefill_left, self._max_prefill_rows)
 
     def _draft_bound(self, live: LiveRequest) -> int:
         wanted = live.request.max_draft_length

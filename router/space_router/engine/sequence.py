@@ -47,6 +47,7 @@ class Sequence:
         self.num_admitted = len(live.ids)  # ids at admission: computed once the first token is there
         self.step = Step.PREFILL
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
+        self.awaits_grammar = False  # the worker may still have to compile it: nothing is computed meanwhile
         self.finished = False  # the worker says it has ended
         self.num_expected = 0  # once released: blocks that will come back with the acknowledgement
         self._block_size = block_size

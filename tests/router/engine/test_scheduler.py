@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation
 from space_router.engine.live_request import LiveRequest, Phase
-from space_router.engine.request import ValidRequest
+from space_router.engine.request import Grammar, Sampling, ValidRequest
 from space_router.engine.sequence import Sequence, Step
 from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
 
@@ -177,6 +177,25 @@ def test_prompts_are_admitted_no_faster_than_they_are_computed(lockstep: Lockste
     house.step()
     assert house.scheduler.num_running == 1  # 12 of 16 rows in advance; another 12 would be too many
     house.run()
+
+
+def test_prompts_that_wait_for_a_grammar_keep_nobody_out(lockstep: Lockstep, request_of: Make) -> None:
+    """They compute nothing until it is compiled, which takes seconds for some; from then on they count."""
+    house = lockstep(Script(num_blocks=200), max_prefill_rows=8, delay=1)
+    prompts = [tuple(range(20 * i, 20 * i + 12)) for i in range(6)]
+    bound = Sampling(seed=1, grammar=Grammar("regex", "a+"))
+    for prompt in prompts[:2]:
+        house.submit(request_of(prompt, 4, sampling=bound))
+    house.submit(request_of((*prompts[0][:8], 99), 4))  # shares a prefix that nobody computes yet, and waits for no one
+    house.step()
+    assert house.scheduler.num_running == 3
+    house.run()
+    for prompt in prompts[3:]:
+        house.submit(request_of(prompt, 4, sampling=bound))
+    house.step()
+    assert house.scheduler.num_running == 1  # known by now: as without a grammar
+    house.run()
+    house.scheduler.check()
 
 
 def test_a_prompt_above_the_prefill_budget_is_still_admitted(lockstep: Lockstep, request_of: Make) -> None:
