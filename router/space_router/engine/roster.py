@@ -22,7 +22,8 @@ class Roster:
         async with Roster(sources, seat_for=..., engaged=engine, hopeless=...) as roster:
             roster.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only one that began with no sources
 
-    One that follows is never hopeless: the next list may name a worker that serves.
+    One that follows is never hopeless: the next list may name a worker that serves. A worker that somebody else keeps
+    is asked again as long as there is hope of any: whoever put a wrong one there may set it right.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class Roster:
         hopeless: Callable[[WorkerStartFailed], None],
     ) -> None:
         """`seat_for`: a seat for a source, with its number; `engaged`: who is told what happens there; `hopeless`: told
-        once the last of the `sources` has given up.
+        once all of the `sources` have given up.
         """
         self.seats = [seat_for(source, number) for number, source in enumerate(sources)]
         self._seat_for = seat_for
         self._engaged = engaged
         self._hopeless = hopeless
         self._follows = not sources
-        self._followed: dict[str, Seat] = {}  # by address; those that were given up stay until they are not listed
+        self._followed: dict[str, Seat] = {}  # by address
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._exit = AsyncExitStack()
@@ -99,12 +100,21 @@ class Roster:
             seat.give_up()
 
     async def _keep(self, seat: Seat) -> None:
-        """Run one seat until it gives up."""
-        try:
-            await seat.run(self._engaged)
-        except WorkerStartFailed as error:
-            logger.error("%s", error)
-            self.seats.remove(seat)
-            del self._tasks[seat]
-            if not self.seats and not self._follows:
-                self._hopeless(error)
+        """Run one seat as long as there is hope of a worker there."""
+        while True:
+            try:
+                await seat.run(self._engaged)
+            except WorkerStartFailed as error:
+                if isinstance(seat.source, Supervisor) or not self._has_hope:
+                    logger.error("%s", error)
+                    self.seats.remove(seat)
+                    del self._tasks[seat]
+                    if not self._has_hope:
+                        self._hopeless(error)
+                    return
+                logger.error("%s It is asked again, in case it is set right.", error)
+
+    @property
+    def _has_hope(self) -> bool:
+        """A worker is up, or nobody knows better than that one will be."""
+        return self._follows or not all(seat.is_given_up for seat in self.seats)

@@ -94,7 +94,7 @@ class Seat:
         self._news = asyncio.Event()  # something has changed here
 
     retired: str | None = None  # incarnation that was taken off duty: nothing has gone wrong; until another is up
-    is_given_up = False  # no worker will come any more
+    is_given_up = False  # no worker will come any more, unless somebody puts another there; until one is up
 
     @property
     def address(self) -> str | None:
@@ -150,7 +150,7 @@ class Seat:
             await self.until(lambda: self._link is not link)
 
     async def run(self, engaged: Engaged) -> None:
-        """For ever; raises WorkerStartFailed once there is no hope of a worker here."""
+        """For ever; raises WorkerStartFailed once there is no hope of a worker here. May be run again then."""
         num_failed_starts = 0
         while True:
             try:
@@ -199,7 +199,7 @@ class Seat:
             cause = Cause.OUTSIDE
             try:
                 engaged.worker_up(self)
-                self.retired = None
+                self.retired, self.is_given_up = None, False
                 self._news.set()
                 await self._listen(link, scheduler, engaged, watchdog)
             except LinkRefused:

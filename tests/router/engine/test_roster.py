@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from space_router.config import ServeConfig
+from space_router.engine import seat
 from space_router.engine.engine import Engine
 from space_router.engine.request import ValidRequest
 from space_router.metrics import Metrics
@@ -87,22 +89,34 @@ def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer)
     run(whole())
 
 
-def test_a_worker_of_another_model_is_left_out_until_it_is_listed_anew(request_of: Make, answer: Answer) -> None:
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_worker_of_another_model_is_left_out_until_it_is_set_right(
+    listed: bool, request_of: Make, answer: Answer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat, "MAX_FAILED_STARTS", 1)
+
     async def whole() -> None:
-        stranger = Script(model_hash="another")
-        async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(stranger) as other, following() as engine:
-            engine.roster.follow([one.address], finish_seconds=0.0)
-            await engine.wait_ready()
-            both = [one.address, other.address]
-            engine.roster.follow(both, finish_seconds=0.0)
-            await until(lambda: len(engine.seats) == 1)
-            engine.roster.follow(both, finish_seconds=0.0)
-            assert len(engine.seats) == 1
-            request = request_of(5, 10)
-            assert await text_of(engine, request) == answer(request, SCRIPT)
-            engine.roster.follow([one.address], finish_seconds=0.0)
-            engine.roster.follow(both, finish_seconds=0.0)
-            assert len(engine.seats) == 2
+        async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(replace(SCRIPT)) as other:
+            addresses = (one.address, other.address)
+            config = ServeConfig(worker_address=() if listed else addresses)
+            async with Engine(config, Metrics(), sources=() if listed else None) as engine:
+                if listed:
+                    engine.roster.follow(addresses, finish_seconds=0.0)
+                await until(lambda: up(engine) == 2)
+                other.script.model_hash = "another"
+                other.kill()
+                await until(lambda: caplog.text.count("It is asked again, in case it is set right.") >= 2)
+                assert up(engine) == 1
+                (stranger,) = [empty for empty in engine.seats if empty.scheduler is None]
+                assert "Give all the same model" in stranger.trouble
+                requests = [request_of(5 + i, 40, name=str(i)) for i in range(6)]
+                assert [await text_of(engine, request) for request in requests] == [answer(r, SCRIPT) for r in requests]
+                other.script.model_hash = SCRIPT.model_hash
+                await until(lambda: up(engine) == 2)
+                streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+                await until(lambda: stranger.scheduler is not None and stranger.scheduler.num_running > 0)
+                assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+                assert not stranger.is_given_up
 
     run(whole())
 
