@@ -17,7 +17,7 @@ from space_proto.finding import Finding
 
 from space_router.config import ServeConfig, build
 from space_router.errors import ConfigError
-from space_router.listening import room_for
+from space_router.listening import GUARD, UNIX, is_open_to_others, listening, room_for
 from space_router.workers.command import worker_command
 
 PARTS = ("settings", "environment", "gpu", "kernels", "model", "memory", "ports", "workers", "energy")
@@ -81,18 +81,18 @@ def _ports(config: ServeConfig) -> Iterator[Finding]:
         if port is None:
             continue
         try:
-            kind, _, _, _, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
-            with closing(socket.socket(kind, socket.SOCK_STREAM)) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(address)
-                tried.listen(1)
-        except OSError as error:
-            yield Finding(
-                "ports", "fail", f"{config.host} {flag} {port} cannot be listened on: {error.strerror or error}.",
-                f"End who listens there (`ss -ltnp` shows it), or choose another {flag}.",
-            )  # fmt: skip
-        else:
-            yield Finding("ports", "ok", f"{config.host} {flag} {port} is free")
+            with listening(config.host, port, flag=flag) as bound:
+                bound.listen(1)
+                is_open = is_open_to_others(bound)
+        except (ConfigError, OSError) as error:
+            cure = f"End who listens there (`ss -ltnp` shows it), or choose another {flag}."
+            yield Finding("ports", "fail", str(error), cure)
+            continue
+        where = config.host if config.host.startswith(UNIX) else f"{config.host} {flag} {port}"
+        yield Finding("ports", "ok", f"{where} is free")
+        if is_open and flag == "--port" and not config.api_keys:
+            fact = f"Whoever reaches {config.host} may use the server: it asks for no key."
+            yield Finding("ports", "note", fact, GUARD)
 
 
 def _open_files(num_connections: int) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import resource
 import socket
@@ -16,6 +17,12 @@ UNIX = "unix:"
 
 OTHER_FILES = 256
 """Open files of a server beside its clients' connections: workers, logs, refused clients on their way out."""
+
+GUARD = (
+    "Set SPACESERVE_API_KEYS or --api-key-file, or keep others from the port (--host 127.0.0.1, docker run -p "
+    "127.0.0.1:8080:8080)."
+)
+"""What makes a server that others reach ask who they are."""
 
 
 @contextmanager
@@ -36,12 +43,19 @@ def listening(host: str, port: int, *, flag: str = "--port", buffer: int | None 
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
     except OSError as error:
-        raise ConfigError(f"--host={host!r} {flag}={port}: cannot listen there: {error.strerror or error}.") from error
+        raise _cannot(host, port, flag, error) from error
     with bound:
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            raise _cannot(host, port, flag, error) from error
         yield _buffered(bound, buffer)
+
+
+def _cannot(host: str, port: int, flag: str, error: OSError) -> ConfigError:
+    return ConfigError(f"--host={host!r} {flag}={port}: cannot listen there: {error.strerror or error}.")
 
 
 def _buffered(bound: socket.socket, buffer: int | None) -> socket.socket:
@@ -111,6 +125,13 @@ def room_for(num_connections: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(0, min(num_connections, (most if soft == resource.RLIM_INFINITY else max(soft, most)) - OTHER_FILES))
+
+
+def is_open_to_others(bound: socket.socket) -> bool:
+    """Other machines may reach it, as far as the address tells."""
+    if bound.family == socket.AF_UNIX:
+        return False
+    return not ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url(bound: socket.socket, *, encrypted: bool) -> str:

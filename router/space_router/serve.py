@@ -22,7 +22,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.model_facts import ModelFacts
 from space_router.grpc_face.server import GrpcServer
-from space_router.listening import curl, listening, room_for, url
+from space_router.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText
@@ -60,6 +60,8 @@ def run(config: ServeConfig) -> int:
             pass
     here = listening(config.host, config.port, buffer=config.client_buffer)
     with here as bound, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if is_open_to_others(bound) and not config.api_keys:
+            log.warning("whoever reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
         code = runner.run(serve(config, text, bound, _say))
     let_go()
     return code

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from space_proto.finding import Finding
@@ -57,6 +58,22 @@ def test_a_port_that_is_taken_is_named_with_the_way_to_find_who_has_it() -> None
         (told,) = failures(port=str(taken.getsockname()[1]))
     assert told.part == "ports"
     assert "ss -ltnp" in told.cure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "unix:{}/s.sock"])
+def test_a_place_that_this_machine_alone_reaches_needs_no_key(host: str, tmp_path: Path) -> None:
+    told = [finding for finding in found(host=host.format(tmp_path)) if finding.part == "ports"]
+    assert [finding.state for finding in told] == ["ok", "ok"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_others_reach_and_that_asks_for_no_key_is_noted() -> None:
+    (note,) = [finding for finding in found(host="0.0.0.0", grpc_port="0") if finding.state == "note"]
+    assert note.fact == "Whoever reaches 0.0.0.0 may use the server: it asks for no key."
+    assert "SPACESERVE_API_KEYS" in note.cure
+    flags = {"port": "0", "host": "0.0.0.0"}
+    told = doctor.examine(flags, {"SPACESERVE_API_KEYS": "sk-1"}, lambda config: HEALTHY)
+    assert all(finding.state == "ok" for finding in told)
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -119,6 +119,17 @@ def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) ->
         assert server.router.stop() == 0
 
 
+def test_a_server_that_others_reach_and_that_asks_for_no_key_says_so(start_server: StartServer) -> None:
+    asks_nobody = "WARNING .*whoever reaches 0.0.0.0 may use this server: it asks for no key"
+    with start_server("--host", "0.0.0.0", worker=REPLY) as server:
+        server.router.wait_for(asks_nobody)
+
+
+def test_a_server_for_this_machine_alone_says_nothing_of_keys(start_server: StartServer) -> None:
+    with start_server(worker=REPLY) as server:
+        assert not [line for line in server.router.lines if "key" in line]
+
+
 def test_the_hugging_face_client_generates_and_streams(start_server: StartServer) -> None:
     with start_server(worker=REPLY) as server:
         client = huggingface_hub.InferenceClient(server.url)
