@@ -24,7 +24,8 @@ OLD_NAMES = {
 }
 """Fields that other servers had, and what they are called in `structured_outputs`."""
 
-_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/')
+# Texts, comments and expressions, which name nothing. One that is not closed is the rest: nothing is read twice.
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*+"?|(?://|#)[^\n]*|/(?:\\.|[^/\\])++/?', re.DOTALL)
 _SPECIAL = re.compile(r"<[^<>\s]*>?")
 
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
@@ -155,17 +156,17 @@ def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
 
 def of_rules(text: str, param: str) -> Grammar:
     """A context-free grammar, in Lark's syntax or in GBNF (`root ::= ...`). Raises InvalidRequest."""
-    if "::=" not in text:
-        if found := _SPECIAL.search(_LITERAL.sub("", text)):
-            raise InvalidRequest(
-                f"`{param}` asks for the special token {shown(found[0])}; a grammar is of text. Leave it out.",
-                param=param,
-            )
-        return Grammar("lark", text)
-    try:
-        return Grammar("lark", any_to_lark(text))
-    except Exception as error:  # the converter's own errors, and whatever else it trips over
-        raise InvalidRequest(f"`{param}` holds a grammar that is no GBNF: {str(error)[:300]}", param=param) from None
+    if "::=" in text:
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the converter's own errors, and whatever else it trips over
+            reason = f"`{param}` holds a grammar that is no GBNF: {str(error)[:300]}"
+            raise InvalidRequest(reason, param=param) from None
+    if found := _SPECIAL.search(_LITERAL.sub(" ", text)):
+        raise InvalidRequest(
+            f"`{param}` asks for the special token {shown(found[0])}; a grammar is of text. Leave it out.", param=param
+        )
+    return Grammar("lark", text)
 
 
 class TgiGrammar(Body):

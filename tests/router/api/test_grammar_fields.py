@@ -1,6 +1,7 @@
 """`response_format`, `structured_outputs` and TGI's `grammar`: what they mean, and how a wrong one is refused."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from space_proto import worker_pb2
 from space_router.api import completions
 from space_router.api.body import validate
 from space_router.api.fields import COMPLETION_NEUTRAL, CompletionBody
-from space_router.api.grammar_fields import TgiGrammar, tgi_grammar
+from space_router.api.grammar_fields import TgiGrammar, of_rules, tgi_grammar
 from space_router.engine import wire
 from space_router.engine.request import Grammar, Sampling
 from space_router.errors import InvalidRequest
@@ -104,6 +105,8 @@ WRONG = [
     ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "no GBNF"),
     ({"structured_outputs": {"grammar": 'start: "a" <[5]>'}}, "structured_outputs", "special token '<[5]>'"),
     ({"structured_outputs": {"grammar": 'start: /"/ <|im_end|> /"/'}}, "structured_outputs", "special token"),
+    ({"structured_outputs": {"grammar": '// ::=\nstart: <[1]> "a"'}}, "structured_outputs", "special token '<[1]>'"),
+    ({"structured_outputs": {"grammar": '# "\nstart: <[4]> "a"'}}, "structured_outputs", "special token '<[4]>'"),
     ({"structured_outputs": {"disable_any_whitespace": True, "regex": "a"}}, "structured_outputs", "False"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "not a field"),
     ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "262144"),
@@ -124,6 +127,16 @@ async def test_what_cannot_be_followed_is_refused_before_a_stream_begins(router:
             assert error["param"] == param, shown
             assert words in error["message"], shown
             assert len(answer.content) < 1000, shown
+
+
+@pytest.mark.parametrize("unit", ['\\"', "\\/", '"/', "/", "#", '"/a\\\n', "<"])
+@pytest.mark.parametrize("start", ['"', "/", ""])
+def test_what_never_ends_is_read_once(start: str, unit: str) -> None:
+    """A text that is not closed was read again from each quote in it: 64 KiB kept every stream waiting for 50 s."""
+    begun = time.perf_counter()
+    with contextlib.suppress(InvalidRequest):
+        of_rules(start + unit * (200_000 // len(unit)), "grammar")
+    assert time.perf_counter() - begun < 1.0
 
 
 async def test_a_right_one_is_answered(router: Any) -> None:
