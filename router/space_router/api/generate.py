@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ from space_router.api.answers import answer, tgi_error, unforeseen
 from space_router.api.body import read_object, validate
 from space_router.api.connection import EventStream, beside, while_connected
 from space_router.api.door import Door, Parameters
+from space_router.api.event import event_json
 from space_router.api.generate_fields import GENERATE_NEUTRAL, CompatBody, GenerateBody, GenerateParameters
 from space_router.api.grammar_fields import tgi_grammar
 from space_router.api.logprobs import finite
@@ -139,9 +139,9 @@ class Generation:
                 async for chunk in chunks:
                     yield chunk
         except ApiError as error:
-            yield b"data:" + orjson.dumps(tgi_error(error)) + b"\n\n"
+            yield b"data:" + event_json(tgi_error(error)) + b"\n\n"
         except Exception as error:
-            yield b"data:" + orjson.dumps(tgi_error(unforeseen(error))) + b"\n\n"
+            yield b"data:" + event_json(tgi_error(unforeseen(error))) + b"\n\n"
 
     async def _events(self, running: Running) -> AsyncGenerator[bytes]:
         # With stop strings a token waits for the next one, so that the last one kept can carry the end.
@@ -178,7 +178,7 @@ class Generation:
         if text is not None:
             event["generated_text"] = self._shown(text)
             event["details"] = {**self._end(progress), "input_length": len(self.plan.prompts[0].ids)}
-        return b"data:" + orjson.dumps(event) + b"\n\n"
+        return b"data:" + event_json(event) + b"\n\n"
 
     def _token(self, token: TextToken, text: str) -> dict[str, Any]:
         id_ = token.span.id

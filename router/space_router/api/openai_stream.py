@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from space_router.api.answers import answer, openai_error, unforeseen
 from space_router.api.connection import EventStream, while_connected
+from space_router.api.event import event_json
 from space_router.api.event_steps import EventSteps
 from space_router.api.fields import GenerationFields
 from space_router.api.logprobs import prompt_logprobs
@@ -88,9 +88,9 @@ class OpenAIAnswer:
                 async for chunk in chunks:
                     yield chunk
         except ApiError as error:
-            yield b"data: " + orjson.dumps(openai_error(error)) + b"\n\n"
+            yield b"data: " + event_json(openai_error(error)) + b"\n\n"
         except Exception as error:
-            yield b"data: " + orjson.dumps(openai_error(unforeseen(error))) + b"\n\n"
+            yield b"data: " + event_json(openai_error(unforeseen(error))) + b"\n\n"
 
     async def _events(self, running: Running) -> AsyncGenerator[bytes]:
         options = self.options.stream_options
@@ -98,7 +98,7 @@ class OpenAIAnswer:
         usage_always = options is not None and bool(options.continuous_usage_stats)
         head = {"id": self.plan.request_id, "object": self.shape.chunk_object, "created": self.created}
         head |= {"model": self.model, "system_fingerprint": running.fingerprint}
-        prefix = b"data: " + orjson.dumps(head)[:-1]
+        prefix = b"data: " + event_json(head)[:-1]
         obfuscate = options is not None and bool(options.include_obfuscation)
         event_steps = EventSteps() if options is not None and options.include_steps else None
         started: set[int] = set()
@@ -127,7 +127,7 @@ class OpenAIAnswer:
                     event["spaceserve"] = statistics(self.plan, running.choices)
                 if event_steps is not None and self.plan.answered:
                     event["spaceserve"] = event.get("spaceserve", {}) | event_steps.of(progress, delta)
-                data = prefix + b"," + orjson.dumps(event)[1:] + b"\n\n"
+                data = prefix + b"," + event_json(event)[1:] + b"\n\n"
                 chunk += obfuscated(data) if obfuscate else data
             yield bytes(chunk)
         last = bytearray()
@@ -137,7 +137,7 @@ class OpenAIAnswer:
                 "usage": usage(self.plan, running.choices),
                 "spaceserve": statistics(self.plan, running.choices),
             }
-            last += prefix + b"," + orjson.dumps(tail)[1:] + b"\n\n"
+            last += prefix + b"," + event_json(tail)[1:] + b"\n\n"
         yield bytes(last + DONE)
 
     @property

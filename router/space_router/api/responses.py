@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from space_router.api.body import read_object, shown, validate
 from space_router.api.connection import EventStream, beside, while_connected
 from space_router.api.conversation import PromptOptions, prompt_text
 from space_router.api.door import Door
+from space_router.api.event import event_json
 from space_router.api.logprobs import chat_logprobs
 from space_router.api.openai_answers import OpenAIError
 from space_router.api.parameters import Parameters
@@ -132,7 +132,7 @@ class ResponseAnswer:
 
         def written(event: Event) -> bytes:
             nonlocal number
-            data: bytes = orjson.dumps({**event, "sequence_number": number})
+            data = event_json({**event, "sequence_number": number})
             number += 1
             return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
 
