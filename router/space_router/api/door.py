@@ -2,7 +2,8 @@
 
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +37,15 @@ NAMELESS = frozenset({"tgi", "dummy"})
 def choice_id(request_id: str, index: int) -> str:
     """The engine's name for one of several choices; no client can have given it to another request."""
     return f"{request_id}/{index}"
+
+
+@contextmanager
+def whole_characters(param: str) -> Iterator[None]:
+    """A text is tokenised in the block. Raises InvalidRequest where it holds half of a surrogate pair."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"`{param}` holds half of a surrogate pair; send UTF-8.", param=param) from None
 
 
 def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
@@ -122,10 +132,8 @@ class Door:
         tokenizer = self.text.tokenizer
         if isinstance(value, str):
             self._check_characters(value, truncate, param)
-            try:
+            with whole_characters(param):
                 ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
-            except UnicodeEncodeError:
-                raise InvalidRequest(f"`{param}` holds half of a surrogate pair; send UTF-8.", param=param) from None
         elif all(type(id_) is int for id_ in value):
             ids = self.check_ids(value, param)
         else:
@@ -166,10 +174,8 @@ class Door:
                 code="unsupported_parameter",
             )
         self._check_characters(suffix, None, "suffix")
-        try:
+        with whole_characters("suffix"):
             ids = self.text.tokenizer.encode_inside(suffix)
-        except UnicodeEncodeError:
-            raise InvalidRequest("`suffix` holds half of a surrogate pair; send UTF-8.", param="suffix") from None
         self._check_masks(ids, "suffix")
         return Infill(tokens, tuple(ids))
 
@@ -341,12 +347,8 @@ class Door:
         if text is None:
             return None
         window = self.facts.window
-        try:
+        with whole_characters("prediction"):
             ids = self.text.tokenizer.encode(text, add_special_tokens=False) if len(text) <= 256 * window else None
-        except UnicodeEncodeError:
-            raise InvalidRequest(
-                "`prediction` holds half of a surrogate pair; send UTF-8.", param="prediction"
-            ) from None
         if ids is None or len(ids) > window:
             size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
             raise InvalidRequest(

@@ -12,7 +12,7 @@ from space_router.api.body import Body, read_object, validate
 from space_router.api.chat import conversation_text
 from space_router.api.chat_fields import CHAT_NEUTRAL, ChatBody
 from space_router.api.connection import beside
-from space_router.api.door import Door
+from space_router.api.door import Door, whole_characters
 from space_router.api.fields import TokenId
 from space_router.api.generate_fields import GENERATE_NEUTRAL, GenerateParameters, Settings
 from space_router.api.openai_answers import OpenAIError
@@ -40,9 +40,12 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
-def _spans(door: Door, text: str, *, add_special_tokens: bool, truncate: int | None) -> list[dict[str, Any]]:
+def _spans(
+    door: Door, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
+) -> list[dict[str, Any]]:
     """The tokens of a text as TGI lists them; of too many the last `truncate`."""
-    spans = door.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
+    with whole_characters(param):
+        spans = door.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
     kept = spans if truncate is None else spans[-truncate:]
     return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
 
@@ -51,7 +54,7 @@ def _conversation(door: Door, body: ChatBody) -> dict[str, Any]:
     """A conversation as the chat template writes it, and its tokens."""
     text = conversation_text(door, body)
     special = bool(body.add_special_tokens)  # the template writes its special tokens itself
-    spans = _spans(door, text, add_special_tokens=special, truncate=body.truncate_prompt_tokens)
+    spans = _spans(door, text, "messages", add_special_tokens=special, truncate=body.truncate_prompt_tokens)
     return {"tokenize_response": spans, "templated_text": text}
 
 
@@ -82,6 +85,7 @@ def routes(service: Service) -> APIRouter:
                     _spans,
                     door,
                     body.inputs,
+                    "inputs",
                     add_special_tokens=special,
                     truncate=parameters.truncate,
                 )
@@ -89,7 +93,8 @@ def routes(service: Service) -> APIRouter:
         if body.parameters:
             raise InvalidRequest("`parameters` go with `inputs`, not with `prompt`.", param="parameters")
         encode = service.text.tokenizer.encode
-        ids = await beside(received.size, encode, body.prompt or "", add_special_tokens=special)
+        with whole_characters("prompt"):
+            ids = await beside(received.size, encode, body.prompt or "", add_special_tokens=special)
         return answer({"tokens": ids, "count": len(ids), "max_model_len": door.facts.window})
 
     @router.post(

@@ -1,7 +1,8 @@
 """The checkpoint's tokenizer, as the router uses it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,15 @@ class Tokenizer:
             raise ConfigError(f"{file} cannot be read: {str(error)[:200]}.") from error
         return cls(inner, read_json(folder, "tokenizer_config.json"), hashlib.sha256(content).hexdigest())
 
+    # The batch calls alone let other threads run meanwhile; a long prompt takes seconds.
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens (BOS) are added as the checkpoint's post-processor does."""
-        # The batch call alone lets other threads run meanwhile; a long prompt takes seconds.
-        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Ids of a text; special tokens (BOS) are added as the checkpoint's post-processor does.
+
+        Raises UnicodeEncodeError for half of a surrogate pair.
+        """
+        with _no_halves(text):
+            ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._bos_id is not None:
             ids.insert(0, self._bos_id)
         return ids
@@ -62,8 +68,9 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of each token, in characters of the text."""
-        encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        """(id, start, end) of each token, in characters of the text. Raises UnicodeEncodeError."""
+        with _no_halves(text):
+            encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         spans = [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
         return [(self._bos_id, 0, 0), *spans] if add_special_tokens and self._bos_id is not None else spans
 
@@ -84,6 +91,16 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         id_: int | None = self._inner.token_to_id(token)
         return id_
+
+
+@contextmanager
+def _no_halves(text: str) -> Iterator[None]:
+    """What the tokenizer says of half of a surrogate pair, as Python says it."""
+    try:
+        yield
+    except TypeError:
+        text.encode()
+        raise
 
 
 def _token_text(entry: Any) -> str | None:

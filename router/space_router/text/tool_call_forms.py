@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from space_router.text.tool_call_object import MAX_UNCERTAIN, brackets, call_object
+from space_router.text.tool_call_object import MAX_UNCERTAIN, brackets, call_object, whole_characters
 from space_router.text.tool_calls import Cursor, Reading, Telling, content_until
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -135,7 +135,7 @@ def _python_calls(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Re
             return cursor.back()
         cursor.let_go()
         telling.call(name)
-        telling.arguments(json.dumps(arguments, ensure_ascii=False))
+        telling.arguments(whole_characters(json.dumps(arguments, ensure_ascii=False)))
         yield from cursor.skip()
         if (yield from cursor.takes("]")):
             yield from cursor.skip()

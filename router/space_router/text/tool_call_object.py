@@ -69,6 +69,11 @@ def call_object(cursor: Cursor, telling: Telling, tools: frozenset[str], *, need
     return told
 
 
+def whole_characters(text: str) -> str:
+    """The text as bytes can say it: half of a surrogate pair, which an escape can write, becomes U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def brackets(cursor: Cursor, give: Callable[[str], None], limit: int | None = None) -> Reading[bool]:
     """A JSON object as it is written, up to its closing bracket; False where that does not come (before `limit`)."""
     depth, quoted, escaped = 0, False, False
@@ -122,6 +127,6 @@ def _string(cursor: Cursor, limit: int | None) -> Reading[str | None]:
                 value: str = json.loads(written)
             except ValueError:
                 return None
-            return value
+            return whole_characters(value)
         escaped = not escaped and char == "\\"
     return None

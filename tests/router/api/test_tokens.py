@@ -1,5 +1,7 @@
 """Text to tokens and back, for texts and for conversations."""
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -54,3 +56,39 @@ def test_a_beginning_that_only_the_config_adds_is_in_the_spans_too() -> None:
     assert [id_ for id_, _, _ in tokenizer.encode_spans("hello w", add_special_tokens=False)] == tokenizer.encode(
         "hello w", add_special_tokens=False
     )
+
+
+HALF = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+}
+
+
+async def test_half_a_character_in_a_call_s_arguments_is_the_client_s_mistake(router: Any) -> None:
+    """As JSON the arguments are right; no tokenizer takes what they say."""
+    messages = [*USER, HALF, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    for path, status in (("/v1/chat/completions", 400), ("/chat_tokenize", 422)):
+        answer = await router.post(path, messages=messages)
+        assert answer.status_code == status, answer.text
+        assert "half of a surrogate pair" in answer.text
+
+
+def test_other_threads_run_while_places_are_found() -> None:
+    """A text of megabytes kept every stream waiting for seconds."""
+    tokenizer, ticks, done = Tokenizer(byte_level(), {}), 0, threading.Event()
+    text = "".join(chr(97 + n * n % 26) for n in range(400_000))
+
+    def find() -> None:
+        tokenizer.encode_spans(text)
+        done.set()
+
+    longest, last = 0.0, time.perf_counter()
+    worker = threading.Thread(target=find)
+    worker.start()
+    begun = last
+    while not done.is_set():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last, ticks = max(longest, now - last), now, ticks + 1
+    worker.join()
+    assert longest < 0.6 * (last - begun), (longest, last - begun, ticks)

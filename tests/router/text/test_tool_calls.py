@@ -65,6 +65,13 @@ TEXTS: list[tuple[str, str, Read]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', Read("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', Read("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', Read("", [("f", '{"a": 2}')])),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+        Read("", [("f", '{"a": "\ufffd"}')]),  # half a character is none
+    ),
+    ("pythonic", '[f(a="\\ud83d")]', Read("", [("f", '{"a": "\ufffd"}')])),
+    ("pythonic", '[f(a="\\ud83d\\ude00é")]', Read("", [("f", '{"a": "😀é"}')])),
     ("hermes", 'Is <tool_call>{"name": "g"} a call?', Read('Is <tool_call>{"name": "g"} a call?', [])),
     ("hermes", "the <tool_ca", Read("the <tool_ca", [])),
     ("hermes", '<tool_call>{"name": "f", "arg', Read('<tool_call>{"name": "f", "arg', [])),
