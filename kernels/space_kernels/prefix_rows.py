@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from space_kernels.paging import StepRows
 from space_kernels.row_pattern import Ints, RowPattern
@@ -25,6 +26,7 @@ class Block:
 
     sequences: Tensor  # [n] whose pages
     reach: Tensor  # [n] int32 slots seen from the sequence's first chain row on, by the last row of the run at least
+    longest: int  # reach
     rows: Tensor | None  # [n·width] flat row numbers; None: the first n·width rows of the step as they are
     width: int
     places: Tensor  # [real rows] which of the n·width are no padding
@@ -50,6 +52,7 @@ class Ragged:
 
     sequences: Tensor  # [n] whose pages
     reach: Tensor  # [n] int32
+    longest: int  # reach
     rows: Tensor  # [total] flat row numbers
     bounds: Tensor  # [n+1] int32 where each run begins
     widest: int
@@ -76,8 +79,8 @@ class PrefixPattern:
 class Reach:
     """Where each run of a call stands in this step."""
 
-    lengths: Tensor  # [n] int32 slots that the last row of the run sees
-    pages: Tensor  # [n, most pages] int32
+    lengths: Tensor  # [n] int32 slots that the last row of the run sees; rows that do not live may see unwritten ones
+    pages: Tensor  # [n, most pages] int32; as many as those lengths take
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +122,10 @@ class PrefixRows:
         if runs is None:
             return None
         lengths = self.tables.starts.index_select(0, runs.sequences) + runs.reach
-        return Reach(lengths, self.tables.page_table.index_select(0, runs.sequences))
+        table = self.tables.page_table.index_select(0, runs.sequences)
+        # Where the device alone knows who lives, a run may end behind its sequence's last page: its last rows are dead
+        # then, but a library looks up the page of the very last one.
+        return Reach(lengths, functional.pad(table, (0, -(-runs.longest // self.tables.block_size))))
 
 
 def _build(pattern: RowPattern, device: torch.device) -> PrefixPattern:
@@ -179,6 +185,7 @@ def _block(
     return Block(
         sequences=_to(members, device),
         reach=_to(reach, device, torch.int32),
+        longest=max(reach),
         rows=None if in_place else _to(flat, device),
         width=len(rows[0]),
         places=_to(places, device),
@@ -192,6 +199,7 @@ def _long(pattern: RowPattern, members: Sequence[int], device: torch.device) -> 
     return Ragged(
         sequences=_to(members, device),
         reach=_to(lengths, device, torch.int32),
+        longest=max(lengths),
         rows=_to(np.concatenate([np.arange(run.start, run.stop) for run in runs]), device),
         bounds=_to(np.cumsum([0, *lengths]), device, torch.int32),
         widest=max(lengths),
