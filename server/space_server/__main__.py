@@ -185,6 +185,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
     facts = model.facts
     size = config.block_size
     if facts.device.type == "cuda":
+        give_back_unused()  # of the attentions that were measured
         rows = take_largest_step(
             model, max_sequences=config.max_sequences, max_prefill_rows=MAX_PREFILL_ROWS, block_size=size
         )

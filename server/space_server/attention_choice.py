@@ -178,8 +178,13 @@ def _fastest(
     """The candidate with the best score; the fallback where none is left."""
     loaded: dict[str, Attention] = {}
     seconds: dict[str, dict[Case, float]] = {}
-    steps = [MadeUpStep.of(case, need) for case in wanted]
-    expected = [step.run(reference) for step in steps]
+    try:
+        steps = [MadeUpStep.of(case, need) for case in wanted]
+        expected = [step.run(reference) for step in steps]
+    except torch.OutOfMemoryError:
+        usual = next((one for one in candidates if one.name == "triton"), fallback)
+        absent |= {one.name: "no memory to try it in" for one in candidates if one is not usual}
+        return AttentionChoice(usual, usual.load(need), {}, absent)
     for backend in candidates:
         try:
             attention = backend.load(need)

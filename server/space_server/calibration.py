@@ -159,7 +159,7 @@ def _measure(
 ) -> list[Point]:
     """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice.
 
-    On a device the first step of a kind compiles, and the second is captured: those are the idle ones.
+    On a device the first steps of a kind are compiled and captured; the cost learns nothing of those.
     """
     num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
     pages_each = -(-num_slots // kv.block_size)

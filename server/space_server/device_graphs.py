@@ -3,19 +3,26 @@
 A kind of step is taken eagerly the first time: that compiles what is to be compiled, and nobody waits for a step that
 brings nothing. The second time it is captured and replayed. All graphs share one memory pool: they run one after the
 other, and what each leaves behind lies outside of it.
+
+A step in which the host waits for the device cannot be captured (experts that are counted on the host are such), and to
+try it costs more than the step: the first kind is taken eagerly once more, watched, before anything is captured.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from space_server.device_step import StepKind
+from space_server.memory import give_back_unused, is_out_of_memory
 
 MOST_GRAPHS = 64
 """Kept; the least recently used go. A graph of a large model holds some megabytes on the device."""
@@ -31,18 +38,25 @@ class StepGraphs:
         self._take, self._result, self._most = take, result, most
         self._graphs: OrderedDict[StepKind, torch.cuda.CUDAGraph] = OrderedDict()
         self._num_cells: dict[StepKind, int] = {}  # of the results of each kind that was taken
-        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-        self._captures = True
+        self._pool = _new_pool()
+        self._captures: bool | None = None  # None: not known yet
+        self._eager: set[StepKind] = set()  # those whose graphs there is no memory for
         self.num_replays = 0
+        self.was_usual = False  # the last step took the time that its kind takes: nothing was compiled or captured
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def __call__(self, kind: StepKind) -> Tensor:
         """One step; its result, until the next one."""
-        if kind not in self._graphs and kind in self._num_cells and self._captures:
-            self._capture(kind)
-        graph = self._graphs.get(kind)
+        graph, is_new = self._graphs.get(kind), kind not in self._num_cells
+        may_capture = not is_new and self._captures is not False and kind not in self._eager
+        self.was_usual = graph is not None or not (is_new or may_capture)
+        if graph is None and may_capture and self._captures is None:
+            self._watch(kind)
+            return self._result[: self._num_cells[kind]]
+        if graph is None and may_capture:
+            graph = self._capture(kind)
         if graph is None:
             self._into_result(kind)
         else:
@@ -56,19 +70,37 @@ class StepGraphs:
         self._num_cells[kind] = len(found)
         self._result[: len(found)].copy_(found)
 
-    def _capture(self, kind: StepKind) -> None:
-        """Record this kind of step; where that cannot be done, no step is recorded any more."""
-        begun = time.perf_counter()
+    def _watch(self, kind: StepKind) -> None:
+        """Take this kind of step, and see whether the host waits for the device in it."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._into_result(kind)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [str(one.message) for one in said if "synchronizing" in str(one.message)]
+        self._captures = not waits
+        if waits:
+            _log.warning("steps are launched one kernel at a time: %d times in one the host waits", len(waits))
+
+    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph | None:
+        """Record this kind of step. Where that cannot be done, none is recorded any more; where there is no memory for
+        it, this one is not.
+        """
+        begun, stream = time.perf_counter(), torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._into_result(kind)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            self._captures = False
-            _log.warning("steps are launched one kernel at a time, for they cannot be captured: %s", error)
-            return
+            self._let_go(stream)
+            if is_out_of_memory(error) or (error.__context__ is not None and is_out_of_memory(error.__context__)):
+                self._make_room(kind)
+            else:
+                self._captures = False
+                _log.warning("steps are launched one kernel at a time, for they cannot be captured: %s", error)
+            return None
         self._graphs[kind] = graph
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
@@ -81,3 +113,28 @@ class StepGraphs:
             time.perf_counter() - begun,
             len(self._graphs),
         )
+        return graph
+
+    def _let_go(self, stream: torch.cuda.Stream) -> None:
+        """Be where a capture that failed began: torch leaves its stream, and the allocator in the belief that it goes
+        on, where the end of a capture fails, too.
+        """
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):  # it is over already
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+    def _make_room(self, kind: StepKind) -> None:
+        """Take this kind eagerly from now on, and let go of all graphs: those that are needed are captured again."""
+        self._eager.add(kind)
+        torch.cuda.synchronize()  # some may run
+        self._graphs.clear()
+        self._pool = _new_pool()
+        give_back_unused()
+        _log.warning(
+            "there is no memory to capture a step of %d lines: it is launched kernel by kernel", kind.num_lines
+        )
+
+
+def _new_pool() -> Any:
+    """Where graphs have their memory; None where there is no GPU."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

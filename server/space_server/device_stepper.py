@@ -66,6 +66,7 @@ class Launched:
     begun: Mark
     done: Mark
     last: Mark | None  # when the step before was done, if this one was waiting behind it
+    is_usual: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class StepRead:
     shape: StepShape  # laid out, for the sequences that took part
     computing: float  # seconds of the device
     seconds: float  # the same with the gap behind the step before, as far as that is no longer than the step
+    is_usual: bool  # it took the time that such steps take: nothing was compiled or captured meanwhile
 
 
 class DeviceStepper:
@@ -121,8 +123,10 @@ class DeviceStepper:
         most = state.drafts.shape[1]
         self._width = result_width(most)
         size = max_sequences * self._width + num_cells(max_sequences, most + 1, min(MOST_TOP, facts.vocab_size))
+        self._graphs: StepGraphs | None = None
         if on_gpu and not eager:
-            self._take = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
+            self._graphs = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
+            self._take = self._graphs
         # a step is read before the next but one is launched
         self._on_host = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
@@ -171,7 +175,8 @@ class DeviceStepper:
             self.waited += self._timeline.seconds(begun, self._last)
         seq_ids = frozenset(sequence.seq_id for sequence in batch)
         lines = batch.lines[:num_lines]
-        self._launched.append(Launched(kind, lines, seq_ids, asking, on_host, begun, self._last, last))
+        is_usual = self._graphs is None or self._graphs.was_usual
+        self._launched.append(Launched(kind, lines, seq_ids, asking, on_host, begun, self._last, last, is_usual))
         self.num_launches += 1
 
     def read(self) -> StepRead:
@@ -207,7 +212,7 @@ class DeviceStepper:
         computing = timeline.seconds(launched.begun, launched.done)
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
-        return StepRead(advances, shape, computing, seconds)
+        return StepRead(advances, shape, computing, seconds, launched.is_usual)
 
     def _ask_drafter(self, advance: Advance) -> None:
         """Let it read what was emitted; take what it proposes, if that is worth more than the masks' drafts or goes on

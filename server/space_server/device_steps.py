@@ -112,7 +112,8 @@ class DeviceSteps:
         """The oldest step under way."""
         read = self.stepper.read()
         self._num_failures = 0
-        self.controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
+        if read.is_usual:
+            self.controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
         return read
 
     def _give_up(self, error: Exception) -> list[StepRead]:

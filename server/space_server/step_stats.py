@@ -28,7 +28,7 @@ def count_step(stats: pb.StepStats, plan: StepPlan, times: StepTimes, seconds: f
 
 def count_read(stats: pb.StepStats, read: StepRead, cost: StepCost) -> None:
     """A step of the device's, beside what is in these stats already."""
-    if read.shape.num_sequences:
+    if read.shape.num_sequences and read.is_usual:
         cost.learn(read.shape, read.seconds)
     if not read.advances:
         return

@@ -132,6 +132,20 @@ def test_where_nobody_is_left_it_is_torch() -> None:
     assert (choice.name, choice.absent) == ("torch", {"broken": "failed: ImportError: gone"})
 
 
+def test_where_there_is_no_memory_to_measure_in_it_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    fakes = [fake(name, taking(clock, lambda masks: 1e-3)) for name in ("fast", "triton")]
+
+    def no_memory(*_: object) -> MadeUpStep:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(MadeUpStep, "of", no_memory)
+    choice = auto(clock, *fakes)
+    assert choice.name == "triton"
+    assert "fast (no memory to try it in)" in str(choice)
+    assert auto(clock, fakes[0]).name == "torch"
+
+
 def test_the_absent_are_named_with_their_cures() -> None:
     choice = choose_attention("auto", FACTS, block_size=16, installed=lambda package: None, need=NEED, clock=Clock())
     assert choice.name == "torch"

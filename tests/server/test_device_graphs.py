@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,19 +26,30 @@ def kind(num_lines: int) -> StepKind:
     return StepKind(num_lines, DraftLayout.plain(), Stages(), 16)
 
 
+class Failed(RuntimeError):
+    """What the end of a capture says that something has broken; torch has cleaned up nothing then."""
+
+
 @dataclass
 class Recorder:
     """Stands for torch's graphs: what is taken while one is captured is taken again when it is replayed."""
 
     taken: list[str] = field(default_factory=list)
     recording: list[int] | None = None
-    refuses: bool = False
+    stream: str = "own"
+    underway: bool = False  # as the allocator believes
+    waits: bool = False  # the host does, for the device, in each step
+    error: Exception | None = None  # of steps that are captured
+    debug: str = "default"
 
     def take(self, of: StepKind) -> Tensor:
-        self.taken.append(f"{'record' if self.recording is not None else 'launch'} {of.num_lines}")
+        how = "record" if self.recording is not None else "watch" if self.debug == "warn" else "launch"
+        self.taken.append(f"{how} {of.num_lines}")
+        if self.waits and self.debug == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         if self.recording is not None:
-            if self.refuses:
-                raise RuntimeError("operation not permitted when stream is capturing")
+            if self.error is not None:
+                raise self.error
             self.recording.append(of.num_lines)
         return torch.full((of.num_lines, 1), of.num_lines, dtype=torch.int32)
 
@@ -46,12 +58,22 @@ class Recorder:
 
     @contextmanager
     def capture(self, graph: Graph, **settings: object) -> Iterator[None]:
+        """As torch does it."""
         assert "pool" in settings
-        self.recording = graph.holds
+        assert not self.underway
+        before, self.stream, self.recording, self.underway = self.stream, "capturing", graph.holds, True
         try:
             yield
         finally:
             self.recording = None
+            if self.error is not None and not isinstance(self.error, torch.OutOfMemoryError):
+                raise Failed("operation failed due to a previous error during capture")
+            self.stream, self.underway = before, False
+
+    def end_allocating(self, device: int, pool: object) -> None:
+        if not self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway = False
 
 
 @dataclass
@@ -68,6 +90,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
     monkeypatch.setattr(torch.cuda, "graph", found.capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(found, "stream", stream))
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(found, "debug", mode))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(torch._C.__dict__, "_cuda_endAllocateToPool", found.end_allocating)
     return found
 
 
@@ -78,18 +106,24 @@ def graphs_of(recorder: Recorder, most: int = 8) -> StepGraphs:
 def test_a_kind_is_launched_first_captured_the_second_time_and_then_replayed(
     recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The first of all kinds is watched once before anything is captured."""
     caplog.set_level("INFO")
     graphs = graphs_of(recorder)
-    for number in (2, 2, 4, 2, 4):
+    usual = []
+    for number in (2, 2, 2, 4, 2, 4, 4):
         assert len(graphs(kind(number))) == number
-    assert recorder.taken == ["launch 2", "record 2", "replay 2", "launch 4", "replay 2", "record 4", "replay 4"]
+        usual.append(graphs.was_usual)
+    assert recorder.taken == [
+        "launch 2", "watch 2", "record 2", "replay 2", "launch 4", "replay 2", "record 4", "replay 4", "replay 4"
+    ]  # fmt: skip
+    assert usual == [False, False, False, False, True, False, True]
     assert len(graphs) == 2
     assert sum("captured a step of" in message for message in caplog.messages) == 2
 
 
 def test_the_least_recently_used_graph_goes(recorder: Recorder) -> None:
     graphs = graphs_of(recorder, most=2)
-    for number in (1, 1, 2, 2, 1, 3, 3):
+    for number in (1, 1, 1, 2, 2, 1, 3, 3):
         graphs(kind(number))
     assert len(graphs) == 2
     recorder.taken.clear()
@@ -98,13 +132,50 @@ def test_the_least_recently_used_graph_goes(recorder: Recorder) -> None:
     assert recorder.taken == ["replay 1", "replay 3", "record 2", "replay 2"]
 
 
-def test_steps_that_cannot_be_captured_are_launched(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_in_which_the_host_waits_are_launched_and_no_capture_is_tried(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.waits = True
     graphs = graphs_of(recorder)
-    recorder.refuses = True
-    for _ in range(3):
+    usual = []
+    for number in (2, 2, 2, 4, 4):
+        graphs(kind(number))
+        usual.append(graphs.was_usual)
+    assert recorder.taken == ["launch 2", "watch 2", "launch 2", "launch 4", "launch 4"]
+    assert usual == [False, False, True, False, True]
+    assert recorder.debug == "default"
+    assert sum("the host waits" in message for message in caplog.messages) == 1
+
+
+def test_steps_that_cannot_be_captured_are_launched_where_the_others_are(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch leaves its own stream, and the allocator's list of captures, where the end of one fails."""
+    graphs = graphs_of(recorder)
+    recorder.error = RuntimeError("operation not permitted when stream is capturing")
+    for _ in range(4):
         graphs(kind(2))
-    assert recorder.taken == ["launch 2", "record 2", "launch 2", "launch 2"]
+    assert recorder.taken == ["launch 2", "watch 2", "record 2", "launch 2", "launch 2"]
+    assert (recorder.stream, recorder.underway) == ("own", False)
     assert any("cannot be captured" in message for message in caplog.messages)
+
+
+def test_a_step_there_is_no_memory_to_capture_is_launched_and_others_are_captured_again(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = graphs_of(recorder)
+    for number in (1, 1, 1, 2):
+        graphs(kind(number))
+    recorder.error = torch.OutOfMemoryError("CUDA out of memory.")
+    recorder.taken.clear()
+    graphs(kind(2))
+    assert len(graphs) == 0
+    recorder.error = None
+    for number in (2, 1, 1, 2):
+        graphs(kind(number))
+    assert recorder.taken == ["record 2", "launch 2", "launch 2", "record 1", "replay 1", "replay 1", "launch 2"]
+    assert (recorder.stream, recorder.underway, graphs.was_usual) == ("own", False, True)
+    assert sum("no memory to capture" in message for message in caplog.messages) == 1
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU
@@ -141,3 +212,28 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
         found.append([ran.tokens for ran in router.ran.values()])
     assert found[0] == found[1]
     assert [graphs.num_replays > 10 for graphs in taken] == [True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: bool) -> None:
+    result = torch.zeros(8, dtype=torch.int32, device="cuda")
+
+    def take(of: StepKind) -> Tensor:
+        found = torch.arange(of.num_lines, dtype=torch.int32, device="cuda")
+        return found[: int(found.sum() >= 0) * of.num_lines]  # the host has to know
+
+    stream = torch.cuda.current_stream()
+    graphs = StepGraphs(take, result)
+    if not watched:
+        graphs._captures = True
+    for _ in range(4):
+        assert graphs(kind(3)).tolist() == [0, 1, 2]
+    assert len(graphs) == 0
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()  # which fails while a capture is believed to go on
+    graphs = StepGraphs(lambda of: torch.arange(of.num_lines, dtype=torch.int32, device="cuda"), result)
+    for _ in range(4):
+        assert graphs(kind(3)).tolist() == [0, 1, 2]
+    assert graphs.num_replays == 2

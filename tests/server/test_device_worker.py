@@ -1,10 +1,12 @@
 """What is under way on the device while the host goes on: launches, reads, pages, failures and what is said of them."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from space_model.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
+from space_server.calibration import Recorder
 from space_server.controller import FixedLayout
 from space_server.step_model import StepModel
 from space_server.testing import ScriptedModel, SmallRouter
@@ -187,6 +189,22 @@ def test_the_cost_of_device_steps_is_learnt() -> None:
         (1, 4, 12),
     }
     assert all(0 < seconds < 1 for _, seconds in learnt)
+
+
+def test_a_step_that_was_compiled_or_captured_says_nothing_of_what_steps_cost() -> None:
+    """Seconds of that made drafts of that kind look dear for hundreds of steps."""
+    cost = Recorder()
+    router = router_of(ScriptedModel(), cost=cost)
+    assert router.worker._device is not None
+    graphs = SimpleNamespace(was_usual=False)
+    router.worker._device.stepper._graphs = graphs  # type: ignore[assignment]
+    router.admit([5] * 6, max_tokens=80)
+    while router.worker._device.stepper.num_launches < 6:
+        router.step()
+    assert len(cost.points) == 1  # the prompt's step, on the host
+    graphs.was_usual = True
+    router.run()
+    assert len(cost.points) > 3
 
 
 def test_gaps_are_closed_so_that_few_sequences_make_a_small_step() -> None:
