@@ -14,7 +14,15 @@ case $1 in
         export SPACESERVE_HOST="${SPACESERVE_HOST:-0.0.0.0}"
         exec spaceserve "$@"
         ;;
-    worker | train | eval | bench | chat | convert | doctor)
+    train)
+        if ! python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("accelerate"))'; then
+            echo "entrypoint.sh: this image does not train: it has no packages for it. Train where" \
+                "'docker/install.sh --dev' of the repository has installed them, and serve OUT/model here." >&2
+            exit 2
+        fi
+        exec spaceserve "$@"
+        ;;
+    doctor | worker | workers | ray | eval | bench | chat | convert)
         exec spaceserve "$@"
         ;;
     healthcheck)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from space_kernels.attention_backends import BACKENDS
+from space_router.cli import PROGRAMS
 from space_router.metrics import Metrics
 
 DOCKERFILES = ["Dockerfile", "docker/cpu.Dockerfile"]
@@ -164,11 +165,36 @@ def entrypoint(root: Path, tmp_path: Path, *arguments: str, **environment: str) 
         (["router", "--worker-address", "w:1"], "spaceserve router --worker-address w:1 host=0.0.0.0"),
         (["worker", "--listen", "0.0.0.0:50051"], "spaceserve worker --listen 0.0.0.0:50051 host="),
         (["convert", "a", "b"], "spaceserve convert a b host="),
+        (["workers", "restart"], "spaceserve workers restart host="),
         (["echo", "anything", "else"], "anything else"),
     ],
 )
 def test_the_entrypoint_runs_what_it_is_told(root: Path, tmp_path: Path, arguments: list[str], run: str) -> None:
     assert entrypoint(root, tmp_path, *arguments) == run
+
+
+def test_the_entrypoint_knows_every_program_that_help_lists(root: Path, tmp_path: Path) -> None:
+    help = subprocess.run(
+        [sys.executable, "-m", "space_router", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    listed = re.findall(r"^    ([a-z]+)  ", help, flags=re.MULTILINE)
+    assert {"serve", "router", "doctor", *PROGRAMS} == set(listed)
+    for name in listed:
+        assert entrypoint(root, tmp_path, name).splitlines()[-1].startswith(f"spaceserve {name} ")
+
+
+def test_an_image_without_the_packages_says_that_it_does_not_train(root: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    run = subprocess.run(
+        [str(root / "docker/entrypoint.sh"), "train", "--model", "demo"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "does not train" in run.stderr
+    locked = (root / "docker/locks/run.txt").read_text()
+    assert not re.search(r"^(accelerate|datasets|tensorboard|matplotlib)==", locked, flags=re.MULTILINE)
 
 
 def test_a_host_from_the_environment_wins(root: Path, tmp_path: Path) -> None:
