@@ -132,7 +132,7 @@ if as_user sh -c 'echo x >/opt/spaceserve/x' 2>/dev/null; then fail "the root is
 chroot "${words[@]}" sh -c 'cd /data && exec entrypoint.sh' >"$top/server.log" 2>&1 &
 server=$!
 for _ in $(seq 120); do
-    if as_user entrypoint.sh healthcheck 2>/dev/null; then ready=yes && break; fi
+    if as_user entrypoint.sh healthcheck serve 2>/dev/null; then ready=yes && break; fi
     kill -0 "$server" 2>/dev/null || break
     sleep 1
 done

@@ -1,6 +1,7 @@
 #!/bin/sh
 # What a container runs: `serve` (the default), `router`, `worker` or any other subcommand of spaceserve; flags alone
-# go to `serve`; anything else is run as it is (`docker run -it spaceserve bash`).
+# go to `serve`; anything else is run as it is (`docker run -it spaceserve bash`). `healthcheck` asks the server that the
+# container was started with, or one with the program and flags behind it.
 set -eu
 
 if [ $# -eq 0 ]; then set -- serve; fi
@@ -26,14 +27,8 @@ case $1 in
         exec spaceserve "$@"
         ;;
     healthcheck)
-        exec python -c "
-import os, sys, urllib.request
-address = 'http://127.0.0.1:' + os.environ.get('SPACESERVE_PORT', '8080') + '/readyz'
-try:
-    urllib.request.urlopen(address, timeout=4)
-except OSError as error:
-    sys.exit(f'{address}: {error}')
-"
+        shift
+        exec python -m space_router.healthcheck "$@"
         ;;
     *)
         exec "$@"

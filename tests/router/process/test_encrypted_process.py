@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 from space_proto import generate_pb2, generate_pb2_grpc
+from space_router import healthcheck
 from space_router.config import build
 from space_router.errors import ConfigError
 from space_router.testing.certificates import authority, signed
@@ -30,6 +31,7 @@ def test_with_a_certificate_http_and_grpc_are_encrypted_and_plain_text_is_not_he
     flags = ["--tls-cert", str(own.cert), "--tls-key", str(own.key), "--grpc-port", "0"]
     with start_server(*flags) as server:
         assert server.url.startswith("https://127.0.0.1:")
+        assert healthcheck.main(["serve", *flags, "--port", server.url.rpartition(":")[2]], {}) == 0
         trusted = ssl.create_default_context(cafile=str(ours.cert))
         whole = httpx.post(f"{server.url}/v1/completions", json=BODY, verify=trusted).json()["choices"][0]["text"]
         assert whole
@@ -53,6 +55,7 @@ def test_a_unix_socket_is_for_this_user_alone_and_gone_at_the_end(start_server: 
     with start_server("--host", f"unix:{path}") as server:
         assert server.url == f"unix:{path}"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert healthcheck.main(["serve", "--host", f"unix:{path}"], {}) == 0
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             assert client.post("/v1/completions", json=BODY).status_code == 200
         server.router.wait_for(f"curl --unix-socket {path} http://localhost/v1/completions")
