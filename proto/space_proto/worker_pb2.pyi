@@ -797,10 +797,13 @@ class StepReport(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     ENERGY_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     report_no: _builtins.int
     """1, 2, 3, ... on this stream, without gaps"""
     stepped: _builtins.bool
     """a forward pass was run"""
+    leaving: _builtins.bool
+    """last: told to end, the worker has finished everything and said it; the router is to hang up"""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceReport]:
         """those that emitted, advanced, paused, ended or failed"""
@@ -826,10 +829,11 @@ class StepReport(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         stats: Global___StepStats | None = ...,
         energy: _abc.Iterable[Global___Energy] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "leaving", b"leaving", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

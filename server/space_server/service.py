@@ -31,6 +31,10 @@ UNREAD_SECONDS = 30.0
 """How long a router may leave unread what is said to it, before it is taken for dead."""
 DISPLACED_SECONDS = 0.5
 """The same once another router has come."""
+FAREWELL_SECONDS = 1.0
+"""How long a router that is told the last word may take to hang up: if the worker did, while the router says something,
+the router could not read it.
+"""
 ENERGY_SECONDS = 0.25
 """How often sensors are read while there is something to say: a reading costs microseconds, but steps are many."""
 OPTIONS = (
@@ -98,6 +102,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await self._speak(conversation, context)
             except Drained:
                 self.finished.set()
+                await asyncio.wait([reader], timeout=FAREWELL_SECONDS)
             except TimeoutError:
                 _log.warning("router lost: it has left unread what was said to it")
             except ConversationFailed as error:
@@ -124,18 +129,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if self._meter.devices:  # known from the first moment on, though nothing is drawn yet
             report_no = 1
             await context.write(pb.WorkerMessage(report=pb.StepReport(report_no=1, energy=self._meter.drawn())))
-        while (message := await conversation.message(self._heartbeat_seconds)) is not None:
-            if message.HasField("report"):
-                report_no += 1
-                message.report.report_no = report_no
-                if clock() - measured >= ENERGY_SECONDS:
-                    message.report.energy.extend(self._meter.drawn())
-                    measured = clock()
-            await self._say(context, message)
-            if message.HasField("refusal"):
-                _log.warning("router refused: %s", message.refusal.reason)
-                return
-            conversation.sent(message)
+        try:
+            while (message := await conversation.message(self._heartbeat_seconds)) is not None:
+                if message.HasField("report"):
+                    report_no += 1
+                    message.report.report_no = report_no
+                    if clock() - measured >= ENERGY_SECONDS:
+                        message.report.energy.extend(self._meter.drawn())
+                        measured = clock()
+                await self._say(context, message)
+                if message.HasField("refusal"):
+                    _log.warning("router refused: %s", message.refusal.reason)
+                    return
+                conversation.sent(message)
+        except Drained:
+            await self._say(context, pb.WorkerMessage(report=pb.StepReport(report_no=report_no + 1, leaving=True)))
+            raise
 
     async def _say(self, context: _Context, message: pb.WorkerMessage) -> None:
         """Raises TimeoutError where the router does not read."""

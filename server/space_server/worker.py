@@ -33,7 +33,7 @@ from space_server.synthetic import SyntheticAcceptance
 from space_server.waiting import Waiting
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 5
+PROTOCOL_MINOR = 6
 MAX_PREFILL_ROWS = 512
 """Prompt rows per step while no router says otherwise."""
 

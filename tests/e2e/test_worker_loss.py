@@ -50,6 +50,22 @@ def test_streams_go_on_with_the_same_text_when_their_worker_is_killed(live: Any)
     assert len(set(killed)) == KILLS
 
 
+def test_a_worker_that_is_told_to_end_finishes_what_runs_and_is_no_loss(live: Any) -> None:
+    wanted = {"prompt": "def g(x):\n    ", "max_tokens": 400, "temperature": 0.9, "seed": 5}
+    text = live.complete(**wanted)["choices"][0]["text"]
+    before = live.wait_idle()["spaceserve_worker_restarts_total"]
+    pieces, ended = [], 0
+    for event in live.stream(**wanted):
+        if not pieces:
+            ended = live.wait_worker()
+            os.kill(ended, signal.SIGTERM)
+        pieces.append(event)
+    assert "".join(event["choices"][0]["text"] for event in pieces) == text
+    assert live.complete(**wanted)["choices"][0]["text"] == text
+    assert live.wait_worker() != ended
+    assert live.metrics()["spaceserve_worker_restarts_total"] == before
+
+
 def test_requests_wait_while_the_worker_is_away_and_may_leave(live: Any) -> None:
     text = live.complete("while True:", seed=1, temperature=1)["choices"][0]["text"]
     live.wait_idle()

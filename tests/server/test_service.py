@@ -173,7 +173,7 @@ def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
             await peer.say(start(major=7))
             last = await peer.last_word()
             assert last is not None
-            assert "speaks protocol 7.0, this worker 1.5" in last.refusal.reason
+            assert "speaks protocol 7.0, this worker 1.6" in last.refusal.reason
             peer = connect()
             await peer.say(admit(1))
             last = await peer.last_word()
@@ -260,7 +260,9 @@ def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_sig
                 await peer.say(pb.Command(drain=pb.Drain()))
             reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
             assert not any(s.error for report in reports for s in report.sequences) or by_signal
-            await peer.last_word()
+            farewell = await peer.last_word()
+            assert farewell is not None
+            assert farewell.report.leaving
             await asyncio.wait_for(service.finished.wait(), 10)
             last = await connect().last_word()  # the process still listens, and ends
             assert last is not None

@@ -240,7 +240,7 @@ class Engine:
         """A worker has said hello, and is empty."""
         if seat.scheduler is not None:
             self.facts = seat.scheduler.facts
-        if seat.num_incarnations > 1 and seat.retired is None:
+        if seat.was_lost:
             self._observer.worker_restarted()
         self._observer.workers(len(self._schedulers()))
         self._up.set()

@@ -16,7 +16,15 @@ from space_router.engine.model_facts import ModelFacts
 from space_router.engine.pace import step_seconds
 from space_router.engine.scheduler import Scheduler
 from space_router.workers.cause import Cause
-from space_router.workers.link import PROTOCOL_MAJOR, Link, LinkLost, LinkRefused, LinkStalled, WorkerMismatch
+from space_router.workers.link import (
+    PROTOCOL_MAJOR,
+    Link,
+    LinkEnded,
+    LinkLost,
+    LinkRefused,
+    LinkStalled,
+    WorkerMismatch,
+)
 from space_router.workers.supervisor import WorkerDidNotStart
 from space_router.workers.watchdog import Watchdog
 
@@ -84,7 +92,6 @@ class Seat:
         self.trouble = ""  # why the last worker was lost, or none could be had
         self.scheduler: Scheduler | None = None  # None: nobody is up
         self.num_incarnations = 0
-        self.incarnation: str | None = None  # of the process that is connected, or was last
         self.num_crashes = 0  # in a row: no worker was up for long in between
         self._schedule = schedule
         self._tokenizer_hash = tokenizer_hash
@@ -93,13 +100,20 @@ class Seat:
         self._link: Link | None = None
         self._news = asyncio.Event()  # something has changed here
 
+    incarnation: str | None = None  # of the process that is connected, or was last
     retired: str | None = None  # incarnation that was taken off duty: nothing has gone wrong; until another is up
+    left: str | None = None  # incarnation that was told to end, not by us, and had finished everything
     is_given_up = False  # no worker will come any more, unless somebody puts another there; until one is up
 
     @property
     def address(self) -> str | None:
         """Where its worker listens; None: nobody is up."""
         return None if self._link is None else self._link.address
+
+    @property
+    def was_lost(self) -> bool:
+        """Whoever sits here takes the place of a worker that was lost, and neither taken off duty nor left in peace."""
+        return self.num_incarnations > 1 and self.retired is None and self.left in (None, self.incarnation)
 
     @property
     def steady(self) -> bool:
@@ -170,7 +184,7 @@ class Seat:
             except (LinkLost, ProtocolViolation) as error:
                 num_failed_starts = 0
                 self.trouble = str(error)
-                if self.retired is not None:
+                if self.retired is not None or isinstance(error, LinkEnded):
                     logger.info("%s ends as it was told to: %s", self.source.name, error)
                 else:
                     logger.warning("%s is lost: %s", self.source.name, error)
@@ -199,7 +213,7 @@ class Seat:
             cause = Cause.OUTSIDE
             try:
                 engaged.worker_up(self)
-                self.retired, self.is_given_up = None, False
+                self.retired, self.left, self.is_given_up = None, None, False
                 self._news.set()
                 await self._listen(link, scheduler, engaged, watchdog)
             except LinkRefused:
@@ -208,11 +222,13 @@ class Seat:
             except (LinkLost, ProtocolViolation) as error:
                 self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
                 engaged.worker_away(self)
+                if isinstance(error, LinkEnded):
+                    self.left = link.hello.incarnation
                 if isinstance(error, LinkStalled | ProtocolViolation):
                     cause = Cause.ITSELF
                 else:
                     cause = await self.source.inquest()  # gives one that was told to end the time for it, too
-                if self.retired is not None:
+                if self.retired is not None or self.left is not None:
                     cause = Cause.OUTSIDE
                 if cause is Cause.OUTSIDE:
                     self._works()

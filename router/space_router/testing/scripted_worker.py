@@ -68,6 +68,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         for conversation in list(self._conversations):
             conversation.die()
 
+    def leave(self) -> None:
+        """End as a process does that is told to: what runs is finished; a new incarnation listens at once."""
+        self.num_lives += 1
+        for conversation in list(self._conversations):
+            conversation.drain()
+
     def check(self) -> None:
         """Raise Violation if the router ever broke the contract."""
         if self.violations:
@@ -137,6 +143,10 @@ class _Conversation:
         self.dead = True
         self._news.set()
 
+    def drain(self) -> None:
+        self._inbox.append(worker_pb2.Command(drain=worker_pb2.Drain()))
+        self._news.set()
+
     async def read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         """Commands into the inbox until the router hangs up."""
         try:
@@ -182,7 +192,12 @@ class _Conversation:
                 yield self._report()
             elif self._batch.draining and not self._batch.sequences:
                 self._worker.drained.set()
-                return
+                farewell = self._batch.heartbeat()
+                farewell.leaving = True
+                yield worker_pb2.WorkerMessage(report=farewell)
+                while not self.dead and not self._closed:
+                    self._news.clear()
+                    await self._news.wait()
             else:
                 try:
                     await asyncio.wait_for(self._news.wait(), script.heartbeat_seconds)

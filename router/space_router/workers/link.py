@@ -31,6 +31,10 @@ class LinkStalled(LinkLost):
     """The worker speaks, and does not step."""
 
 
+class LinkEnded(LinkLost):
+    """The worker leaves: told to end, it has finished what ran and said all of it."""
+
+
 class LinkRefused(LinkLost):
     """The worker is well, and will not serve this router: it drains, or serves another, or was told nonsense."""
 
@@ -109,6 +113,8 @@ class Link:
         self._silence, self._last_look = 0.0, asyncio.get_running_loop().time()
         if message.HasField("refusal"):
             raise LinkRefused(f"the worker at {self.address} refuses: {message.refusal.reason}")
+        if message.report.leaving:
+            raise LinkEnded(f"the worker at {self.address} has finished everything")
         return message.report
 
     def _look(self) -> None:
