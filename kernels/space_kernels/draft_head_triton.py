@@ -124,7 +124,7 @@ def _logits_of(
     row = tl.program_id(0).to(tl.int64)
     candidates = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = candidates < M
-    id_ = tl.load(ids + row * ids_stride + candidates, inside, other=0)
+    id_ = tl.load(ids + row * ids_stride + candidates, inside, other=0).to(tl.int64)
     of_row = weight + id_[:, None] * weight_stride
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, hidden_size, BLOCK):

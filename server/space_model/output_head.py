@@ -74,8 +74,10 @@ class OutputHead:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids only."""
         if self.weight is None:
             raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
-        rows = F.embedding(ids, self.weight)  # [N, M, hidden]
-        logits = torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)
+        products = _products
+        if hidden.is_cuda:
+            from space_kernels.draft_head_triton import logits_of as products
+        logits = products(hidden, self.weight, ids)
         if self.bias is not None:
             logits = logits + self.bias[ids]
         return self._finish(logits)
@@ -84,3 +86,9 @@ class OutputHead:
         if self._scale != 1.0:
             logits = logits.mul_(self._scale)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _products(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row with few rows of the weight."""
+    rows = F.embedding(ids, weight)  # [N, M, hidden]
+    return torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)
