@@ -365,17 +365,17 @@ class Worker:
     def _say(self, report: pb.StepReport, advances: list[Advance]) -> None:
         """Let these sequences go on or end, and let go of those that no step under way refers to any more."""
         report.stepped = report.stepped or bool(advances)
-        for advance in advances:
-            self._settle(advance, report)
         device = self._device
+        for sequence, advance in [(one.plan.sequence, one) for one in advances]:
+            if self.batch.get(sequence.seq_id) is sequence:  # not released meanwhile
+                self._settle(advance, report)
+            if device is not None:
+                device.was_stepped(sequence.seq_id)
         if device is None:
             return
-        for advance in advances:
-            device.was_stepped(advance.plan.sequence.seq_id)
         still = [seq_id for seq_id in self._leaving if device.stepper.refers_to(seq_id)]
-        for seq_id in self._leaving:
-            if seq_id not in still:
-                self.batch.acknowledge(seq_id)
+        for seq_id in [one for one in self._leaving if one not in still]:
+            self.batch.acknowledge(seq_id)
         self._leaving = still
 
     def _say_paused(self, report: pb.StepReport, waiting: list[Sequence]) -> None:

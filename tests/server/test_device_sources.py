@@ -268,3 +268,23 @@ def test_the_average_of_those_who_draft_decides() -> None:
         sequence.acceptance.shift = shift
     layout_of_drafts(sequences, Seeing(0.0), BLOCK)
     assert [room.acceptance.shift for room in seen if room.acceptance is not None] == [1.0, 1.0]
+
+
+def test_a_sequence_that_is_released_under_way_is_said_of_no_more() -> None:
+    """Its last step is read before it leaves its line, and may be the one that ends it."""
+    router = router_of(ScriptedModel(text=verse), device=True, controller=FixedLayout(lambda room: DraftLayout.plain()))
+    device = router.worker._device
+    assert device is not None
+    stays, goes = (router.admit([verse(p) for p in range(20)], max_tokens=most) for most in (12, 4))
+    while len(router.ran[goes].tokens) < 3 or not device.is_under_way:
+        router.step()
+    assert device.reads_first
+    assert device.stepper.refers_to(goes)
+    router.release(goes)
+    report = router.step()
+    assert report is not None
+    assert list(report.released) == [goes]
+    assert [part.seq_id for part in report.sequences] == [stays]
+    assert goes not in router.worker.batch
+    router.run()
+    assert len(router.ran[stays].tokens) == 12
