@@ -7,132 +7,24 @@ import json
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
-import uvicorn
-from space_router.api.http_connection import GUEST_SECONDS, NUM_GUESTS, bounded
+from space_router.api.http_connection import GUEST_SECONDS, NUM_GUESTS
 from space_router.connection_settings import ConnectionSettings
-from space_router.metrics import Metrics
+from space_router.testing.web_trial import SOON, WebTrial, serving
 
 LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, slow_reader_timeout=0.3)
-SOON = 10.0
-"""Seconds: longest wait for what must come."""
 
 
-class Server:
-    def __init__(self, address: tuple[str, int], metrics: Metrics) -> None:
-        self.address = address
-        self.metrics = metrics
-        self.num_sent = 0  # bytes that the application has handed over
-        self.gone = asyncio.Event()  # the application has been told that its client went
-
-    async def app(
-        self, scope: dict, receive: Callable[[], Awaitable[dict]], send: Callable[[dict], Awaitable[None]]
-    ) -> None:  # type: ignore[type-arg]
-        """/: a short answer. /endless: a stream that never ends. /long: one answer of 4 MiB."""
-        path = scope["path"]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        if path == "/endless":
-            watching = asyncio.create_task(self._watch(receive))
-            while not self.gone.is_set():
-                await send({"type": "http.response.body", "body": b"x" * 16384, "more_body": True})
-                self.num_sent += 16384
-                await asyncio.sleep(0)
-            await watching
-            return
-        await send({"type": "http.response.body", "body": b"y" * (4 << 20) if path == "/long" else b"hello"})
-
-    async def _watch(self, receive: Callable[[], Awaitable[dict]]) -> None:  # type: ignore[type-arg]
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.gone.set()
-
-    @asynccontextmanager
-    async def connect(self, sent: bytes, *, window: int | None = None) -> AsyncIterator[Client]:
-        """A client that reads when it is told to; `window`: bytes that its system takes for it meanwhile."""
-        with socket.socket() as connection:
-            if window is not None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
-            connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, self.address)
-            client = Client(connection)
-            await client.send(sent)
-            yield client
-
-    async def answer(self, *pieces: bytes) -> bytes:
-        """Everything that comes back until the server closes."""
-        async with self.connect(b"") as client:
-            for piece in pieces:
-                with suppress(ConnectionError):
-                    await client.send(piece)
-                await asyncio.sleep(0.05)
-            return await client.rest()
-
-
-class Client:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-
-    async def send(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self.connection, data)
-
-    async def receive(self) -> bytes:
-        """What is there; nothing at the end."""
-        async with asyncio.timeout(SOON):
-            return await asyncio.get_running_loop().sock_recv(self.connection, 65536)
-
-    async def until(self, end: bytes) -> bytes:
-        found = b""
-        while not found.endswith(end):
-            piece = await self.receive()
-            assert piece, f"the server closed after {found!r}"
-            found += piece
-        return found
-
-    async def rest(self) -> bytes:
-        found = b""
-        with suppress(ConnectionResetError):  # the server closed with something of ours unread
-            while piece := await self.receive():
-                found += piece
-        return found
-
-
-@asynccontextmanager
-async def serving(limits: ConnectionSettings = LIMITS) -> AsyncIterator[Server]:
-    metrics = Metrics()
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
-        listening.bind(("127.0.0.1", 0))
-        server = Server(listening.getsockname(), metrics)
-        config = uvicorn.Config(
-            server.app,
-            http=bounded(limits, metrics),
-            log_config=None,
-            lifespan="off",
-            interface="asgi3",
-            timeout_keep_alive=1,  # type: ignore[arg-type]
-        )
-        running = uvicorn.Server(config)
-        task = asyncio.create_task(running.serve(sockets=[listening]))
-        while not running.started:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        try:
-            yield server
-        finally:
-            running.should_exit = running.force_exit = True
-            await task
-
-
-def rejected(server: Server, reason: str) -> float | None:
+def rejected(server: WebTrial, reason: str) -> float | None:
     return server.metrics.value("spaceserve_rejected_total", reason=reason)
 
 
 async def test_an_ordinary_request_is_answered_and_its_connection_kept() -> None:
     ask = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-    async with serving() as server, server.connect(ask) as client:
+    async with serving(LIMITS) as server, server.connect(ask) as client:
         assert b"hello" in await client.until(b"0\r\n\r\n")
         await asyncio.sleep(0.5)  # longer than a head may take: the next one has not begun
         await client.send(ask)
@@ -151,7 +43,7 @@ async def test_an_ordinary_request_is_answered_and_its_connection_kept() -> None
     ids=["a long header", "many headers", "a long path", "a header without end", "a path without end"],
 )
 async def test_a_head_beyond_its_bound_is_431_in_json_and_counted(head: bytes) -> None:
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         answer = await server.answer(head)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "header_too_large"
@@ -161,14 +53,14 @@ async def test_a_head_beyond_its_bound_is_431_in_json_and_counted(head: bytes) -
 async def test_a_body_that_comes_with_its_head_is_no_part_of_it() -> None:
     """All of a request in one read, and the next one on the same connection."""
     request = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 20000\r\n%s\r\n" + b"x" * 20_000
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         answer = await server.answer(request % b"", request % b"connection: close\r\n")
         assert answer.count(b"HTTP/1.1 200 ") == 2
         assert rejected(server, "header_too_large") == 0
 
 
 async def test_a_head_that_comes_drop_by_drop_is_408() -> None:
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         begun = time.monotonic()
         answer = await server.answer(*(b"GET / HTTP/1.1\r\nx: " + b"y" * n for n in range(4)), b"z")
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -177,18 +69,18 @@ async def test_a_head_that_comes_drop_by_drop_is_408() -> None:
 
 
 async def test_a_connection_that_says_nothing_is_closed_without_a_word() -> None:
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         assert await server.answer() == b""
 
 
 async def test_what_is_no_http_is_400_and_closed() -> None:
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         answer = await server.answer(b"\x16\x03\x01 not http\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert answer.count(b"HTTP/1.1") == 1
 
 
-async def cut(server: Server) -> None:
+async def cut(server: WebTrial) -> None:
     """Until a connection has been cut."""
     async with asyncio.timeout(SOON):
         while server.metrics.value("spaceserve_slow_readers_cut_total") != 1:  # noqa: ASYNC110
@@ -197,7 +89,7 @@ async def cut(server: Server) -> None:
 
 async def test_a_stream_that_nobody_reads_stops_being_made_and_is_cut_and_counted() -> None:
     ask = b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n"
-    async with serving() as server, server.connect(ask, window=4096):
+    async with serving(LIMITS) as server, server.connect(ask, window=4096):
         await asyncio.wait_for(server.gone.wait(), SOON)
         assert server.num_sent < 1 << 20, "what it did not read was never held"
         await cut(server)
@@ -205,7 +97,7 @@ async def test_a_stream_that_nobody_reads_stops_being_made_and_is_cut_and_counte
 
 async def test_a_whole_answer_that_nobody_reads_is_cut_too() -> None:
     ask = b"GET /long HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
-    async with serving() as server, server.connect(ask, window=4096):
+    async with serving(LIMITS) as server, server.connect(ask, window=4096):
         await cut(server)
 
 
@@ -222,7 +114,7 @@ async def test_a_reader_that_reads_slowly_but_reads_gets_everything() -> None:
 
 async def test_a_client_that_resets_leaves_no_timer_behind() -> None:
     ask = b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n"
-    async with serving() as server:
+    async with serving(LIMITS) as server:
         async with server.connect(ask, window=4096) as client:
             await client.receive()
             client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
