@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from space_router.api.access import OPEN_PATHS
@@ -40,6 +41,8 @@ class HttpConnection(HttpToolsProtocol):
     from then on, its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
 
     A connection beyond `max_connections` is a guest: one request of a probe is answered, any other is told to go.
+
+    A client's offer of another protocol (`Upgrade: h2c`, `websocket`) is not taken up, as RFC 9110 §7.8 allows.
     """
 
     def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
@@ -74,12 +77,39 @@ class HttpConnection(HttpToolsProtocol):
         if self._in_head and self._head_timer is None:  # a further request on a connection that is kept alive
             self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
         was_in_head, self._had_whole_head = self._in_head, False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("This is no valid HTTP request.")
         of_one_head = was_in_head and self._in_head and not self._had_whole_head  # else a body may be among it
         if of_one_head and not self.transport.is_closing():
             self._head_size += len(data)  # an unfinished header is known to the parser alone
             if self._head_size > 2 * self._limits.max_header:
                 self._refuse_head()
+
+    def _parse(self, data: bytes) -> None:
+        """The parser takes an offered protocol for accepted: the body would be the first words in it. So it stops
+        behind the head, and reads it again without the offer. Raises HttpParserError.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._refused:
+                    return
+                rest = rest[offer.args[0] :]
+                head = self._head_without_offer()
+                self.parser = _parser(self)  # the old one is at its end if the client wants no further request
+                self.parser.feed_data(head)
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -94,6 +124,13 @@ class HttpConnection(HttpToolsProtocol):
         self._count(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
+        if self._refused:
+            return
+        if self.parser.get_method() == b"CONNECT":
+            self._say(400, "invalid_request", "CONNECT is for proxies, and this server is none.")
+            return
+        if self.parser.should_upgrade():
+            return  # it comes again without the offer
         self._in_head, self._had_whole_head = False, True
         self._head_timer = _stop(self._head_timer)
         if self._is_guest and self.url.partition(b"?")[0] not in _PATHS_OF_PROBES:
@@ -108,7 +145,7 @@ class HttpConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refused:
+        if self._refused or self.parser.should_upgrade():
             return
         super().on_message_complete()
         self._in_head, self._head_size = True, 0
@@ -210,6 +247,13 @@ def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpC
         return HttpConnection(*args, limits=limits, metrics=metrics, **kwargs)
 
     return connection
+
+
+def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
+    """As uvicorn makes it."""
+    parser = httptools.HttpRequestParser(connection)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -25,16 +25,27 @@ class WebTrial:
         self.address = address
         self.metrics = metrics
         self.num_sent = 0  # bytes that the application has handed over
+        self.asked: list[str] = []  # of the application, method and path
         self.gone = asyncio.Event()  # the application has been told that its client went
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """/: a short answer. /endless: a stream that never ends. /long: one answer of 4 MiB."""
+        """/: a short answer. /echo: the body. /endless: a stream that never ends. /long: one answer of 4 MiB."""
         path = scope["path"]
+        self.asked.append(f"{scope['method']} {path}")
+        body = await self._body(receive) if path == "/echo" else b"y" * (4 << 20) if path == "/long" else b"hello"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if path == "/endless":
             await self._endless(receive, send)
         else:
-            await send({"type": "http.response.body", "body": b"y" * (4 << 20) if path == "/long" else b"hello"})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _body(self, receive: Receive) -> bytes:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        return body
 
     async def _endless(self, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(self._watch(receive))
@@ -55,6 +66,7 @@ class WebTrial:
         with socket.socket() as connection:
             if window is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
             await asyncio.get_running_loop().sock_connect(connection, self.address)
             client = Client(connection)
