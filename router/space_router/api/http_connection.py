@@ -6,13 +6,14 @@ uvicorn holds the connection; what it leaves unbounded is bounded here.
 from __future__ import annotations
 
 import asyncio
+import enum
 import http
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from space_router.api.access import OPEN_PATHS
 from space_router.connection_settings import ConnectionSettings
@@ -33,12 +34,23 @@ class HeaderTooLarge(Exception):
     """First line and headers exceed `--max-header`."""
 
 
+class Reading(enum.Enum):
+    """What a client is in the middle of."""
+
+    NOTHING = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+
+
 class HttpConnection(HttpToolsProtocol):
     """Refuses what is too long or too slow before it is a request, and cuts a client that does not read.
 
     A head (first line and headers) has `receive_timeout` from its first byte on, and a new connection so long for its
-    first byte. The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits
-    from then on, its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
+    first byte. A head that comes while an earlier request is answered has it from the end of that answer on, and what
+    is wrong with it is said then.
+
+    The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits from then on,
+    its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
 
     A connection beyond `max_connections` is a guest: one request of a probe is answered, any other is told to go.
 
@@ -48,12 +60,14 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._metrics = limits, metrics
-        self._in_head = True  # what comes next belongs to a request's head
+        self._reading = Reading.NOTHING
         self._had_whole_head = False  # the data that came last
         self._head_size = 0  # bytes of it, at least
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # the request that is answered, or was last
         self._refused = False
+        self._last_word = b""  # where refused
         self._is_guest = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -69,21 +83,21 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer = _stop(self._head_timer)
         self._slow_timer = _stop(self._slow_timer)
+        if self._running is not None:  # uvicorn tells the last request alone, which may wait behind this one
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._in_head and self._head_timer is None:  # a further request on a connection that is kept alive
-            self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
-        was_in_head, self._had_whole_head = self._in_head, False
-        self._unset_keepalive_if_required()
+        was_in_body, self._had_whole_head = self._reading is Reading.BODY, False
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self.send_400_response("This is no valid HTTP request.")
-        of_one_head = was_in_head and self._in_head and not self._had_whole_head  # else a body may be among it
-        if of_one_head and not self.transport.is_closing():
+        among_it = was_in_body or self._had_whole_head  # a body, maybe
+        if self._reading is Reading.HEAD and not among_it and not self._refused:
             self._head_size += len(data)  # an unfinished header is known to the parser alone
             if self._head_size > 2 * self._limits.max_header:
                 self._refuse_head()
@@ -113,7 +127,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_size = True, 0
+        self._reading, self._head_size = Reading.HEAD, 0
+        self._await_head()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -131,12 +146,13 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self.parser.should_upgrade():
             return  # it comes again without the offer
-        self._in_head, self._had_whole_head = False, True
+        self._had_whole_head = True
         self._head_timer = _stop(self._head_timer)
         if self._is_guest and self.url.partition(b"?")[0] not in _PATHS_OF_PROBES:
             self._refuse_guest()
             return
         super().on_headers_complete()
+        self._reading = Reading.BODY
         if self._is_guest and self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -148,11 +164,21 @@ class HttpConnection(HttpToolsProtocol):
         if self._refused or self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._in_head, self._head_size = True, 0
+        self._reading = Reading.NOTHING
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._mind_leftovers()
+        if self._is_answering or self.transport.is_closing():
+            return
+        if self._refused:
+            self._leave()
+        elif self._reading is Reading.HEAD:
+            self._await_head()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -194,11 +220,23 @@ class HttpConnection(HttpToolsProtocol):
             kind="service_unavailable_error",
         )
 
+    @property
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _await_head(self) -> None:
+        """The rest of a head that has begun. Empty lines before it begin nothing: RFC 9112 §2.2."""
+        if self._is_answering:
+            return
+        self._unset_keepalive_if_required()
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
+
     def _head_overdue(self) -> None:
         self._head_timer = None
         if self.transport.is_closing():
             return
-        if self.cycle is None and not self._head_size and self.scope is None:
+        if self._reading is Reading.NOTHING:
             self.transport.close()  # nothing was ever asked
             return
         if self._is_guest:
@@ -209,18 +247,31 @@ class HttpConnection(HttpToolsProtocol):
         self._say(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
 
     def _say(self, status: int, code: str, message: str, *, kind: str = "invalid_request_error") -> None:
-        """The last word on this connection, to a request that never became one."""
+        """The last word on this connection, to a request that never became one; earlier ones are answered first."""
         self._refused = True
         body = (
             b'{"error":{"message":"%s","type":"%s","param":null,"code":"%s"}}'
             % (message.encode(), kind.encode(), code.encode())
         )  # fmt: skip
         later = b"retry-after: 1\r\n" if status == 503 else b""
-        self.transport.write(
+        self._last_word = (
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n"
             % (status, http.HTTPStatus(status).phrase.encode(), len(body), later)
             + body
         )
+        if self._reading is Reading.BODY:  # what began as a request goes wrong in its body
+            if self.pipeline:
+                self.pipeline.popleft()  # it waits behind another: nobody has begun with it
+            elif self.cycle.response_started:
+                self._last_word = b""  # it has its answer
+            else:
+                self._leave()
+                return
+        if not self._is_answering:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.transport.write(self._last_word)
         self.transport.close()
         self._mind_leftovers()
 

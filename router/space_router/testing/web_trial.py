@@ -26,16 +26,23 @@ class WebTrial:
         self.metrics = metrics
         self.num_sent = 0  # bytes that the application has handed over
         self.asked: list[str] = []  # of the application, method and path
+        self.released = asyncio.Event()  # what is held may end
         self.gone = asyncio.Event()  # the application has been told that its client went
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """/: a short answer. /echo: the body. /endless: a stream that never ends. /long: one answer of 4 MiB."""
+        """/: a short answer. /echo: the body. /endless: a stream that never ends. /long: one answer of 4 MiB. /held: a
+        stream that ends when it is released.
+        """
         path = scope["path"]
         self.asked.append(f"{scope['method']} {path}")
         body = await self._body(receive) if path == "/echo" else b"y" * (4 << 20) if path == "/long" else b"hello"
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if path == "/endless":
             await self._endless(receive, send)
+        elif path == "/held":
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            await self.released.wait()
+            await send({"type": "http.response.body", "body": b"ended"})
         else:
             await send({"type": "http.response.body", "body": body})
 
