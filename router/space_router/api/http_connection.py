@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from space_router.api.access import OPEN_PATHS
@@ -168,6 +169,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] in ("0.9", "1.0"):
+            cycle.keep_alive = cycle.waiting_for_100_continue = False
+            app = _ended_by_closing(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -305,6 +309,20 @@ def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
+
+
+def _ended_by_closing(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """The application for a client that knows no chunks: its answer ends where its connection does."""
+
+    async def ended_by_closing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_all(message: Message) -> None:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn takes it for a mistake
+            await send(message)
+
+        await app(scope, receive, send_all)
+
+    return ended_by_closing
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -30,13 +30,14 @@ class WebTrial:
         self.gone = asyncio.Event()  # the application has been told that its client went
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """/: a short answer. /echo: the body. /endless: a stream that never ends. /long: one answer of 4 MiB. /held: a
-        stream that ends when it is released.
+        """/: a short answer. /long: one of 4 MiB. /echo: the body, with its length. /endless: a stream that never ends.
+        /held: a stream that ends when it is released.
         """
         path = scope["path"]
         self.asked.append(f"{scope['method']} {path}")
         body = await self._body(receive) if path == "/echo" else b"y" * (4 << 20) if path == "/long" else b"hello"
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        length = [(b"content-length", b"%d" % len(body))] if path == "/echo" else []
+        await send({"type": "http.response.start", "status": 200, "headers": length})
         if path == "/endless":
             await self._endless(receive, send)
         elif path == "/held":

@@ -80,6 +80,29 @@ async def test_what_is_no_http_is_400_and_closed() -> None:
         assert answer.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.parametrize("kept", [b"", b"connection: keep-alive\r\n"], ids=["plain", "keep-alive"])
+async def test_a_client_that_knows_no_chunks_gets_none_and_the_end_is_the_end_of_the_connection(kept: bytes) -> None:
+    async with serving(LIMITS) as server:
+        async with server.connect(b"GET /held HTTP/1.0\r\n%s\r\n" % kept) as client:
+            head = await client.until(b"begun")  # as soon as it is there
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert head.endswith(b"\r\n\r\nbegun")
+            server.released.set()
+            assert await client.rest() == b"ended"
+        assert (await server.answer(b"GET /long HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\n" + b"y" * (4 << 20))
+
+
+async def test_a_client_that_knows_no_chunks_is_not_told_to_continue_either() -> None:
+    """RFC 9110 §10.1.1; and a length that is said is kept to."""
+    ask = b"POST /echo HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+    async with serving(LIMITS) as server:
+        answer = await server.answer(ask, b"hello")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"content-length: 5\r\n" in answer
+        assert answer.endswith(b"\r\n\r\nhello")
+
+
 async def cut(server: WebTrial) -> None:
     """Until a connection has been cut."""
     async with asyncio.timeout(SOON):
