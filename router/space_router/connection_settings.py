@@ -42,6 +42,14 @@ class ConnectionSettings:
         parse.seconds(0.1),
         "SECONDS",
     )
+    keep_alive: float = setting(
+        75.0,
+        _GROUP,
+        "seconds for which a connection is kept without a request. More than a load balancer in front keeps its own "
+        "(60 s is usual), which would else send a request into a connection that is being closed: 502",
+        parse.seconds(0.1),
+        "SECONDS",
+    )
     slow_reader_timeout: float = setting(
         60.0,
         _GROUP,

@@ -61,6 +61,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._metrics = limits, metrics
+        self.timeout_keep_alive = limits.keep_alive  # type: ignore[assignment]  # uvicorn says int, any number does
         self._reading = Reading.NOTHING
         self._had_whole_head = False  # the data that came last
         self._head_size = 0  # bytes of it, at least

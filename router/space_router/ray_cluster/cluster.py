@@ -21,6 +21,7 @@ ELSEWHERE = {
     "tls_cert": "Serve's proxy speaks to clients: see ssl_certfile in its `http_options`",
     "tls_key": "Serve's proxy speaks to clients: see ssl_keyfile in its `http_options`",
     "max_connections": "Serve's proxy holds the connections",
+    "keep_alive": "see keep_alive_timeout_s in the `http_options` of the Serve config",
     "max_header": "Serve's proxy reads the headers",
     "slow_reader_timeout": "Serve's proxy holds what a client has not read",
     "client_buffer": "Serve's proxy holds what a client has not read",

@@ -135,7 +135,6 @@ async def serving(limits: ConnectionSettings) -> AsyncIterator[WebTrial]:
             log_config=None,
             lifespan="off",
             interface="asgi3",
-            timeout_keep_alive=1,
         )
         running = uvicorn.Server(config)
         task = asyncio.create_task(running.serve(sockets=[listening]))

@@ -15,7 +15,7 @@ from space_router.api.http_connection import GUEST_SECONDS, NUM_GUESTS
 from space_router.connection_settings import ConnectionSettings
 from space_router.testing.web_trial import SOON, WebTrial, serving
 
-LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, slow_reader_timeout=0.3)
+LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
 
 
 def rejected(server: WebTrial, reason: str) -> float | None:
@@ -71,6 +71,19 @@ async def test_a_head_that_comes_drop_by_drop_is_408() -> None:
 async def test_a_connection_that_says_nothing_is_closed_without_a_word() -> None:
     async with serving(LIMITS) as server:
         assert await server.answer() == b""
+
+
+async def test_a_connection_is_kept_without_a_request_for_as_long_as_is_said() -> None:
+    ask = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+    async with serving(replace(LIMITS, keep_alive=0.5)) as server, server.connect(ask) as client:
+        await client.until(b"0\r\n\r\n")
+        begun = time.monotonic()
+        assert await client.rest() == b""
+        assert 0.4 < time.monotonic() - begun < SOON / 2
+
+
+def test_a_connection_is_kept_for_longer_than_load_balancers_keep_theirs() -> None:
+    assert ConnectionSettings().keep_alive > 60
 
 
 async def test_what_is_no_http_is_400_and_closed() -> None:

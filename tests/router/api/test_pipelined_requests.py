@@ -10,7 +10,7 @@ import pytest
 from space_router.connection_settings import ConnectionSettings
 from space_router.testing.web_trial import SOON, serving
 
-LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.2)
+LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.2, keep_alive=1.0)
 HELD = b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n"
 SHORT = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 BEGUN = b"5\r\nbegun\r\n"
