@@ -15,8 +15,9 @@ class ConnectionSettings:
     max_connections: int = setting(
         4096,
         _GROUP,
-        "most HTTP connections at once, and most gRPC connections and calls; beyond them 503 with Retry-After (gRPC: "
-        "UNAVAILABLE) and a closed connection, but probes and scrapers are still answered. Each takes an open file",
+        "most HTTP connections at once, and most gRPC connections and calls; a further one takes the place of the HTTP "
+        "connection that is idle longest; where none is, 503 with Retry-After (gRPC: UNAVAILABLE) and a closed "
+        "connection, but probes and scrapers are still answered. Each takes an open file",
         parse.whole(1, 1_000_000),
         "CONNECTIONS",
     )

@@ -14,7 +14,7 @@ from space_proto.garbage import collect_seldom
 from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
 
-from space_router.api.http_connection import bounded
+from space_router.api.http_connection import FLUSH_SECONDS, bounded
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
@@ -29,9 +29,6 @@ from space_router.text.model_text import ModelText
 from space_router.tls import https
 
 log = logging.getLogger(__name__)
-
-FLUSH_SECONDS = 5
-"""How long the last bytes of finished answers may take to be sent."""
 
 
 class WebServer(uvicorn.Server):
@@ -116,7 +113,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 server_header=False,
                 lifespan="off",
                 ssl_context_factory=None if certificate is None else lambda *_: https(certificate),
-                timeout_graceful_shutdown=FLUSH_SECONDS,
+                timeout_graceful_shutdown=round(FLUSH_SECONDS),
             ),
             signalled,
         )

@@ -11,7 +11,7 @@ import uvicorn
 from space_router.api.chat_fields import ChatBody
 from space_router.api.fields import CompletionBody
 from space_router.api.generate_fields import GenerateParameters
-from space_router.api.http_connection import HttpConnection
+from space_router.api.http_connection import bounded
 from space_router.api.response_fields import ResponseBody
 from space_router.app import create_app
 from space_router.connection_settings import ConnectionSettings
@@ -187,7 +187,7 @@ class HttpBytes:
 
     async def __aenter__(self) -> HttpBytes:
         self._state = ServerState()
-        self._metrics = Metrics()
+        self._connection = bounded(ConnectionSettings(max_header=32 * 1024), Metrics())
         self._config = uvicorn.Config(_echo, interface="asgi3", lifespan="off", log_config=None, access_log=False)
         self._config.load()
         return self
@@ -204,10 +204,7 @@ class HttpBytes:
         if dice.random() < 0.02:
             content = content.replace(b"host: a", b"host: " + b"a" * dice.choice((30_000, 70_000)))
         wire = _Wire()
-        limits = ConnectionSettings(max_header=32 * 1024)
-        connection = HttpConnection(
-            config=self._config, server_state=self._state, app_state={}, limits=limits, metrics=self._metrics
-        )
+        connection = self._connection(config=self._config, server_state=self._state, app_state={})
         connection.connection_made(wire)
         place = 0
         while place < len(content) and not wire.closed:

@@ -28,6 +28,12 @@ NUM_GUESTS = 32
 GUEST_SECONDS = 1.0
 """That they have for it."""
 
+FLUSH_SECONDS = 5.0
+"""How long the last bytes of a finished answer may take to be sent."""
+
+PARTING_SECONDS = 1.0
+"""That an idle client has to say goodbye as well, which TLS waits for."""
+
 _PATHS_OF_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
 
 
@@ -53,13 +59,23 @@ class HttpConnection(HttpToolsProtocol):
     The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits from then on,
     its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
 
-    A connection beyond `max_connections` is a guest: one request of a probe is answered, any other is told to go.
+    A connection beyond `max_connections` takes the place of the one that is idle longest. Where none is idle it is a
+    guest: one request of a probe is answered, any other is told to go.
 
     A client's offer of another protocol (`Upgrade: h2c`, `websocket`) is not taken up, as RFC 9110 §7.8 allows.
     """
 
-    def __init__(self, *args: Any, limits: ConnectionSettings, metrics: Metrics, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        limits: ConnectionSettings,
+        metrics: Metrics,
+        idle: dict[HttpConnection, None],
+        **kwargs: Any,
+    ) -> None:
+        """`idle`: all connections that are, the longest first."""
         super().__init__(*args, **kwargs)
+        self._idle = idle
         self._limits, self._metrics = limits, metrics
         self.timeout_keep_alive = limits.keep_alive  # type: ignore[assignment]  # uvicorn says int, any number does
         self._reading = Reading.NOTHING
@@ -67,6 +83,8 @@ class HttpConnection(HttpToolsProtocol):
         self._head_size = 0  # bytes of it, at least
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
+        self._parting_timer: asyncio.TimerHandle | None = None
+        self._answered_at = -FLUSH_SECONDS  # last, by the loop's clock
         self._running: RequestResponseCycle | None = None  # the request that is answered, or was last
         self._refused = False
         self._last_word = b""  # where refused
@@ -75,6 +93,8 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         num_beyond = len(self.connections) - self._limits.max_connections
+        if num_beyond > 0 and self._has_taken_a_place():
+            num_beyond -= 1
         self._is_guest = num_beyond > 0
         if num_beyond > NUM_GUESTS:
             self._refuse_guest()
@@ -85,13 +105,15 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer = _stop(self._head_timer)
         self._slow_timer = _stop(self._slow_timer)
+        self._parting_timer = _stop(self._parting_timer)
+        self._idle.pop(self, None)
         if self._running is not None:  # uvicorn tells the last request alone, which may wait behind this one
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self.transport.is_closing():
             return
         was_in_body, self._had_whole_head = self._reading is Reading.BODY, False
         try:
@@ -130,6 +152,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reading, self._head_size = Reading.HEAD, 0
+        self._idle.pop(self, None)
         self._await_head()
 
     def on_url(self, url: bytes) -> None:
@@ -176,6 +199,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        self._answered_at = self.loop.time()
         super().on_response_complete()
         self._mind_leftovers()
         if self._is_answering or self.transport.is_closing():
@@ -184,10 +208,18 @@ class HttpConnection(HttpToolsProtocol):
             self._leave()
         elif self._reading is Reading.HEAD:
             self._await_head()
+        elif self._reading is Reading.NOTHING:
+            self._idle[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._mind_leftovers()
+        self._part()
+
+    def shutdown(self) -> None:
+        """What uvicorn calls at the end of the server."""
+        if self._is_answering:
+            super().shutdown()
+        else:
+            self._part()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -280,6 +312,24 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
         self._mind_leftovers()
 
+    def _has_taken_a_place(self) -> bool:
+        """Of a connection that has been idle for so long that nothing can be on its way to its client any more."""
+        longest = next(iter(self._idle), None)
+        if longest is None or self.loop.time() - longest._answered_at < FLUSH_SECONDS:
+            return False
+        self.connections.discard(longest)
+        longest._part()
+        return True
+
+    def _part(self) -> None:
+        """End of an idle connection."""
+        self._idle.pop(self, None)
+        self.transport.close()
+        self._mind_leftovers()
+        if self._slow_timer is None and self._parting_timer is None:
+            when = max(self._answered_at + FLUSH_SECONDS, self.loop.time() + PARTING_SECONDS)
+            self._parting_timer = self.loop.call_at(when, self.transport.abort)
+
     def _mind_leftovers(self) -> None:
         """A connection closes once everything is read, which must not be never."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
@@ -299,8 +349,10 @@ class HttpConnection(HttpToolsProtocol):
 def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpConnection]:
     """What uvicorn is to make of each connection."""
 
+    idle: dict[HttpConnection, None] = {}
+
     def connection(*args: Any, **kwargs: Any) -> HttpConnection:
-        return HttpConnection(*args, limits=limits, metrics=metrics, **kwargs)
+        return HttpConnection(*args, limits=limits, metrics=metrics, idle=idle, **kwargs)
 
     return connection
 

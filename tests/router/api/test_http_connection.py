@@ -7,13 +7,15 @@ import json
 import socket
 import struct
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from space_router.api import http_connection
 from space_router.api.http_connection import GUEST_SECONDS, NUM_GUESTS
 from space_router.connection_settings import ConnectionSettings
-from space_router.testing.web_trial import SOON, WebTrial, serving
+from space_router.testing.web_trial import SOON, Client, WebTrial, serving
 
 LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
 
@@ -159,6 +161,8 @@ async def test_a_client_that_resets_leaves_no_timer_behind() -> None:
         assert server.metrics.value("spaceserve_slow_readers_cut_total") == 0
 
 
+SHORT = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+END = b"0\r\n\r\n"
 FEW = replace(LIMITS, max_connections=2)
 PROBE = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nhello"
@@ -186,6 +190,40 @@ async def test_beyond_the_most_connections_a_client_is_told_to_come_again_and_a_
         async with asyncio.timeout(SOON):
             while not (await server.answer(POST)).startswith(b"HTTP/1.1 200 "):
                 pass
+
+
+@asynccontextmanager
+async def full() -> AsyncIterator[tuple[WebTrial, Client, Client]]:
+    """A server that has as many connections as it takes, both idle, the second one for longer."""
+    async with (
+        serving(replace(FEW, keep_alive=SOON)) as server,
+        server.connect(SHORT) as first,
+        server.connect(SHORT) as second,
+    ):
+        await second.until(END)
+        await first.until(END)
+        await first.send(SHORT)
+        await first.until(END)
+        yield server, first, second
+
+
+async def test_beyond_the_most_connections_the_one_that_is_idle_longest_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_connection, "FLUSH_SECONDS", 0.0)
+    async with full() as (server, first, second), server.connect(SHORT) as third:
+        assert (await third.until(END)).startswith(b"HTTP/1.1 200 ")
+        assert await second.rest() == b""
+        await first.send(SHORT)
+        assert (await first.until(END)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_that_was_just_answered_gives_way_to_nobody() -> None:
+    """Of its answer something may still be on its way."""
+    async with full() as (server, _, second):
+        assert (await server.answer(SHORT)).startswith(b"HTTP/1.1 503 ")
+        await second.send(SHORT)
+        assert (await second.until(END)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_far_beyond_the_most_connections_nobody_is_listened_to() -> None:

@@ -1,18 +1,22 @@
 """A whole server behind TLS or on a Unix socket, and what it writes down about those who ask."""
 
 import json
+import socket
 import ssl
 import stat
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
 import pytest
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router import healthcheck
+from space_router.api.http_connection import FLUSH_SECONDS
 from space_router.config import build
 from space_router.errors import ConfigError
 from space_router.testing.certificates import authority, signed
@@ -48,6 +52,22 @@ def test_with_a_certificate_http_and_grpc_are_encrypted_and_plain_text_is_not_he
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             list(generate_pb2_grpc.GenerateStub(channel).Generate(request))  # type: ignore[no-untyped-call]
         assert server.router.stop() == 0
+
+
+def test_the_end_waits_for_no_client_that_does_not_take_leave(start_server: StartServer, tmp_path: Path) -> None:
+    ours = authority(tmp_path)
+    own = signed(tmp_path, "server", ours)
+    trusted = ssl.create_default_context(cafile=str(ours.cert))
+    with start_server("--tls-cert", str(own.cert), "--tls-key", str(own.key)) as server:
+        place = urlsplit(server.url)
+        with (
+            socket.create_connection((place.hostname, place.port)) as connection,
+            trusted.wrap_socket(connection, server_hostname=place.hostname),
+        ):
+            begun = time.monotonic()
+            assert server.router.stop() == 0
+            assert time.monotonic() - begun < FLUSH_SECONDS
+            assert not any("ERROR" in line for line in server.router.lines)
 
 
 def test_a_unix_socket_is_for_this_user_alone_and_gone_at_the_end(start_server: StartServer, tmp_path: Path) -> None:
