@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterable
 
-from fastapi import Request
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -38,6 +39,13 @@ def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
     return ", ".join(sorted({method for route in here for method in route.methods or ()}))
 
 
+def _answer_head(router: APIRouter) -> None:
+    """What can be got can be asked for its head alone (RFC 9110 §9.3.2), as monitors do; the server sends no body."""
+    for route in tuple(router.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+
+
 def create_app(service: Service) -> DocumentedApp:
     """The ASGI application of a service whose engine somebody else starts and stops."""
     app = DocumentedApp(
@@ -53,6 +61,7 @@ def create_app(service: Service) -> DocumentedApp:
     routers = [part.routes(service) for part in parts]
     routers += [invocations.routes(service, routers), docs.routes(app.openapi), page.routes()]
     for router in routers:
+        _answer_head(router)
         app.include_router(router)
     every_route = [*app.routes, *(route for router in routers for route in router.routes)]
 

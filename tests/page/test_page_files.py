@@ -102,7 +102,6 @@ def test_every_file_comes_with_its_type_a_policy_and_a_tag(path: str) -> None:
     again = ask("GET", path, {"if-none-match": f'"old", W/{answer.headers["etag"]}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", answer.headers["etag"])
     assert ask("GET", path, {"if-none-match": '"another"'}).status_code == 200
-    assert ask("HEAD", path).headers["content-length"] == str(len(answer.content))
 
 
 def test_the_policy_lets_nothing_in_from_elsewhere() -> None:

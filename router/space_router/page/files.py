@@ -95,7 +95,6 @@ def routes() -> APIRouter:
             responses=described,
             include_in_schema=shown,
         )
-        router.add_api_route(file.path, get, methods=["HEAD"], include_in_schema=False)
 
     for file in PAGE_FILES.values():
         add(file)

@@ -23,6 +23,44 @@ async def test_models_are_listed_and_found(router: Any) -> None:
     assert (await router.client.get("/v1/models/other/one")).json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/readyz",
+        "/ping",
+        "/livez",
+        "/startupz",
+        "/version",
+        "/metrics",
+        "/load",
+        "/info",
+        "/workers",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/docs",
+        "/openapi.json",
+        "/",
+        "/page/page.css",
+    ],
+)
+async def test_the_head_of_what_can_be_got_can_be_asked_for(router: Any, path: str) -> None:
+    """As monitors do. The server leaves the body out."""
+    head, whole = await router.client.head(path), await router.client.get(path)
+    assert head.status_code == whole.status_code == 200
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+    operations = (await router.client.get("/openapi.json")).json()["paths"].values()
+    assert not any("head" in of_one_path for of_one_path in operations)
+
+
+async def test_the_head_of_an_unready_server_is_503(start: Start) -> None:
+    async with start() as router:
+        router.service.draining = True
+        assert (await router.client.head("/readyz")).status_code == 503
+        assert (await router.client.head("/livez")).status_code == 200
+
+
 async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
     async with start(adapters=("code", "prose")) as router:
         base, code, prose = (await router.client.get("/v1/models")).json()["data"]
