@@ -93,16 +93,16 @@ def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
 
 
 def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
-    """Messages as templates know them: what is not said is not there, and calls have their arguments as objects."""
+    """Messages as templates know them: what is not said is not there, calls have their arguments in their form."""
     names: dict[str, str] = {}  # of called functions, by the ids of the calls
     plain: list[dict[str, Any]] = []
-    for place, message in enumerate(messages):
+    for message in messages:
         one: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             "content": _content(message, habits),
         }
         if message.tool_calls:
-            one["tool_calls"] = [_call(call, place, habits) for call in message.tool_calls]
+            one["tool_calls"] = [_call(call, habits) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in message.tool_calls}
         if message.tool_call_id is not None:
             one["tool_call_id"] = message.tool_call_id
@@ -125,19 +125,19 @@ def _content(message: Message, habits: Habits) -> Any:
     return [{"type": "text", "text": text} for text in texts if text or len(texts) > 1]
 
 
-def _call(call: ToolCall, place: int, habits: Habits) -> dict[str, Any]:
+def _call(call: ToolCall, habits: Habits) -> dict[str, Any]:
     text = call.function.arguments or "{}"
+    arguments = text if habits.arguments_as_text else _parsed(text)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _parsed(text: str) -> Any:
+    """Arguments as an object; as they are where they are none: a model was cut off in them, or wrote nonsense."""
     try:
         arguments = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(
-            f"`messages.{place}.tool_calls` has `arguments` that are no JSON object as text; got {shown(text)}.",
-            param="messages",
-        )
-    function = {"name": call.function.name, "arguments": text if habits.arguments_as_text else arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def _no_constant(name: str) -> NoReturn:
