@@ -20,15 +20,23 @@ MAX_UNKNOWN_FIELDS = 16
 
 
 class Body(BaseModel):
-    """A request body: no unknown fields, no silent conversions, finite numbers only."""
+    """A request body, or an object in one: null means absent, no unknown fields, no silent conversions, finite numbers
+    only.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown_fields(cls, value: Any) -> Any:
-        """Half a million unknown fields would become as many complaints, at a kilobyte each."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+    def _said(cls, value: Any) -> Any:
+        """What is not null; and few unknown fields, for half a million of them would be as many complaints, at a
+        kilobyte each.
+        """
+        if not isinstance(value, dict):
+            return value
+        if None in value.values():
+            value = {key: one for key, one in value.items() if one is not None}
+        if len(value) > len(cls.model_fields):
             num_unknown = len(value.keys() - cls.model_fields.keys())
             if num_unknown > MAX_UNKNOWN_FIELDS:
                 raise ValueError(f"must have known fields only, and has {num_unknown} others")

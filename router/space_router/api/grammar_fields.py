@@ -55,7 +55,7 @@ class ResponseFormat(Body):
                     f"`response_format.value` goes with no `json_schema` and not with type {self.type}; give one.",
                     param="response_format",
                 )
-            return tgi_grammar(TgiGrammar(type=self.type, value=self.value), "response_format")
+            return tgi_grammar(TgiGrammar.model_construct(type=self.type, value=self.value), "response_format")
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
                 f"`response_format.json_schema` goes with `type` json_schema, and only with it; got type {self.type}.",

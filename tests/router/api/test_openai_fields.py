@@ -143,6 +143,21 @@ async def test_every_field_may_be_null(router: Any) -> None:
         assert answer.status_code == 200, answer.text
 
 
+async def test_null_means_absent_inside_of_fields_too(router: Any) -> None:
+    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": "{}", "parsed_arguments": None}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": None}], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": None},
+    ]
+    more = {"stream_options": {"include_usage": True, "foo": None}, "stream": True, "max_tokens": 1}
+    answer = await router.post("/v1/chat/completions", messages=messages, **more)
+    assert answer.status_code == 200, answer.text
+    missing = await router.post("/v1/chat/completions", messages=[{"role": None, "content": "Hi"}])
+    assert missing.json()["error"]["message"] == "`messages.0.role` is required."
+    regex = await router.post("/v1/completions", prompt="x", response_format={"type": "regex", "value": None})
+    assert "`response_format.value` must be a regular expression" in regex.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stop", [{"stop": "c"}, {"stop_token_ids": [70]}])
 async def test_ids_logprobs_and_usage_end_where_the_text_does(start: Start, stop: Any) -> None:
     async with start("abBcd", accepts=always, block_size=64) as router:  # B is the id 70

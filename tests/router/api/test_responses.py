@@ -234,6 +234,15 @@ async def test_a_response_can_be_the_next_ones_input(start: Any) -> None:
         await respond(router, tools=[WEATHER], input=[question, *made["output"], output], temperature=0)
 
 
+async def test_so_can_what_the_official_client_makes_of_it_with_nulls_where_nothing_was(start: Any) -> None:
+    async with start(f"Well: {CALL}{END}", **ROOM) as router, official(router) as client:
+        made = await client.responses.create(model="tiny", input="Hi", tools=[WEATHER])
+        items = [item.model_dump() for item in made.output]
+        assert items[0]["phase"] is None
+        output = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "rain"}
+        await respond(router, tools=[WEATHER], input=[{"role": "user", "content": "Hi"}, *items, output])
+
+
 async def test_parameters_and_speculation_are_those_of_chat(start: Any) -> None:
     async with start(None, **ROOM) as router:
         law = sampling(router, top_k=5, min_p=0.1, seed=9, frequency_penalty=0.5, temperature=0.25, top_p=0.5)
