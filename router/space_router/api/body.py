@@ -1,8 +1,9 @@
 """From the bytes of a request to a checked pydantic model, or to an error that stays small."""
 
 import asyncio
+import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -158,25 +159,78 @@ def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise _invalid(error, given) from None
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first complaint, as `field` must be ...; got ...; the number of others."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = [str(part)[:60] for part in first["loc"] if not str(part).startswith("literal[")]  # a union's branch
-    name = ".".join(place[:4]) or "body"
+class _Complaint(NamedTuple):
+    """What is wrong about one place of a value."""
+
+    place: tuple[str | int, ...]  # keys of the value, as the client wrote it
+    kind: str  # as pydantic calls it
+    message: str
+    value: Any  # what stands there
+
+    @classmethod
+    def of(cls, error: Mapping[str, Any], value: Any) -> "_Complaint":
+        """One of pydantic's errors about a value."""
+        kind, message, there = error["type"], error["msg"], error["input"]
+        steps = error["loc"][:-1] if kind == "missing" else error["loc"]
+        place, _ = max(_places(steps, value), key=lambda found: (found[1] is there, len(found[0])))
+        if kind == "missing":
+            return cls((*place, error["loc"][-1]), kind, "", there)
+        if kind == "union_tag_not_found":
+            return cls((*place, "type"), "missing", "", there)
+        if kind == "union_tag_invalid":
+            return cls((*place, "type"), kind, f"must be {_or(error['ctx']['expected_tags'])}", there["type"])
+        if kind in ("model_type", "model_attributes_type", "dict_type"):
+            return cls(place, kind, "must be an object", there)
+        return cls(place, kind, _SHOULD.sub("must", message.removeprefix("Value error, "))[:200], there)
+
+
+_SHOULD = re.compile(r"^\w+ should")
+
+
+def _or(names: str) -> str:
+    before, comma, last = names.rpartition(", ")
+    return f"{before} or {last}" if comma else last
+
+
+def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Where in a value steps may lead, and what stands there. A step that is no key of it is a branch of a union:
+    pydantic names these too. One that is may be a branch all the same, such as `text`.
+    """
+    if not steps:
+        yield (), value
+        return
+    step, *rest = steps
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    is_key = step in keys
+    if is_key:
+        for place, there in _places(tuple(rest), value[step]):
+            yield (step, *place), there
+    if isinstance(step, str) or not is_key:
+        yield from _places(tuple(rest), value)
+
+
+def _invalid(error: ValidationError, value: Any) -> InvalidRequest:
+    """One complaint, as `field` must be ...; got ...; the number of others. Of those about the first field it is the
+    one that lies deepest: the others say of a union that it is none of its other branches.
+    """
+    found = error.errors(include_url=False)
+    about = [_Complaint.of(one, value) for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    first = max(about, key=lambda one: len(one.place))
+    place = [str(part)[:60] for part in first.place]
+    name = ".".join(place) or "body"
     param = place[0] if place else None
-    others = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "missing":
+    others = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+    if first.kind == "missing":
         return InvalidRequest(f"`{name}` is required.{others}", param=param, code="missing_parameter")
-    if first["type"] == "extra_forbidden":
+    if first.kind == "extra_forbidden":
         return InvalidRequest(
             f"`{name}` is not a field of this request. Nothing is accepted and ignored.{others}",
             param=param,
             code="unknown_parameter",
         )
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)[:200]
     return InvalidRequest(
-        f"`{name}` {message}; got {shown(first['input'])}.{others}", param=param, code="invalid_value"
+        f"`{name}` {first.message}; got {shown(first.value)}.{others}", param=param, code="invalid_value"
     )

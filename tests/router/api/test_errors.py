@@ -129,6 +129,49 @@ async def test_a_wrong_chat_request_is_named_too(router: Any) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
 
 
+TEXT = {"type": "text", "text": "Hi"}
+CALLED = {"name": "f", "arguments": "{}"}
+NESTED: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": [{"role": "user", "content": [{**TEXT, "cache_control": {}}]}]},
+     "`messages.0.content.0.cache_control` is not a field of this request."),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "`messages.0.content.0.text` is required."),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "`messages.0.content.0.type` must be 'text' or 'refusal'; got 'image_url'."),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]},
+     "`messages.0.content.0.type` is required."),
+    ("chat/completions", {"messages": [{"role": "user", "content": ["Hi"]}]},
+     "`messages.0.content.0` must be an object; got 'Hi'."),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]},
+     "`messages.0.content` must be a valid list; got 5."),
+    ("chat/completions",
+     {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {**CALLED, "foo": 1}}]}]},
+     "`messages.0.tool_calls.0.function.foo` is not a field of this request."),
+    ("chat/completions", {"messages": USER, "tool_choice": {"type": "function", "function": {"name": "f", "foo": 1}}},
+     "`tool_choice.function.foo` is not a field of this request."),
+    ("chat/completions", {"messages": USER, "prediction": {"type": "content", "content": [{**TEXT, "foo": 1}]}},
+     "`prediction.content.0.foo` is not a field of this request."),
+    ("responses", {"input": [*USER, {"role": "user", "content": "Hi", "foo": 1}]},
+     "`input.1.foo` is not a field of this request."),
+    ("responses", {"input": [{"type": "reasoning"}]},
+     "`input.0.type` must be 'message', 'function_call' or 'function_call_output'; got 'reasoning'."),
+    ("responses", {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "text"}]}]},
+     "`input.0.output.0.text` is required."),
+    ("responses", {"input": "x", "tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "f"}, {"type": 0, "name": "f"}]}},
+     "`tool_choice.tools.1.type` must be 'function'; got 0."),
+    ("responses", {"input": 7}, "`input` must be a valid list; got 7."),
+]  # fmt: skip
+
+
+async def test_what_is_wrong_deep_inside_is_named_as_the_client_wrote_it(router: Any) -> None:
+    for path, body, words in NESTED:
+        answer = await router.post(f"/v1/{path}", **body)
+        assert answer.status_code == 400, (body, answer.text)
+        assert answer.json()["error"]["message"].startswith(words), (body, answer.text)
+        assert answer.json()["error"]["param"] == words.strip("`").split(".")[0].split("`")[0]
+
+
 async def test_fields_at_their_neutral_value_and_bookkeeping_are_taken(router: Any) -> None:
     neutral = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
     notes = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
@@ -300,7 +343,12 @@ async def test_a_flood_of_mistakes_makes_few_complaints(
 ) -> None:
     counts: list[int] = []
     explain = body_module._invalid
-    monkeypatch.setattr(body_module, "_invalid", lambda error: counts.append(error.error_count()) or explain(error))
+
+    def counted(error: Any, value: Any) -> Any:
+        counts.append(error.error_count())
+        return explain(error, value)
+
+    monkeypatch.setattr(body_module, "_invalid", counted)
     answer = await router.post(path, **body)
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
     assert len(answer.content) < 600
