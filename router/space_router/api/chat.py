@@ -138,7 +138,8 @@ class ChatShape:
         }
 
     def _reason(self, reader: ToolCallReader, finish: FinishReason | None) -> dict[str, Any]:
-        called = reader.num_calls and finish in (FinishReason.EOS, FinishReason.STOP)
+        ended = finish in (FinishReason.EOS, FinishReason.STOP)
+        called = ended and reader.num_calls and reader.is_whole  # half a call is none to act upon
         return {"finish_reason": "tool_calls"} if called else {}
 
     def _logprobs(self, tokens: Any) -> dict[str, Any] | None:

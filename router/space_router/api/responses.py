@@ -172,16 +172,17 @@ class ResponseAnswer:
         if not output.items or logprobs:
             for event in output.text("", logprobs):
                 yield event
-        status = "incomplete" if finish is FinishReason.LENGTH else "completed"
+        whole = finish is not FinishReason.LENGTH and (reader is None or reader.is_whole)
+        status = "completed" if whole else "incomplete"
         for event in output.close(status):
             yield event
         response = self._response(status, output.items) | {
             "usage": _usage(usage(self.plan, running.choices)),
             "spaceserve": statistics(self.plan, running.choices),
         }
-        if status == "incomplete":
+        if finish is FinishReason.LENGTH:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
+        if whole:
             response["completed_at"] = int(time.time())
         yield {"type": f"response.{status}", "response": response}
 

@@ -104,7 +104,8 @@ def _named_call(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Read
         return False
     telling.call(name)
     cursor.let_go()
-    yield from brackets(cursor, telling.arguments)
+    if (yield from brackets(cursor, telling.arguments)):
+        telling.whole()
     return True
 
 
@@ -136,6 +137,7 @@ def _python_calls(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Re
         cursor.let_go()
         telling.call(name)
         telling.arguments(whole_characters(json.dumps(arguments, ensure_ascii=False)))
+        telling.whole()
         yield from cursor.skip()
         if (yield from cursor.takes("]")):
             yield from cursor.skip()

@@ -24,12 +24,15 @@ def call_object(cursor: Cursor, telling: Telling, tools: frozenset[str], *, need
     told = False
 
     def tell(arguments: str) -> None:
+        """A call with these arguments; with none, they are to follow."""
         nonlocal told
-        if not told and name is not None:
+        if name is not None:
             telling.call(name)
             cursor.let_go()
             told = True
-        telling.arguments(arguments)
+            telling.arguments(arguments)
+            if arguments:
+                telling.whole()
 
     if not (yield from cursor.takes("{")):
         return False
@@ -51,6 +54,7 @@ def call_object(cursor: Cursor, telling: Telling, tools: frozenset[str], *, need
                 tell("")
                 if not (yield from brackets(cursor, telling.arguments)):
                     return True
+                telling.whole()
             else:
                 early = yield from _arguments(cursor, limit)
                 if early is None:

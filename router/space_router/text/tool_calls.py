@@ -107,6 +107,7 @@ class Telling:
         self._behind_call = False
         self._parts: list[str | CallPiece] = []
         self.num_calls = 0
+        self.is_whole = True  # the latest call has all of its arguments
 
     def content(self, text: str) -> None:
         """Characters that belong to no call."""
@@ -128,6 +129,7 @@ class Telling:
         self._behind_call, self._space_behind = True, ""
         self._parts.append(CallPiece(self.num_calls, name, ""))
         self.num_calls += 1
+        self.is_whole = False
 
     def arguments(self, text: str) -> None:
         """More of the latest call's arguments."""
@@ -136,6 +138,10 @@ class Telling:
             self._parts[-1] = replace(last, arguments=last.arguments + text)
         elif text:
             self._parts.append(CallPiece(self.num_calls - 1, None, text))
+
+    def whole(self) -> None:
+        """No more of them."""
+        self.is_whole = True
 
     def taken(self, *, ended: bool) -> Said:
         """What came since the last time."""
@@ -162,6 +168,11 @@ class ToolCallReader:
     def num_calls(self) -> int:
         """Calls that have begun so far."""
         return self._telling.num_calls
+
+    @property
+    def is_whole(self) -> bool:
+        """No call so far lacks the end of its arguments."""
+        return self._telling.is_whole
 
     def push(self, text: str, *, ended: bool = False) -> Said:
         """What these characters make certain. `ended`: nothing comes after them."""

@@ -27,6 +27,7 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+HALF = CALL[: CALL.index("ich")]
 ROOM = {"window": 4096, "num_blocks": 2048}
 END = "<|endoftext|>"
 
@@ -100,6 +101,35 @@ async def test_a_calls_name_comes_first_and_its_arguments_while_they_are_written
         assert len(pieces) > 10
         assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"city": "Zürich"}'
         assert [choice["finish_reason"] for choice in found] == [None] * (len(found) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "stop", "arguments", "reason"),
+    [
+        (CALL, ["ich"], '{"city": "Zür', "stop"),
+        (CALL, ["}"], '{"city": "Zürich"', "stop"),
+        (HALF, None, '{"city": "Zür', "stop"),
+        (CALL + HALF, None, '{"city": "Zür', "stop"),
+        (CALL, ["</tool_call>"], '{"city": "Zürich"}', "tool_calls"),
+    ],
+)
+async def test_half_a_call_is_none_to_act_upon(
+    start: Any, reply: str, stop: list[str] | None, arguments: str, reason: str
+) -> None:
+    async with start(reply + END, **ROOM) as router:
+        whole = (await chat(router, stop=stop, seed=1))["choices"][0]
+        streamed = joined(await events(router, stop=stop, seed=1))
+        for message, finish in ((whole["message"], whole["finish_reason"]), (streamed, streamed["finish_reason"])):
+            assert message["tool_calls"][-1]["function"]["arguments"] == arguments
+            assert finish == reason
+        tools = [{"type": "function", **WEATHER["function"]}]
+        answer = (await router.post("/v1/responses", input="Hi", tools=tools, stop=stop)).json()
+        status = "completed" if reason == "tool_calls" else "incomplete"
+        assert (answer["status"], answer["output"][-1]["status"]) == (status, status)
+        assert answer["incomplete_details"] is None
+        lines = (await router.post("/v1/responses", input="Hi", tools=tools, stop=stop, stream=True)).text
+        last = json.loads(lines.strip().split("data: ")[-1])
+        assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
 
 
 async def test_each_choice_has_calls_of_its_own(start: Any) -> None:

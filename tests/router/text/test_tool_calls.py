@@ -135,6 +135,23 @@ def test_the_pieces_that_a_text_comes_in_change_nothing(name: str, text: str, wa
         assert read(name, cut(text, draw)) == wanted
 
 
+@pytest.mark.parametrize(("name", "text"), [row[:2] for row in TEXTS])
+def test_wherever_a_text_ends_a_call_is_whole_that_has_all_of_its_arguments(name: str, text: str) -> None:
+    for place in range(len(text) + 1):
+        reader = ToolCallReader(FORMATS[name].form, TOOLS)
+        reader.push(text[:place], ended=True)
+        calls = read(name, [text[:place]]).calls
+        assert reader.is_whole == (not calls or is_json(calls[-1][1])), text[:place]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def cut(text: str, draw: random.Random) -> list[str]:
     """A text in random pieces, some of them empty."""
     places = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(8)))
