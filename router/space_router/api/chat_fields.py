@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Tag, field_validator, model_validator
 
 from space_router.api.body import Body
-from space_router.api.fields import COMPLETION_NEUTRAL, Count20, GenerationFields, TextPart
+from space_router.api.fields import COMPLETION_NEUTRAL, TEXT_OR_PARTS, Count20, GenerationFields, TextPart
 
 # Known fields that this server does not support, with the values that mean "off".
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -22,6 +22,10 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_TOOLS = 128
 """Most tools of a request, as OpenAI's."""
 
+MAX_MESSAGES = 4096
+MAX_PARTS = 2 * MAX_MESSAGES
+"""Most parts of all messages together, calls among them."""
+
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolCallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -34,8 +38,20 @@ class RefusalPart(Body):
 
 
 Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
-TEXT_OR_PARTS = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
-"""Of a union of the two: what is wrong about one is told, and not that it is none of both."""
+
+
+def _few_parts(value: Any) -> Any:
+    """Counted before they are read: each is an object to be checked, and takes longer than it is to be sent."""
+    if isinstance(value, list):
+        messages = (message for message in value[: MAX_MESSAGES + 1] if isinstance(message, dict))
+        num_parts = sum(len(field) for message in messages for field in message.values() if isinstance(field, list))
+        if num_parts > MAX_PARTS:
+            raise ValueError(f"must have at most {MAX_PARTS} parts and calls in all, and has {num_parts}")
+    return value
+
+
+FEW_PARTS = BeforeValidator(_few_parts)
+"""Of a list of messages."""
 
 
 class CalledFunction(Body):
@@ -145,7 +161,7 @@ class AllowedToolChoice(Body):
 class ChatBody(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count20 | None = None

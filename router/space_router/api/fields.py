@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from space_router.api.body import Body
 from space_router.api.grammar_fields import GrammarFields
@@ -56,6 +56,8 @@ PromptValue = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count20 = Annotated[int, Field(ge=0, le=20)]
+TEXT_OR_PARTS = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
+"""Of a union of the two: what is wrong about one is told, and not that it is none of both."""
 
 
 class StreamOptions(Body):
@@ -78,7 +80,10 @@ class PredictedOutput(Body):
     """What the client expects most of the answer to be: drafted from where the answer agrees."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096), Tag("parts")],
+        TEXT_OR_PARTS,
+    ]
 
     @property
     def text(self) -> str:

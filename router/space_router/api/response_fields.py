@@ -6,8 +6,9 @@ from pydantic import Discriminator, Field, Tag
 
 from space_router.api.body import Body
 from space_router.api.chat_fields import (
+    FEW_PARTS,
+    MAX_MESSAGES,
     MAX_TOOLS,
-    TEXT_OR_PARTS,
     AllowedToolChoice,
     AllowedTools,
     CalledFunction,
@@ -20,7 +21,7 @@ from space_router.api.chat_fields import (
     ToolCall,
     ToolCallId,
 )
-from space_router.api.fields import Count20, Stop
+from space_router.api.fields import TEXT_OR_PARTS, Count20, Stop
 from space_router.api.grammar_fields import JsonSchemaFormat, ResponseFormat
 from space_router.api.tools import ToolChoice
 
@@ -89,7 +90,10 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: ToolCallId
-    output: str | Annotated[list[InputTextPart], Field(fail_fast=True)]
+    output: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[InputTextPart], Field(fail_fast=True), Tag("parts")],
+        TEXT_OR_PARTS,
+    ]
     id: str | None = None
     status: Status = None
 
@@ -183,7 +187,9 @@ class ResponseBody(Body):
     model: Annotated[str, Field(max_length=512)] | None = None
     input: Annotated[
         Annotated[str, Tag("text")]
-        | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=4096), Tag("parts")],
+        | Annotated[
+            list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS, Tag("parts")
+        ],
         TEXT_OR_PARTS,
     ]
     instructions: str | None = None

@@ -334,6 +334,11 @@ FLOODS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", **{f"x{i}": 1 for i in range(50_000)}}]}, "messages"),
     ("/v1/chat/completions", {"messages": [1] * 50_000}, "messages"),
     ("/detokenize", {"tokens": [""] * 50_000}, "tokens"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * 9000}]}, "at most 8192 parts"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [TEXT] * 3}] * 4000}, "has 12000"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALLED] * 100}] * 90}, "has 9000"),
+    ("/v1/chat/completions", {"messages": USER, "prediction": {"type": "content", "content": [TEXT] * 5000}}, "4096"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "output": [TEXT] * 9000}]}, "at most 8192 parts"),
 ]
 
 
