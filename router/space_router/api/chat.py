@@ -51,7 +51,7 @@ def conversation_text(door: Door, body: ChatBody) -> str:
 def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
     """`tools`: of the same body, where they are known already. Raises InvalidRequest."""
     adapter = door.adapter(body.model)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("`top_logprobs` goes with `logprobs: true` only.", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(

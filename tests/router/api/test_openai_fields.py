@@ -124,6 +124,13 @@ async def test_what_is_not_supported_is_taken_where_it_changes_nothing_and_refus
             assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
 
+async def test_no_alternatives_are_no_log_probabilities(router: Any) -> None:
+    for fields in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}):
+        answer = await router.post("/v1/chat/completions", messages=USER, max_tokens=1, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["logprobs"] is None
+
+
 async def test_the_clients_own_notes_may_be_anything(router: Any) -> None:
     notes = {"user": 5, "metadata": {"a": [None]}, "store": True, "service_tier": "flex", "safety_identifier": "x"}
     answer = await router.complete(prompt="x", max_tokens=1, **notes, prompt_cache_key="k")
