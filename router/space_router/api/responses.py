@@ -48,14 +48,7 @@ class Notes:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Notes":
-        """Raises InvalidRequest, also for `store`, which would come of nothing."""
-        if values.get("store"):
-            raise InvalidRequest(
-                "`store` is not supported by this server: no response can be fetched later. Send false, or leave it "
-                "out.",
-                param="store",
-                code="unsupported_parameter",
-            )
+        """Raises InvalidRequest."""
         metadata = values.get("metadata") or {}
         fits = isinstance(metadata, dict) and len(metadata) <= 16
         if not fits or not all(

@@ -259,7 +259,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_text"),
     ({"input": "x" * 5000}, "input", "4096"),
-    ({"store": True}, "store", "no response can be fetched"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ({"background": True}, "background", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
@@ -292,6 +291,13 @@ async def test_what_is_wrong_is_named(start: Any) -> None:
         neutral = {"store": False, "previous_response_id": None, "background": False, "truncation": "disabled"}
         kept = {"user": "me", "include": ["reasoning.encrypted_content"], "service_tier": "auto", "tools": []}
         await respond(router, **neutral, **kept, text={"verbosity": "medium"}, reasoning={"effort": "none"})
+
+
+async def test_a_wish_to_store_is_taken_and_the_answer_says_that_nothing_was(start: Any) -> None:
+    async with start(REPLY, **ROOM) as router, official(router) as client:
+        for store in (True, False, None):
+            made = await client.responses.create(model="tiny", input="Hi", store=store)
+            assert made.store is False  # type: ignore[attr-defined]
 
 
 async def until(holds: Callable[[], bool]) -> None:
