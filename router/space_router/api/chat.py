@@ -58,10 +58,10 @@ def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
             f"`max_tokens` is {body.max_tokens} and `max_completion_tokens` {body.max_completion_tokens}; give one.",
             param="max_completion_tokens",
         )
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens: int | None = getattr(body, limit_param)
     if max_tokens == 0:
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise InvalidRequest(f"`{name}` must be at least 1; got 0.", param=name)
+        raise InvalidRequest(f"`{limit_param}` must be at least 1; got 0.", param=limit_param)
     tools = tools_of(door, body) if tools is None else tools
     prompt = door.prompt(
         prompt_text(door, body.messages, PromptOptions.of(body, tools.shown)),
@@ -74,6 +74,7 @@ def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
     wanted = common_parameters(
         body,
         max_tokens=max_tokens,
+        limit_param=limit_param,
         num_choices=shown,
         num_shown=shown,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -201,7 +201,8 @@ class Door:
         max_tokens = wanted.default_max_tokens if wanted.max_tokens is None else wanted.max_tokens
         if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:
             raise InvalidRequest(
-                f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `max_tokens`.", param="min_tokens"
+                f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `{wanted.limit_param}`.",
+                param="min_tokens",
             )
         drafts = self._speculation(wanted.speculation)
         prediction = self._prediction(wanted.prediction)
@@ -229,7 +230,15 @@ class Door:
                 stops_on_text=bool(rules.stops),
             )
             choices.append(Choice(index, prompt, request, rules))
-        return Plan(request_id, seed, tuple(prompts), tuple(choices), wanted.num_shown, answered=max_tokens != 0)
+        return Plan(
+            request_id,
+            seed,
+            tuple(prompts),
+            tuple(choices),
+            wanted.num_shown,
+            limit_param=wanted.limit_param,
+            answered=max_tokens != 0,
+        )
 
     def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
         """`max_tokens` for the engine, which always makes one; what nobody asked for is cut to what fits."""

@@ -65,6 +65,7 @@ class Generation:
         detailed = stream or options.detailed or best_of > 1
         wanted = Parameters(
             max_tokens=options.max_new_tokens,
+            limit_param="max_new_tokens",
             default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
             stop=options.stop,
             temperature=(1.0 if options.temperature is None else options.temperature) if sampled else 0.0,

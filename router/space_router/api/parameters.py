@@ -12,6 +12,7 @@ class Parameters:
     """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
 
     max_tokens: int | None = None
+    limit_param: str = "max_tokens"  # the field it came in
     default_max_tokens: int | None = None  # where `max_tokens` is not said: cut to what fits; None: as much as fits
     min_tokens: int | None = None
     ignore_eos: bool | None = None

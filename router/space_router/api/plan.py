@@ -34,6 +34,7 @@ class Plan:
     prompts: tuple[Prompt, ...]
     choices: tuple[Choice, ...]
     num_shown: int  # choices of each prompt that are answered; fewer than there are with best_of
+    limit_param: str  # the field that `max_tokens` came in
     answered: bool  # False: only the prompt is wanted (max_tokens 0); the engine's one token is dropped
 
     @property

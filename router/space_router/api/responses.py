@@ -93,6 +93,7 @@ def plan(door: Door, body: ResponseBody, tools: ToolUse) -> Plan:
     wanted = Parameters(
         **{name: getattr(body, name) for name in same},
         max_tokens=body.max_output_tokens,
+        limit_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         adapter=door.adapter(body.model),
         grammar=tools.grammar,

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 
-def translate(error: engine_errors.EngineError, param: str = "prompt") -> ApiError:
-    """An engine's error as the API's; `param`: the field that a prompt came in."""
+def translate(error: engine_errors.EngineError, param: str = "prompt", limit: str = "max_tokens") -> ApiError:
+    """An engine's error as the API's; `param` and `limit`: the fields that a prompt and max_tokens came in."""
     match error:
         case engine_errors.PromptTooLong():
-            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.window, param=param)
+            return TooManyTokens(error.told(limit), num_prompt=error.num_prompt, limit=error.window, param=param)
         case engine_errors.CacheTooSmall():
             return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():
@@ -132,7 +132,7 @@ class Running:
                 except engine_errors.EngineError as error:
                     if request.trace is not None:
                         request.trace.ended("error", Statistics(num_prompt=len(request.prompt_ids)))
-                    raise translate(error, choice.prompt.param) from error
+                    raise translate(error, choice.prompt.param, self.plan.limit_param) from error
                 scope = await undo.enter_async_context(AsyncExitStack())
                 await scope.enter_async_context(stream)
                 leader = stream if follows is None else leader

@@ -31,20 +31,23 @@ class PromptTooLong(Refused):
     """Prompt, or prompt and max_tokens, exceed the window of the model."""
 
     def __init__(self, *, num_prompt: int, max_tokens: int | None, window: int) -> None:
-        if max_tokens is None or num_prompt >= window:
-            message = (
-                f"The prompt has {num_prompt} tokens; this model takes {window} with the answer, "
-                f"so at most {window - 1} of prompt. Shorten it."
-            )
-        else:
-            message = (
-                f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}: {num_prompt + max_tokens} "
-                f"together; this model takes {window}. Shorten the prompt or ask for at most {window - num_prompt}."
-            )
-        super().__init__(message)
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
         self.window = window
+        super().__init__(self.told("max_tokens"))
+
+    def told(self, limit: str) -> str:
+        """To a client that knows max_tokens by another name."""
+        if self.max_tokens is None or self.num_prompt >= self.window:
+            return (
+                f"The prompt has {self.num_prompt} tokens; this model takes {self.window} with the answer, "
+                f"so at most {self.window - 1} of prompt. Shorten it."
+            )
+        return (
+            f"The prompt has {self.num_prompt} tokens and {limit} is {self.max_tokens}: "
+            f"{self.num_prompt + self.max_tokens} together; this model takes {self.window}. Shorten the prompt or ask "
+            f"for at most {self.window - self.num_prompt}."
+        )
 
 
 class CacheTooSmall(Refused):

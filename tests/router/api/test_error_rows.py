@@ -190,6 +190,29 @@ async def test_tgi_errors_have_their_status_and_shape(start: Start, row: Row) ->
             assert answer.json()["error_type"] == row.tgi_kind
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "limit"),
+    [
+        ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+        ("/generate", {"inputs": "x"}, "max_new_tokens"),
+        ("/generate_stream", {"inputs": "x"}, "max_new_tokens"),
+    ],
+)
+async def test_a_limit_beyond_the_window_has_its_own_name(
+    start: Start, path: str, prompt: dict[str, Any], limit: str
+) -> None:
+    async with plain(start) as router:
+        for fields, words in (({limit: 5000}, f"and {limit} is 5000"), ({limit: 5, "min_tokens": 6}, f"of `{limit}`")):
+            if "generate" not in path or "min_tokens" not in fields:  # TGI has no such field
+                body = {"parameters": fields} if "generate" in path else fields
+                answer = await router.post(path, **prompt, **body)
+                assert answer.status_code in (400, 422)
+                assert words in answer.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_deadline_that_cannot_be_met_is_refused_before_anything_is_sent(start: Start, stream: bool) -> None:
     async with slow(start) as router:
