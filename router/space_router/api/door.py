@@ -126,8 +126,8 @@ class Door:
         max_tokens: int = 1,
         reserved: int = 0,
     ) -> Prompt:
-        """One prompt: a string or token ids. The last `truncate` ids are kept, with the `reserved` ones that come to
-        them; -1: as many as leave room for `max_tokens`.
+        """One prompt: a string, which begins with BOS if nothing else is in it, or token ids. The last `truncate` ids
+        are kept, with the `reserved` ones that come to them; -1: as many as leave room for `max_tokens`.
         """
         tokenizer = self.text.tokenizer
         if isinstance(value, str):
@@ -140,7 +140,11 @@ class Door:
             raise InvalidRequest(f"`{param}` mixes token ids with other things; got {shown(value)}.", param=param)
         self._check_masks(ids, param)
         if not ids and not reserved:
-            raise InvalidRequest(f"`{param}` has no tokens; give at least one.", param=param)
+            may_begin = isinstance(value, str) and add_special_tokens
+            if not may_begin or tokenizer.bos_id is None:
+                why = ", and the tokenizer has no BOS to begin with" if may_begin else ""
+                raise InvalidRequest(f"`{param}` has no tokens{why}; give at least one.", param=param)
+            ids = [tokenizer.bos_id]
         most = self._most_ids(truncate, max_tokens, reserved)
         cut = most is not None and len(ids) > most
         kept = ids[len(ids) - most :] if cut and most is not None else ids

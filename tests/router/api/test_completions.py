@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from space_router.testing import always, listed
+from space_router.text.testing import EOS_ID, byte_level
+from space_router.text.tokenizer import Tokenizer
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -20,6 +22,19 @@ async def events(router: Any, path: str, **body: Any) -> list[Any]:
     lines = answer.text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def test_an_empty_prompt_is_the_beginning_of_a_text(start: Start) -> None:
+    async with start("hello") as router:
+        asked = {"max_tokens": 1, "return_token_ids": True, "echo": True, "logprobs": 0}
+        for prompt in ("", ["", "a"]):
+            first = (await router.complete(prompt=prompt, **asked))["choices"][0]
+            assert (first["text"], first["prompt_token_ids"]) == ("hello", [EOS_ID])  # which is the test's BOS, too
+    without = Tokenizer(byte_level(), {"eos_token": "<|endoftext|>"})
+    async with start("hello", tokenizer=without) as router:
+        answer = await router.post("/v1/completions", prompt="")
+        assert answer.status_code == 400
+        assert "no BOS" in answer.json()["error"]["message"]
 
 
 async def test_a_completion_is_the_workers_text_with_its_counts(start: Start) -> None:

@@ -25,7 +25,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [True]}, "prompt", "string"),
     ({"prompt": [[1, "x"]]}, "prompt", "mixes"),
     ({"prompt": [[]]}, "prompt", "no tokens"),
-    ({"prompt": ""}, "prompt", "no tokens"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt", "no tokens"),
     ({"prompt": [VOCAB_SIZE]}, "prompt", f"0 to {VOCAB_SIZE - 1}"),
     ({"prompt": [-1]}, "prompt", "-1"),
     ({"prompt": [2**63]}, "prompt", str(2**63)),
