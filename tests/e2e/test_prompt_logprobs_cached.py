@@ -39,3 +39,15 @@ def test_a_stream_joins_to_the_whole_answer(live: Any) -> None:
     assert [one for piece in mine for one in piece.get("prompt_logprobs", [])] == whole["prompt_logprobs"]
     for name, values in whole["logprobs"].items():
         assert [one for piece in mine for one in piece["logprobs"][name]] == values
+
+
+def test_the_last_token_of_a_prompt_that_fills_the_window_has_the_value_it_has_as_an_answer(live: Any) -> None:
+    window = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    ids = (live.http.post("/tokenize", json={"prompt": PROMPT * 40}).json()["tokens"] * window)[: window - 1]
+    greedy = asked(prompt=ids, max_tokens=1, temperature=0, return_token_ids=True, ignore_eos=True)
+    answered = live.http.post("/v1/completions", json=greedy).json()["choices"][0]
+    full = asked(prompt=ids + answered["token_ids"], max_tokens=0)
+    scored = live.http.post("/v1/completions", json=full).json()["choices"][0]
+    assert len(scored["logprobs"]["token_logprobs"]) == window
+    assert scored["logprobs"]["token_logprobs"] == answered["logprobs"]["token_logprobs"]
+    assert scored["logprobs"]["top_logprobs"] == answered["logprobs"]["top_logprobs"]

@@ -233,7 +233,9 @@ class Door:
                 key=self.key,
                 stops_on_text=bool(rules.stops),
             )
-            choices.append(Choice(index, prompt, request, rules))
+            made = Choice(index, prompt, request, rules)
+            fills_window = len(prompt.ids) == self.facts.window > 1
+            choices.append(made.ending_in_prompt() if fills_window and max_tokens == 0 else made)
         return Plan(
             request_id,
             seed,

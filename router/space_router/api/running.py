@@ -55,6 +55,12 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return GenerationFailed(str(error)[:300], code="generation_failed")
 
 
+def _of_prompt(delta: TextDelta) -> TextDelta:
+    """Its tokens are the prompt's, too."""
+    known = tuple(token.logprobs for token in delta.tokens if token.logprobs is not None)
+    return replace(delta, text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
+
+
 @dataclass
 class Progress:
     """One choice as far as it has come."""
@@ -203,7 +209,7 @@ class Running:
                 progress.finish, progress.stop_reason = delta.finish, delta.stop_reason
                 # The pages are of no use any more, whatever the other choices still do.
                 await progress.scope.aclose()
-            yield delta
+            yield _of_prompt(delta) if progress.choice.ends_in_prompt else delta
 
     async def _merge(self) -> AsyncIterator[list[tuple[Progress, TextDelta]]]:
         """The choices' deltas in the order they come; those that are there together come together."""

@@ -67,6 +67,25 @@ async def test_a_stream_has_what_the_whole_answer_has(
         assert [event for event in stream if "spaceserve" in event] == stream[-1:]
 
 
+@pytest.mark.parametrize("config", [None, SMALL_STEPS], ids=["one step", "many steps"])
+async def test_a_prompt_may_fill_the_window_where_no_answer_is_wanted(start: Start, config: Any) -> None:
+    prompt = "abcdefg" * 9 + "é"  # two bytes, two tokens: the last is half a character
+    async with start(config=config, window=65) as filled, start(config=config, window=99) as roomy:
+        for fields in ({"logprobs": 2}, {"logprobs": 2, "n": 2, "prompt_logprobs": 1, "best_of": 2}, {}, {"stop": "x"}):
+            asked = {"prompt": prompt, "max_tokens": 0, "echo": True, "seed": 1, "return_token_ids": True, **fields}
+            whole = await filled.complete(**asked)
+            wanted = await roomy.complete(**asked)
+            assert whole["choices"] == wanted["choices"]
+            same = {"prompt_tokens": 65, "completion_tokens": 0}
+            assert whole["usage"] | same == whole["usage"]
+            stream = await events(filled, "/v1/completions", **asked)
+            for choice in whole["choices"]:
+                assert joined(stream, choice["index"]) == choice
+        for fields in ({"max_tokens": 1}, {"max_tokens": 0, "prompt": prompt + "!"}):
+            beyond = await filled.post("/v1/completions", **{"prompt": prompt, "echo": True, **fields})
+            assert beyond.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_tokens_of_an_echoed_prompt_come_with_their_text_as_it_is_computed(start: Start) -> None:
     async with start("yes", config=SMALL_STEPS) as router:
         stream = await events(router, "/v1/completions", prompt=LONG, max_tokens=2, echo=True, logprobs=0)
