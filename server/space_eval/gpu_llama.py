@@ -26,6 +26,7 @@ from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.space_model import SpaceModel
+from space_model.transformers_network import TransformersNetwork, make_row_invariant
 from space_server.sequence import Sequence as SequenceOfIds
 from space_server.synthetic import SyntheticAcceptance
 from torch import Tensor
@@ -161,7 +162,10 @@ def space_llama(model: PreTrainedModel, facts: ModelFacts, ops: Ops, head: Draft
     facts = replace(facts, attention=ops.attention)
     output = OutputHead(model.get_output_embeddings().weight, None, linear=ops.linear)
     network = compact_network(model.base_model, facts, ops, (), model.base_model_prefix)
-    assert network is not None, "every shape here is a Llama"
+    if network is None:  # dry, on a CPU whose torch packs no bfloat16
+        assert facts.device.type == "cpu", "every shape here is a Llama"
+        make_row_invariant(model.base_model, facts.num_threads)
+        network = TransformersNetwork(model.base_model, None, ops.space_attention)
     return SpaceModel(facts, network, output, head)
 
 

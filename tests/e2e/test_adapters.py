@@ -43,7 +43,7 @@ def test_requests_choose_an_adapter_and_all_get_the_base_s_text(serve: Serve, ch
 def test_an_adapter_folder_is_served_as_a_model_on_its_base(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
     folder = tiny_adapter(tmp_path / "gated", checkpoint, num_masks=4)
     with (
-        serve("--model", str(folder)) as server,
+        serve("--model", str(folder), "--speculation", "4") as server,
         httpx.Client(base_url=server.url, timeout=60.0) as http,
     ):
         info = http.get("/info").json()

@@ -188,6 +188,7 @@ def tables_of(num_chain: int, starts: list[int], page_table: Tensor, block_size:
     return StepTables(tables, where, page_table, block_size, tables.num_chain)
 
 
+@pytest.mark.usefixtures("dots_round_once")
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 50)])
 def test_a_row_decoded_alone_has_the_bits_it_has_in_a_prefill(dtype: torch.dtype, window: int | None) -> None:
     step = made_up_step([MadeUp(cached=110, num_chain=24, seed=3)], heads=4, kv_heads=1, dtype=dtype, device=DEVICE)

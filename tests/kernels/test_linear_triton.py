@@ -35,6 +35,7 @@ def test_a_product_is_that_of_double_precision(out: int, width: int, dtype: torc
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("dots_round_once")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(dtype: torch.dtype) -> None:
     x, weight, bias = draw(70, 48, 96, dtype)

@@ -108,6 +108,8 @@ def test_chain_rows_have_the_base_s_bits_and_mask_rows_their_own_in_any_company(
     if network == "transformers":
         monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
         monkeypatch.setattr(CompiledLlama, "fits", lambda base, dtype, head_dim: False)
+    if network == "compact" and not can_pack(getattr(torch, dtype)):
+        pytest.skip(f"this processor packs no {dtype}: only the compiled network and the transformers one take it")
     attention = "torch" if network == "compact" else "auto"
     bare = load_model(checkpoint_of(family), dtype=dtype, attention=attention)
     model = load_model(checkpoint_of(family), dtype=dtype, attention=attention, adapters=adapters_of(family))
@@ -150,7 +152,6 @@ def test_threads_change_no_bit_of_a_gated_row(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 3, 32])
 def test_a_delta_gives_a_row_the_same_bits_whatever_the_others(rank: int, dtype: torch.dtype, num_threads: int) -> None:
-    assert can_pack(dtype)
     generator = torch.Generator().manual_seed(rank)
 
     def normal(*shape: int) -> Tensor:
