@@ -51,11 +51,15 @@ class Ragged:
     """Runs of rows, one behind the other."""
 
     sequences: Tensor  # [n] whose pages
-    reach: Tensor  # [n] int32
-    longest: int  # reach
+    reach: Tensor  # [n] int32, of each all its rows
     rows: Tensor  # [total] flat row numbers
     bounds: Tensor  # [n+1] int32 where each run begins
     widest: int
+
+    @property
+    def longest(self) -> int:
+        """Reach."""
+        return self.widest
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +203,6 @@ def _long(pattern: RowPattern, members: Sequence[int], device: torch.device) -> 
     return Ragged(
         sequences=_to(members, device),
         reach=_to(lengths, device, torch.int32),
-        longest=max(lengths),
         rows=_to(np.concatenate([np.arange(run.start, run.stop) for run in runs]), device),
         bounds=_to(np.cumsum([0, *lengths]), device, torch.int32),
         widest=max(lengths),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 
@@ -17,7 +15,7 @@ from space_proto.finding import Finding
 
 from space_router.config import ServeConfig, build
 from space_router.errors import ConfigError
-from space_router.listening import GUARD, UNIX, is_open_to_others, listening, room_for
+from space_router.listening import GUARD, UNIX, connected, is_open_to_others, listening, room_for
 from space_router.workers.command import worker_command
 
 PARTS = ("settings", "environment", "gpu", "kernels", "model", "memory", "ports", "workers", "energy")
@@ -108,13 +106,7 @@ def _open_files(num_connections: int) -> Finding:
 def _reachable(address: str) -> Finding:
     """A worker elsewhere: whether somebody listens there."""
     try:
-        if address.startswith("unix:"):
-            with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as tried:
-                tried.settimeout(5.0)
-                tried.connect(address.removeprefix("unix:"))
-        else:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+        connected(address, 5.0).close()
     except (OSError, ValueError) as error:
         return Finding(
             "workers", "fail", f"Nobody answers at {address}: {error}.",

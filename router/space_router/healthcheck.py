@@ -17,7 +17,7 @@ from pathlib import Path
 
 from space_router.cli import PROGRAMS
 from space_router.config import ENVIRONMENT_PREFIX, settings
-from space_router.listening import UNIX
+from space_router.listening import UNIX, connected
 from space_router.output import say
 
 PATIENCE = 4.0
@@ -110,24 +110,11 @@ def ask_worker(flags: Sequence[str]) -> None:
 
 def _connected(place: str) -> socket.socket:
     """To unix:PATH or HOST:PORT. Raises Unwell."""
+    host, _, port = place.rpartition(":")
     try:
-        if place.startswith(UNIX):
-            return _unix(Path(place.removeprefix(UNIX)).expanduser())
-        host, _, port = place.rpartition(":")
-        return socket.create_connection((EVERYWHERE.get(host, host.strip("[]")), int(port)), timeout=PATIENCE)
+        return connected(f"{EVERYWHERE[host]}:{port}" if host in EVERYWHERE else place, PATIENCE)
     except (OSError, ValueError) as error:
         raise Unwell(f"{place}: {error}") from error
-
-
-def _unix(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(PATIENCE)
-        connection.connect(str(path))
-    except OSError:
-        connection.close()
-        raise
-    return connection
 
 
 def _setting(name: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:

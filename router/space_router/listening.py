@@ -83,6 +83,21 @@ def _unix(path: Path, host: str) -> socket.socket:
     return bound
 
 
+def connected(place: str, seconds: float) -> socket.socket:
+    """To unix:PATH or HOST:PORT. Raises OSError, or ValueError for a place that is neither."""
+    if not place.startswith(UNIX):
+        host, _, port = place.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), seconds)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(str(Path(place.removeprefix(UNIX)).expanduser()))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def _answers(path: Path) -> bool:
     """Somebody listens on this socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

@@ -60,7 +60,7 @@ from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu,
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
 from space_server.model_need import ModelNeed, num_blocks_of
 from space_server.model_source import ModelSource
-from space_server.one_gpu import see_one_gpu
+from space_server.one_gpu import on_first_gpu
 from space_server.passing_thread import in_passing_thread
 from space_server.rank_place import RankPlace
 from space_server.rank_start import following, leading
@@ -100,13 +100,12 @@ def main(arguments: Sequence[str]) -> int:
             # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, _leave))
-            seen = see_one_gpu(config.device, os.environ, num_ranks=config.tensor_parallel)
-            config = replace(config, device=seen)
+            place = RankPlace.of(config.tensor_parallel, os.environ) if config.tensor_parallel > 1 else None
+            config, place = on_first_gpu(config, place, os.environ)
             _check_machine(config)
             source = ModelSource(config)
             lead = None
-            if config.tensor_parallel > 1:
-                place = RankPlace.of(config.tensor_parallel, os.environ)
+            if place is not None:
                 check_ranks(source.checkpoint(), place.size)
                 load = functools.partial(_load, config, source)
                 if place.rank:

@@ -8,36 +8,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 
 import torch
 from space_model.model_error import InvalidSetting
 
+from space_server.config import WorkerConfig
+from space_server.rank_place import RankPlace
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LOCAL_RANK = "LOCAL_RANK"
 
 _log = logging.getLogger(__name__)
 
 
-def see_one_gpu(
-    device: str, environment: MutableMapping[str, str], *, num_ranks: int = 1, count: Callable[[], int] | None = None
-) -> str:
-    """What `--device` says from now on, where the GPU that it names, or this rank's, is the only one that is seen.
+def on_first_gpu(
+    config: WorkerConfig,
+    place: RankPlace | None,
+    environment: MutableMapping[str, str],
+    count: Callable[[], int] | None = None,
+) -> tuple[WorkerConfig, RankPlace | None]:
+    """Both as they are where the GPU that `--device` names, or this rank's, is the only one that is seen.
 
     Before anything asks torch for GPUs: it reads the variable once. `count`: of those that are seen then. Raises
     InvalidSetting where the variable leaves no such GPU, or nobody reads it any more.
     """
-    number = _wanted(device, environment, num_ranks)
-    if not number:
-        return device
+    if place is None:
+        number = config.device.removeprefix("cuda:") if config.device.startswith("cuda:") else ""
+        if number.isdecimal() and int(number):
+            _see(int(number), environment, count or torch.cuda.device_count)
+            return replace(config, device="cuda:0"), None
+    elif place.local_rank and config.device in ("auto", "cuda"):
+        _see(place.local_rank, environment, count or torch.cuda.device_count)
+        return config, replace(place, local_rank=0)
+    return config, place
+
+
+def _see(number: int, environment: MutableMapping[str, str], count: Callable[[], int]) -> None:
+    """Of the GPUs that are seen, this one alone."""
     seen = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if VISIBLE in environment and number >= len(seen):
         raise InvalidSetting(
             f"GPU {number} is asked for; {VISIBLE}={environment[VISIBLE]} leaves {len(seen)}, counted from 0."
         )
     environment[VISIBLE] = seen[number] if seen else str(number)
-    if num_ranks > 1:
-        environment[LOCAL_RANK] = "0"
-    found = (count or torch.cuda.device_count)()
+    found = count()
     if found > 1:
         raise InvalidSetting(
             f"GPU {number} cannot be made the only one of this process: torch sees {found}. Start it with "
@@ -45,13 +59,3 @@ def see_one_gpu(
         )
     if found:
         _log.info("this process sees GPU %d alone, as cuda:0", number)
-    return "cuda:0" if device.startswith("cuda:") else device
-
-
-def _wanted(device: str, environment: MutableMapping[str, str], num_ranks: int) -> int:
-    """The number of the GPU to compute on, of those that are seen; 0 also where it is none."""
-    if num_ranks > 1:
-        name = environment.get(LOCAL_RANK, environment.get("RANK", "0")) if device in ("auto", "cuda") else ""
-    else:
-        name = device.removeprefix("cuda:") if device.startswith("cuda:") else ""
-    return int(name) if name.isdecimal() else 0

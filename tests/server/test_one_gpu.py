@@ -7,13 +7,29 @@ import sys
 
 import pytest
 from space_model.model_error import InvalidSetting
-from space_server.one_gpu import see_one_gpu
+from space_server.config import parse
+from space_server.one_gpu import on_first_gpu
 from space_server.rank_place import RankPlace
 
+RANKS = {"WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
-def seeing(device: str, found: int = 1, num_ranks: int = 1, **environment: str) -> tuple[str, dict[str, str]]:
+
+def seeing(device: str, found: int = 1, **environment: str) -> tuple[str, dict[str, str]]:
     """What the device is called then, and the variables."""
-    return see_one_gpu(device, environment, num_ranks=num_ranks, count=lambda: found), environment
+    config = parse(["--model", "demo", "--listen", "unix:/nowhere", "--device", device])
+    config, place = on_first_gpu(config, None, environment, lambda: found)
+    assert place is None
+    return config.device, environment
+
+
+def seen_by(rank: int, device: str, **environment: str) -> tuple[int, str | None]:
+    """Its number among the GPUs that a rank sees, and those."""
+    environment |= RANKS | {"RANK": str(rank)}
+    config = parse(["--model", "demo", "--listen", "unix:/nowhere", "--device", device, "--tensor-parallel", "8"])
+    same, place = on_first_gpu(config, RankPlace.of(8, environment), environment, lambda: 1)
+    assert same == config
+    assert place is not None
+    return place.local_rank, environment.get("CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "meta"])
@@ -30,14 +46,11 @@ def test_another_one_becomes_the_first() -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_each_rank_has_its_own(device: str) -> None:
-    assert seeing(device, num_ranks=4, RANK="0", LOCAL_RANK="0") == (device, {"RANK": "0", "LOCAL_RANK": "0"})
-    variables = {"RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    name, environment = seeing(device, num_ranks=8, **variables)
-    assert name == device
-    assert environment["CUDA_VISIBLE_DEVICES"] == "2"
-    assert RankPlace.of(8, environment).local_rank == 0
-    assert seeing(device, num_ranks=2, RANK="1")[1]["CUDA_VISIBLE_DEVICES"] == "1"
-    assert "CUDA_VISIBLE_DEVICES" not in seeing("cpu", num_ranks=8, **variables)[1]
+    assert seen_by(0, device, LOCAL_RANK="0") == (0, None)
+    assert seen_by(6, device, LOCAL_RANK="2") == (0, "2")
+    assert seen_by(1, device) == (0, "1")
+    assert seen_by(6, device, LOCAL_RANK="2", CUDA_VISIBLE_DEVICES="4,5,6,7") == (0, "6")
+    assert seen_by(6, "cpu", LOCAL_RANK="2") == (2, None)
 
 
 def test_a_number_that_is_not_seen_and_a_variable_that_comes_too_late_are_refused() -> None:
@@ -56,7 +69,7 @@ def test_a_worker_reads_the_variable_before_it_asks_for_gpus() -> None:
         "looked = []\n"
         "for name in ('is_available', 'device_count', 'current_device', '_lazy_init'):\n"
         "    setattr(torch.cuda, name, lambda *_, name=name: looked.append(name))\n"
-        "__main__.see_one_gpu = see\n"
+        "__main__.on_first_gpu = see\n"
         "__main__.main(['--model', 'demo', '--listen', 'unix:/nowhere', '--device', 'cuda:1'])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
