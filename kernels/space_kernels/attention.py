@@ -41,7 +41,7 @@ def space_attention(
     """
     num_rows, num_heads, head_dim = query.shape
     kv_heads = key_pages.shape[1]
-    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, window))
+    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, window))
 
     chain = rows.num_chain_rows
     for pages, new in ((key_pages, key), (value_pages, value)):

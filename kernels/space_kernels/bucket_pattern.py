@@ -15,6 +15,10 @@ from space_kernels.row_pattern import Ints, RowPattern
 _TILE = 4
 """Rows of a product are a multiple of this: fewer take another order of summation (measured)."""
 
+_TILE_DIM = 64
+"""Elements of a head for each tile that there must be: of few rows, long heads are summed up in another order than of
+many (below 3 rows of 64 elements, 6 of 128, 11 of 256 on an x86-64 of model 207; torch 2.13)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
@@ -22,12 +26,20 @@ class PlanKey:
 
     num_heads: int
     kv_heads: int
+    head_dim: int
     window: int | None  # positions a row may look back, its own included; None: all
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads that share a key-value head."""
         return self.num_heads // self.kv_heads
+
+    def padded(self, num_rows: int) -> int:
+        """Rows with padding: few distinct numbers, rows · queries per kv head whole tiles, and enough of them."""
+        fewest = -(-self.head_dim // _TILE_DIM) * _TILE
+        most = max(num_rows, -(-fewest // self.queries_per_kv))
+        step = _TILE // math.gcd(_TILE, self.queries_per_kv) if most < _TILE else _TILE
+        return -(-most // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ def _build(rows: RowPattern, key: PlanKey, device: torch.device) -> BucketPatter
     heads, lanes = np.arange(key.kv_heads, dtype=np.int64), np.arange(key.queries_per_kv, dtype=np.int64)
     by_size: dict[int, list[int]] = {}
     for number, num_rows in enumerate((rows.chains[1] + rows.masks[1]).tolist()):
-        by_size.setdefault(_padded(num_rows, key.queries_per_kv), []).append(number)
+        by_size.setdefault(key.padded(num_rows), []).append(number)
 
     places = np.zeros(len(rows.chain_runs), dtype=np.int64)
     within = np.zeros((rows.num_padded, key.kv_heads, key.queries_per_kv), dtype=np.int64)
@@ -86,12 +98,6 @@ def _build(rows: RowPattern, key: PlanKey, device: torch.device) -> BucketPatter
     outputs = flat.copy()
     outputs[: len(rows.owner)] += places[rows.owner, None]
     return BucketPatterns(buckets, places, flat, _to(outputs, device))
-
-
-def _padded(num_rows: int, queries_per_kv: int) -> int:
-    """Rows with padding: few distinct numbers, and rows · queries per kv head a multiple of the tile."""
-    step = _TILE // math.gcd(_TILE, queries_per_kv) if num_rows < _TILE else _TILE
-    return -(-num_rows // step) * step
 
 
 def _table(rows: RowPattern, numbers: Ints, num_padded: int) -> tuple[Ints, np.ndarray]:

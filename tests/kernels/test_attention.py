@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,13 @@ def attention(request: pytest.FixtureRequest) -> Attention:
     if request.param == "torch":
         return space_attention
     return CompiledAttention(cpu_library.library_for(request.param))
+
+
+@pytest.fixture(params=[16, 64, 144])
+def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One vector; several at once, keys read as they lie; several and a rest."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", request.param)
+    return int(request.param)
 
 
 @dataclass
@@ -186,6 +194,7 @@ def test_unequal_sequences_equal_dense_attention(
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("head_dim")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (300, 2.0)])
 def test_bfloat16_is_as_near_as_its_roundings(
@@ -199,6 +208,7 @@ def test_bfloat16_is_as_near_as_its_roundings(
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
 
 
+@pytest.mark.usefixtures("head_dim")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 40, 300])
 def test_a_row_has_the_same_bits_in_any_company(
@@ -211,6 +221,7 @@ def test_a_row_has_the_same_bits_in_any_company(
         assert torch.equal(masks, alone_masks)
 
 
+@pytest.mark.usefixtures("head_dim")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [2, 4, 6])
 def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(

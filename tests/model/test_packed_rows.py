@@ -93,7 +93,7 @@ def test_plans_of_steps_behind_each_other_do_too(seed: int, window: int | None) 
 
 def assert_sees(segments: Sequence[Segment], window: int | None) -> None:
     batch = ForwardBatch.build(segments, block_size=BLOCK_SIZE, mask_ids=MASKS)
-    plan = AttentionPlan.of(batch.rows, PlanKey(num_heads=2, kv_heads=2, window=window))
+    plan = AttentionPlan.of(batch.rows, PlanKey(num_heads=2, kv_heads=2, head_dim=16, window=window))
     found = {}
     where = 0
     for bucket in plan.buckets:
