@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace KIND {
@@ -9,6 +10,17 @@ namespace {
 
 constexpr int BLOCK = 64;        // positions joined at once
 constexpr int64_t FEW = 3;      // query rows up to which keys and values are read as they lie
+
+// Query rows that are joined together, so that a column is loaded once for all of them; and how columns are held: where
+// they are not loaded once, the less there is of them the better.
+#if defined(__AVX512F__)
+constexpr int ABREAST = 4;
+using Held = Laid;
+#else
+constexpr int ABREAST = 1;
+using Held = bf16;
+#endif
+
 constexpr float FLOOR = -1e30f;  // least running maximum: e^(FLOOR - anything seen) is 0
 
 // 32 numbers: the first `n` of a load from (16 - n) are those of the front half
@@ -29,6 +41,7 @@ struct State {
     float peak, sum;
     float* out;         // [dim]
     const bf16* query;  // [dim]
+    const Laid* laid;   // the same, laid out
 };
 
 // A block as it lies in the pages, and as it is read by many: 16 keys side by side, two values side by side.
@@ -36,13 +49,13 @@ struct Block {
     const bf16* key[BLOCK];
     const bf16* value[BLOCK + 1];  // behind the last: zeros
     int64_t count;
-    bf16* keys;    // [16-groups][dim/2][16] pairs, or null
-    bf16* values;  // [keys/2][dim] pairs
+    Held* keys;    // [16-groups][dim/2] columns, or null
+    Held* values;  // [keys/2][dim/16] columns, or null
 };
 
 #if defined(__AVX512F__)
-// 16 rows of 16 32-bit numbers, turned.
-void turn(const bf16* const* from, int64_t at, int64_t count, bf16* to) {
+// Sixteen pairs of each of up to sixteen keys, as columns.
+void turn(const bf16* const* from, int64_t at, int64_t count, Held* to) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_loadu_si512(from[i] + at) : _mm512_setzero_si512();
     for (int i = 0; i < 8; ++i) {
@@ -62,42 +75,30 @@ void turn(const bf16* const* from, int64_t at, int64_t count, bf16* to) {
         t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
     }
     for (int i = 0; i < 4; ++i) {
-        _mm512_storeu_si512(to + 32 * i, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-        _mm512_storeu_si512(to + 32 * (i + 4), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-        _mm512_storeu_si512(to + 32 * (i + 8), _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-        _mm512_storeu_si512(to + 32 * (i + 12), _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+        lay_column({_mm512_shuffle_i32x4(t[i], t[i + 8], 0x88)}, to + 32 * i);
+        lay_column({_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88)}, to + 32 * (i + 4));
+        lay_column({_mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd)}, to + 32 * (i + 8));
+        lay_column({_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd)}, to + 32 * (i + 12));
     }
 }
 constexpr int64_t TURNED = 32;  // elements of a key that are turned at once
-#else
-void turn(const bf16* const* from, int64_t at, int64_t count, bf16* to) {
-    for (int64_t i = 0; i < 16; ++i) {
-        const bf16* row = i < count ? from[i] + at : nullptr;
-        for (int64_t k = 0; k < 8; ++k) {
-            if (row)
-                std::memcpy(to + (k * 16 + i) * 2, row + 2 * k, 4);
-            else
-                std::memset(to + (k * 16 + i) * 2, 0, 4);
-        }
-    }
-}
-constexpr int64_t TURNED = 16;
 #endif
 
-// Keys so that sixteen are one vector.
+// Keys so that sixteen are one column.
 void lay_out_keys(Block& block, int64_t dim) {
     for (int64_t first = 0; first < block.count; first += LANES) {
-        bf16* to = block.keys + first * dim;
+        Held* to = block.keys + first * dim;
         const int64_t left = block.count - first;
         int64_t at = 0;
+#if defined(__AVX512F__)
         for (; at + TURNED <= dim; at += TURNED) turn(block.key + first, at, left, to + at * LANES);
-        for (; at < dim; at += 2)
-            for (int64_t i = 0; i < LANES; ++i) {
-                if (i < left)
-                    std::memcpy(to + at * LANES + 2 * i, block.key[first + i] + at, 4);
-                else
-                    std::memset(to + at * LANES + 2 * i, 0, 4);
-            }
+#endif
+        bf16 pair[2 * LANES] = {};
+        for (; at < dim; at += 2) {
+            for (int64_t i = 0; i < std::min<int64_t>(left, LANES); ++i)
+                std::memcpy(pair + 2 * i, block.key[first + i] + at, 4);
+            lay_column(pairs(pair), to + at * LANES);
+        }
     }
 }
 
@@ -105,7 +106,7 @@ void lay_out_keys(Block& block, int64_t dim) {
 void lay_out_values(Block& block, int64_t dim) {
     for (int64_t j = 0; j < block.count; j += 2)
         for (int64_t d = 0; d < dim; d += LANES)
-            store_pairs(block.values + j * dim + 2 * d, beside(block.value[j] + d, block.value[j + 1] + d));
+            lay_column(block.value[j] + d, block.value[j + 1] + d, block.values + j * dim + 2 * d);
 }
 
 Lanes capped(Lanes s, float cap) {  // cap · tanh(s / cap)
@@ -113,27 +114,44 @@ Lanes capped(Lanes s, float cap) {  // cap · tanh(s / cap)
     return mul(same(cap), sub(same(1.0f), div(same(2.0f), add(e, same(1.0f)))));
 }
 
-// A score has sixteen sums, of the pairs 0, 16, 32, … of query and key, of 1, 17, 33, … and so on, added as `total16`
-// does. So it can be made of sixteen keys side by side, one lane each, or of one key alone, one sum a lane.
-Lanes total16(const Lanes* sum) {
-    Lanes four[4];
-    for (int i = 0; i < 4; ++i) four[i] = add(add(sum[4 * i], sum[4 * i + 2]), add(sum[4 * i + 1], sum[4 * i + 3]));
-    return add(add(four[0], four[2]), add(four[1], four[3]));
-}
+// A score has sixteen sums, of the pairs 0, 16, 32, … of query and key, of 1, 17, 33, … and so on. Four by four they are
+// added, 0 and 2, 1 and 3, then these; and the four in the same way. So it can be made of sixteen keys side by side, one
+// lane each, or of one key alone, one sum a lane.
 
-Lanes score_beside(const bf16* keys, const bf16* query, int64_t dim) {
-    Lanes sum[LANES];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < LANES; ++i) {
-        sum[i] = zeros();
-        for (int64_t d = 2 * i; d < dim; d += 2 * LANES)
-            sum[i] = dot(sum[i], pairs(keys + d * LANES), same_pair(query + d));
+// Sixteen keys side by side, and COUNT query rows.
+template <int COUNT>
+void score_beside(const Held* keys, const State* const* state, int64_t dim, Lanes* to) {
+    Lanes four[4][COUNT];
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < 4; ++n) {
+        Lanes sum[4][COUNT];
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+            for (int s = 0; s < COUNT; ++s) sum[i][s] = zeros();
+        for (int64_t from = 8 * n; from < dim; from += 2 * LANES)
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < 4; ++i) {
+                const int64_t d = from + 2 * i;
+                const Column one = column<0>(keys + d * LANES);
+#pragma GCC unroll 4
+                for (int s = 0; s < COUNT; ++s) sum[i][s] = multiplied(sum[i][s], one, number<0>(state[s]->laid + d));
+                if constexpr (PARTS == 2) {
+                    const Column other = column<PARTS - 1>(keys + d * LANES);
+#pragma GCC unroll 4
+                    for (int s = 0; s < COUNT; ++s)
+                        sum[i][s] = multiplied(sum[i][s], other, number<PARTS - 1>(state[s]->laid + d));
+                }
+            }
+#pragma GCC unroll 4
+        for (int s = 0; s < COUNT; ++s) four[n][s] = add(add(sum[0][s], sum[2][s]), add(sum[1][s], sum[3][s]));
     }
-    return total16(sum);
+#pragma GCC unroll 4
+    for (int s = 0; s < COUNT; ++s) to[s] = add(add(four[0][s], four[2][s]), add(four[1][s], four[3][s]));
 }
 
 #if defined(__AVX512F__)
-// Sixteen keys as they lie; dim a multiple of 32, DIM if that is not 0. Lane by lane what `total16` adds.
+// Sixteen keys as they lie; dim a multiple of 32, DIM if that is not 0. Added lane by lane as above.
 template <int64_t DIM>
 Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
     __m512 sum[16], half[8], quarter[4];
@@ -169,67 +187,97 @@ Lanes score_alone(const bf16* const*, const bf16*, int64_t) { return zeros(); }
 constexpr bool CAN_SCORE_ALONE = false;
 #endif
 
-// Scores of a row against the block; those outside [from, to) -inf.
-void score(const Block& block, const State& state, int64_t from, int64_t to, const Attention& a, int64_t dim,
-           float* scores) {
-    for (int64_t first = from / LANES * LANES; first < to; first += LANES) {
-        Lanes s = block.keys ? score_beside(block.keys + first * dim, state.query, dim)
-                             : score_alone(block.key + first, state.query, dim);
-        s = mul(s, same(a.scale));
-        if (a.softcap > 0) s = capped(s, a.softcap);
-        if (to < first + LANES) s = min(s, bound_up_to(to - first));
-        if (from > first) s = min(s, sub(zeros(), bound_up_to(from - first)));
-        store(scores + first, s);
-    }
-}
-
-// out = out·shrink + Σ weight·value over the pairs of keys [from, to), ascending: WIDTH vectors of it.
-template <int WIDTH>
-void weigh(State& state, const Block& block, const bf16* weights, int64_t from, int64_t to, float shrink, int64_t dim,
-           int64_t at) {
-    Lanes out[WIDTH];
-    for (int i = 0; i < WIDTH; ++i) out[i] = mul(load(state.out + at + i * LANES), same(shrink));
-    for (int64_t j = from; j < to; j += 2) {
-        Pairs weight = same_pair(weights + j);
-        for (int i = 0; i < WIDTH; ++i) {
-            const int64_t d = at + i * LANES;
-            out[i] = block.values ? dot(out[i], pairs(block.values + j * dim + 2 * d), weight)
-                                  : dot_beside(out[i], block.value[j] + d, block.value[j + 1] + d, weight);
-        }
-    }
-    for (int i = 0; i < WIDTH; ++i) store(state.out + at + i * LANES, out[i]);
-}
-
-void join(State& state, const Block& block, int64_t from, int64_t to, const Attention& a, int64_t dim) {
-    float scores[BLOCK];
-    bf16 weights[BLOCK];
-    const int64_t first = from / LANES * LANES;
-    score(block, state, from, to, a, dim, scores);
-    Lanes top = same(FLOOR);
-    for (int64_t j = first; j < to; j += LANES) top = max(top, load(scores + j));
-    const float peak = std::max(state.peak, greatest(top));
-    Lanes sum = zeros();
-    for (int64_t j = first; j < to; j += LANES) {
-        Lanes weight = mul(exp(sub(load(scores + j), same(peak))), ones_up_to(to - j));
-        if (from > j) weight = mul(weight, sub(same(1.0f), ones_up_to(from - j)));
-        store(weights + j, weight);
-        sum = add(sum, load(weights + j));  // as they are rounded
-    }
-    float lane[LANES];
-    store(lane, exp(same(state.peak - peak)));
-    const float shrink = state.peak == FLOOR ? 0.0f : lane[0];
-    state.sum = state.sum * shrink + total(sum);
-    state.peak = peak;
-    const int64_t begin = from / 2 * 2;  // a hidden partner has weight 0
-    int64_t at = 0;
-    for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4>(state, block, weights, begin, to, shrink, dim, at);
-    for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2>(state, block, weights, begin, to, shrink, dim, at);
-    for (; at < dim; at += LANES) weigh<1>(state, block, weights, begin, to, shrink, dim, at);
-}
-
 struct Seen {
     int64_t from, to;
 };
+
+// What COUNT rows make of sixteen keys of the block from `first` on; of those that a row does not see, -inf.
+template <int COUNT>
+void score(const Block& block, const State* const* state, const Seen* seen, int64_t first, const Attention& a,
+           int64_t dim, float (*scores)[BLOCK]) {
+    Lanes found[COUNT];
+    if (block.keys)
+        score_beside<COUNT>(block.keys + first * dim, state, dim, found);
+    else
+        for (int i = 0; i < COUNT; ++i) found[i] = score_alone(block.key + first, state[i]->query, dim);
+    for (int i = 0; i < COUNT; ++i) {
+        Lanes s = mul(found[i], same(a.scale));
+        if (a.softcap > 0) s = capped(s, a.softcap);
+        if (seen[i].to < first + LANES) s = min(s, bound_up_to(seen[i].to - first));
+        if (seen[i].from > first) s = min(s, sub(zeros(), bound_up_to(seen[i].from - first)));
+        store(scores[i] + first, s);
+    }
+}
+
+// out = out·shrink + Σ weight·value over the pairs of keys [from, to), ascending: WIDTH vectors of it, of COUNT rows.
+template <int WIDTH, int COUNT>
+void weigh(State* const* state, const Block& block, const Laid (*weights)[BLOCK], int64_t from, int64_t to,
+           const float* shrink, int64_t dim, int64_t at) {
+    Lanes out[COUNT][WIDTH];
+    for (int s = 0; s < COUNT; ++s)
+        for (int i = 0; i < WIDTH; ++i) out[s][i] = mul(load(state[s]->out + at + i * LANES), same(shrink[s]));
+    auto multiply = [&](auto part, int64_t j) __attribute__((always_inline)) {
+        constexpr int PART = decltype(part)::value;
+        decltype(number<PART>(weights[0])) weight[COUNT];
+#pragma GCC unroll 4
+        for (int s = 0; s < COUNT; ++s) weight[s] = number<PART>(weights[s] + j);
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDTH; ++i) {
+            const Column values = column<PART>(block.values + j * dim + 2 * (at + i * LANES));
+#pragma GCC unroll 4
+            for (int s = 0; s < COUNT; ++s) out[s][i] = multiplied(out[s][i], values, weight[s]);
+        }
+    };
+    if (block.values)
+        for (int64_t j = from; j < to; j += 2) {
+            multiply(std::integral_constant<int, 0>(), j);
+            if constexpr (PARTS == 2) multiply(std::integral_constant<int, 1>(), j);
+        }
+    else
+        for (int64_t j = from; j < to; j += 2)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDTH; ++i) {
+                const int64_t d = at + i * LANES;
+#pragma GCC unroll 4
+                for (int s = 0; s < COUNT; ++s)
+                    out[s][i] = dot_beside(out[s][i], block.value[j] + d, block.value[j + 1] + d, weights[s] + j);
+            }
+    for (int s = 0; s < COUNT; ++s)
+        for (int i = 0; i < WIDTH; ++i) store(state[s]->out + at + i * LANES, out[s][i]);
+}
+
+// COUNT rows through the block together: what one of them does not see weighs nothing.
+template <int COUNT>
+void join(State* const* state, const Seen* seen, const Block& block, const Attention& a, int64_t dim) {
+    float scores[COUNT][BLOCK], shrink[COUNT];
+    Laid weights[COUNT][BLOCK];
+    int64_t from = seen[0].from, to = seen[0].to;
+    for (int i = 1; i < COUNT; ++i) from = std::min(from, seen[i].from), to = std::max(to, seen[i].to);
+    const int64_t first = from / LANES * LANES;
+    for (int64_t j = first; j < to; j += LANES) score<COUNT>(block, state, seen, j, a, dim, scores);
+    for (int i = 0; i < COUNT; ++i) {
+        State& one = *state[i];
+        Lanes top = same(FLOOR);
+        for (int64_t j = first; j < to; j += LANES) top = max(top, load(scores[i] + j));
+        const float peak = std::max(one.peak, greatest(top));
+        Lanes sum = zeros();
+        for (int64_t j = first; j < to; j += LANES) {
+            Lanes weight = mul(exp(sub(load(scores[i] + j), same(peak))), ones_up_to(seen[i].to - j));
+            if (seen[i].from > j) weight = mul(weight, sub(same(1.0f), ones_up_to(seen[i].from - j)));
+            sum = add(sum, lay_rounded(weight, weights[i] + j));
+        }
+        float lane[LANES];
+        store(lane, exp(same(one.peak - peak)));
+        shrink[i] = one.peak == FLOOR ? 0.0f : lane[0];
+        one.sum = one.sum * shrink[i] + total(sum);
+        one.peak = peak;
+    }
+    const int64_t begin = from / 2 * 2;  // a hidden partner has weight 0
+    int64_t at = 0;
+    for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4, COUNT>(state, block, weights, begin, to, shrink, dim, at);
+    for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2, COUNT>(state, block, weights, begin, to, shrink, dim, at);
+    for (; at < dim; at += LANES) weigh<1, COUNT>(state, block, weights, begin, to, shrink, dim, at);
+}
 
 // Every state through the block; `seen[i]` of state i.
 void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a, int64_t dim,
@@ -239,8 +287,17 @@ void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& 
     if (block.values) lay_out_values(block, dim);
     if (!block.keys)
         for (int64_t j = block.count; j % LANES; ++j) block.key[j] = none;
-    for (size_t i = 0; i < states.size(); ++i)
-        if (seen[i].from < seen[i].to) join(states[i], block, seen[i].from, seen[i].to, a, dim);
+    State* abreast[ABREAST];
+    Seen sight[ABREAST];
+    int count = 0;
+    for (size_t i = 0; i < states.size(); ++i) {
+        if (seen[i].from >= seen[i].to) continue;
+        abreast[count] = &states[i], sight[count] = seen[i];
+        if (++count < ABREAST) continue;
+        join<ABREAST>(abreast, sight, block, a, dim);
+        count = 0;
+    }
+    for (int i = 0; i < count; ++i) join<1>(abreast + i, sight + i, block, a, dim);
 }
 
 // Keys and values of a head at positions [begin, end) on their way into the cache: a page is too short for the
@@ -258,7 +315,9 @@ void fetch(const Heads& heads, const Attention& a, const int64_t* pages, int64_t
 }
 
 struct Scratch {
-    std::vector<bf16> keys, values, mask_keys, none;
+    std::vector<Held> keys, values;
+    std::vector<Laid> queries;
+    std::vector<bf16> mask_keys, none;
     std::vector<float> out;
     std::vector<State> states;
     std::vector<Seen> seen;
@@ -297,15 +356,19 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t it
 
     scratch.keys.resize(BLOCK * dim), scratch.values.resize(BLOCK * dim), scratch.none.assign(dim, 0);
     scratch.out.assign(count * sharing * dim, 0.0f);
-    scratch.states.clear(), scratch.seen.resize(count * sharing);
+    scratch.states.clear(), scratch.seen.resize(count * sharing), scratch.queries.resize(count * sharing * dim);
     int64_t furthest = 0, oldest = INT64_MAX;
     for (int64_t m = 0; m < count; ++m) {
         const int64_t row = members[m];
         furthest = std::max(furthest, start + rows.reach[row]);
         oldest = std::min(oldest, a.window ? start + rows.offsets[row] + 1 - a.window : 0);
-        for (int64_t q = 0; q < sharing; ++q)
-            scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + (m * sharing + q) * dim,
-                                      a.query + row * a.query_stride + (head * sharing + q) * dim});
+        for (int64_t q = 0; q < sharing; ++q) {
+            const bf16* query = a.query + row * a.query_stride + (head * sharing + q) * dim;
+            const int64_t place = (m * sharing + q) * dim;
+            Laid* laid = scratch.queries.data() + place;
+            for (int64_t d = 0; d < dim; d += 2) lay_pair(query + d, laid + d);
+            scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + place, query, laid});
+        }
     }
     const bool many = count * sharing > FEW;
     const bool alone = CAN_SCORE_ALONE && !many && dim % (2 * LANES) == 0;

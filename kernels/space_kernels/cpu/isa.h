@@ -350,18 +350,76 @@ static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i]
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), sum));
 }
-static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, Pairs b) {
-    return fma(load(first), firsts(b), fma(load(second), seconds(b), sum));
-}
 static inline Pairs one_step(const Code* p) { return paired(whole_numbers(p), whole_numbers(p + LANES)); }
 #endif
 
-#if !defined(WIDENS)
+// What is multiplied, pair by pair: a column of sixteen pairs by one pair, in one part; or, where no instruction takes
+// pairs, in two, first the second number of each pair and then its first. What all parts come to is what `dot` does.
+// A pair that is used often is laid out as it is multiplied best.
+#if defined(WIDENS)
+using Laid = float;
+using Column = Lanes;
+constexpr int PARTS = 2;
+template <int PART>
+static inline Lanes number(const float* pair) {
+    return same(pair[1 - PART]);
+}
+template <int PART>
+static inline Lanes column(const float* p) {
+    return load(p + PART * LANES);
+}
+template <int PART>
+static inline Lanes column(const bf16* p) {
+    return PART == 0 ? seconds(pairs(p)) : firsts(pairs(p));
+}
+template <int PART>
+static inline Lanes column(const Code* p) {
+    return whole_numbers(PART == 0 ? p + LANES : p);
+}
+static inline Lanes multiplied(Lanes sum, Lanes column, Lanes number) { return fma(column, number, sum); }
+static inline void lay_pair(const bf16* from, float* to) { to[0] = widen(from[0]), to[1] = widen(from[1]); }
+static inline void lay_column(Pairs a, float* to) { store(to, seconds(a)), store(to + LANES, firsts(a)); }
+static inline void lay_column(const bf16* first, const bf16* second, float* to) {
+    store(to, load(second)), store(to + LANES, load(first));
+}
+// Sixteen numbers rounded to bfloat16, and what they are then.
+static inline Lanes lay_rounded(Lanes a, float* to) {
+    bf16 rounded[LANES];
+    store(rounded, a);
+    const Lanes back = load(rounded);
+    store(to, back);
+    return back;
+}
 // What `dot` makes of the two beside each other.
-static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, Pairs b) {
-    return dot(sum, beside(first, second), b);
+static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, const float* pair) {
+    return fma(load(first), number<1>(pair), fma(load(second), number<0>(pair), sum));
+}
+#else
+using Laid = bf16;
+using Column = Pairs;
+constexpr int PARTS = 1;
+template <int PART>
+static inline Pairs number(const bf16* pair) {
+    return same_pair(pair);
+}
+template <int PART>
+static inline Pairs column(const bf16* p) {
+    return pairs(p);
+}
+static inline Lanes multiplied(Lanes sum, Pairs column, Pairs number) { return dot(sum, column, number); }
+static inline void lay_pair(const bf16* from, bf16* to) { std::memcpy(to, from, 4); }
+static inline Lanes lay_rounded(Lanes a, bf16* to) {
+    store(to, a);
+    return load(to);
+}
+static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, const bf16* pair) {
+    return dot(sum, beside(first, second), same_pair(pair));
 }
 #endif
+static inline void lay_column(Pairs a, bf16* to) { store_pairs(to, a); }
+static inline void lay_column(const bf16* first, const bf16* second, bf16* to) {
+    store_pairs(to, beside(first, second));
+}
 
 #if !defined(__AVX512BF16__)
 // The codes of two steps as pairs. Of each step there are sixteen first numbers, then sixteen second ones.
@@ -370,7 +428,28 @@ static inline Code code_of(int8_t number) { return Code(number); }
 static inline int place_of(int step, int output, int which) { return (step * 2 + which) * LANES + output; }
 #endif
 
-// The lanes added in one fixed order.
+// The lanes added in one fixed order: i and i + 8, then i and i + 4, ….
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+static inline __m256 lower(Lanes a) { return _mm512_castps512_ps256(a.v); }
+static inline __m256 upper(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
+#else
+static inline __m256 lower(Lanes a) { return a.low; }
+static inline __m256 upper(Lanes a) { return a.high; }
+#endif
+static inline float total(Lanes a) {
+    const __m256 eight = _mm256_add_ps(lower(a), upper(a));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float greatest(Lanes a) {
+    const __m256 eight = _mm256_max_ps(lower(a), upper(a));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 static inline float total(Lanes a) {
     float lane[LANES];
     store(lane, a);
@@ -378,7 +457,6 @@ static inline float total(Lanes a) {
         for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
     return lane[0];
 }
-
 static inline float greatest(Lanes a) {
     float lane[LANES];
     store(lane, a);
@@ -386,6 +464,7 @@ static inline float greatest(Lanes a) {
         for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
     return lane[0];
 }
+#endif
 
 // e^x to about two units in the last place; 0 below -87, e^88 above 88.
 static inline Lanes exp(Lanes x) {

@@ -16,40 +16,6 @@ constexpr int64_t steps_of(int64_t inputs) {
     return sizeof(Weight) == 1 ? (inputs + 3) / 4 * 2 : inputs / 2;
 }
 
-// How rows are laid out, and what an instruction multiplies: pairs; or, where none does, first the second number of
-// each pair and then its first.
-#if defined(WIDENS)
-using Laid = float;
-constexpr int PARTS = 2;
-template <int PART>
-inline Lanes column(const bf16* p) {
-    return PART == 0 ? seconds(pairs(p)) : firsts(pairs(p));
-}
-template <int PART>
-inline Lanes column(const Code* p) {
-    return whole_numbers(PART == 0 ? p + LANES : p);
-}
-template <int PART>
-inline Lanes number(const float* pair) {
-    return same(pair[1 - PART]);
-}
-inline Lanes multiplied(Lanes sum, Lanes column, Lanes number) { return fma(column, number, sum); }
-inline void lay_pair(const bf16* from, float* to) { to[0] = widen(from[0]), to[1] = widen(from[1]); }
-#else
-using Laid = bf16;
-constexpr int PARTS = 1;
-template <int PART>
-inline Pairs column(const bf16* p) {
-    return pairs(p);
-}
-template <int PART>
-inline Pairs number(const bf16* pair) {
-    return same_pair(pair);
-}
-inline Lanes multiplied(Lanes sum, Pairs column, Pairs number) { return dot(sum, column, number); }
-inline void lay_pair(const bf16* from, bf16* to) { std::memcpy(to, from, 4); }
-#endif
-
 // Registers hold 32 vectors, AVX2's 16.
 constexpr int SUMS = VECTORS == 1 ? 24 : VECTORS == 2 ? 8 : 6;
 constexpr int MOST = VECTORS == 1 ? 12 : SUMS;              // rows of a tile
@@ -81,7 +47,7 @@ inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next
         for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
     auto multiply = [&](auto part, int64_t k) __attribute__((always_inline)) {
         constexpr int PART = decltype(part)::value;
-        decltype(column<PART>(weight[0])) columns[PANELS];
+        Column columns[PANELS];
 #pragma GCC unroll 4
         for (int j = 0; j < PANELS; ++j) columns[j] = column<PART>(weight[j] + k * STEP);
 #pragma GCC unroll 24
