@@ -51,6 +51,12 @@ KINDS = {
 }
 """By machine: the kinds of processor in cpu/isa.h, the best first, and the flags that compile for them."""
 
+SLOW_PAIRS = {"GenuineIntel"}
+"""Makers whose processors multiply pairs of bfloat16 half as fast as float32: one instruction in two cycles beside two
+in one (measured on Emerald Rapids). Kinds differ in the last bits of what they compute, so that the best is told by the
+maker, not by a measurement that a bad moment could turn.
+"""
+
 _NEEDS = {
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
@@ -65,8 +71,8 @@ _SECONDS = 300.0
 """Longest that the compiler may take."""
 
 SWITCH = "SPACESERVE_CPU_KERNELS"
-CHOICES = ("auto", "compiled", "torch")
-"""What the variable may be: compiled where that can be, compiled or it is an error, torch's."""
+CHOICES = ("auto", "compiled", "torch", *(kind for kinds in KINDS.values() for kind in kinds))
+"""What the variable may be: compiled where that can be, compiled or it is an error, torch's; compiled for that kind."""
 
 
 class CpuLibrary:
@@ -104,29 +110,36 @@ def cpu_library() -> CpuLibrary | None:
     """
     asked = os.environ.get(SWITCH, "auto")
     if asked not in CHOICES:
-        raise ValueError(f"{SWITCH} is {asked!r}; it must be auto, compiled or torch.")
+        raise ValueError(f"{SWITCH} is {asked!r}; it must be {', '.join(CHOICES[:-1])} or {CHOICES[-1]}.")
     if asked == "torch":
         return None
     try:
         kinds = own_kinds()
         if not kinds:
             raise OSError(f"there are none for this processor ({sys.platform}, {platform.machine()})")
-        return library_for(kinds[0])
+        kind = kinds[0] if asked in ("auto", "compiled") else asked
+        if kind not in kinds:
+            raise OSError(f"this processor is no {kind}, but {' and '.join(kinds)}")
+        return library_for(kind)
     except OSError as error:
-        if asked == "compiled":
-            raise ValueError(f"{SWITCH} is compiled, but the compiled operations cannot be had: {error}.") from error
+        if asked != "auto":
+            raise ValueError(f"{SWITCH} is {asked}, but the compiled operations cannot be had: {error}.") from error
         _log.warning("the compiled operations cannot be had, and torch's own, slower, stand in for them: %s", error)
         return None
 
 
 def own_kinds() -> list[str]:
     """The kinds that this processor is, the best first."""
-    return kinds_of(platform.machine(), _cpu_flags())
+    return kinds_of(platform.machine(), _cpu_flags(), _maker())
 
 
-def kinds_of(machine: str, cpu_flags: Set[str]) -> list[str]:
-    """The kinds that a processor with these flags is, the best first."""
-    return [kind for kind in KINDS.get(machine, {}) if cpu_flags >= _NEEDS[kind]]
+def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
+    """The kinds that a processor of this maker with these flags is, the best first."""
+    found = [kind for kind in KINDS.get(machine, {}) if cpu_flags >= _NEEDS[kind]]
+    if maker in SLOW_PAIRS and "avx512_bf16" in found:
+        found.remove("avx512_bf16")
+        found.insert(found.index("avx512") + 1, "avx512_bf16")
+    return found
 
 
 def library_for(kind: str) -> CpuLibrary:
@@ -158,12 +171,20 @@ def library_file(kind: str) -> Path:
 
 def _cpu_flags() -> set[str]:
     """What the processor can, as Linux names it; elsewhere nothing."""
+    return set(_cpu_fact("flags", "Features").split())
+
+
+def _maker() -> str:
+    return _cpu_fact("vendor_id")
+
+
+def _cpu_fact(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; elsewhere nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return set()
-    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return set(next(found, "").split())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def _compile(flags: Sequence[str], folder: Path) -> Path:

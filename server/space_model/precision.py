@@ -72,7 +72,7 @@ def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
     found = torch.cpu.get_capabilities()
     if found.get("avx512_bf16") or found.get("amx_bf16"):
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
-    if cpu_kernels == "compiled":  # whether they can be had is said where they are loaded
+    if cpu_kernels not in (None, "auto", "torch"):  # whether they can be had is said where they are loaded
         return torch.bfloat16, "the checkpoint's own, and compiled operations, which take it, are asked for"
     try:
         library = None if cpu_kernels == "torch" else cpu_library()

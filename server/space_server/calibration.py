@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from space_kernels.attention_backends import installed_version
+from space_kernels.cpu_library import cpu_library
 from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
@@ -251,6 +252,7 @@ def cache_file(
         str(facts.num_ranks),
         "exact" if exact else "as fast as can be",
         facts.attention,
+        *_own_operations(facts),
         torch.__version__,
         str(block_size),
         str(max_sequences),
@@ -259,6 +261,12 @@ def cache_file(
     if steps != "host":
         what.append(f"{steps} steps")
     return folder / f"step-cost-{hashlib.blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
+
+
+def _own_operations(facts: ModelFacts) -> list[str]:
+    """The kind of processor that our own operations are compiled for, where the model is computed by them."""
+    library = cpu_library() if facts.device.type == "cpu" and facts.dtype is torch.bfloat16 else None
+    return [] if library is None else [library.kind]
 
 
 def load_or_measure(file: Path | None, measure: Callable[[], list[Point]]) -> list[Point]:

@@ -191,8 +191,8 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         default="auto",
         choices=cpu_library.CHOICES,
         help="on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept) "
-        "and takes torch's where there is no C++ compiler; compiled: it is an error where they cannot be had; torch: "
-        "torch's always (default: %(default)s)",
+        "and takes torch's where there is no C++ compiler; compiled: it is an error where they cannot be had; a kind "
+        "of processor, such as avx2: the same, compiled for that kind; torch: torch's always (default: %(default)s)",
     )
     parser.add_argument(
         "--exact",

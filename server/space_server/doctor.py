@@ -202,17 +202,20 @@ def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
         why = "as asked" if asked == "torch" else f"as for every {str(dtype).removeprefix('torch.')} model"
         return Finding("kernels", "ok", f"torch's own operations, {why}.")
     kinds = cpu_library.own_kinds()
+    if asked not in ("auto", "compiled") and asked not in kinds:
+        return Finding(
+            "kernels", "fail", f"this processor is no {asked}.", f"--cpu-kernels {', '.join(['auto', *kinds])}."
+        )
+    kind = asked if asked in kinds else next(iter(kinds), "")
     cure = "Debian, Ubuntu: apt-get install g++."
-    if not kinds:
+    if not kind:
         fact, cure = "torch's own operations: there are none of ours for this processor.", ""
     else:
         try:
-            return Finding(
-                "kernels", "ok", f"our own operations for {kinds[0]}, in {cpu_library.library_file(kinds[0])}."
-            )
+            return Finding("kernels", "ok", f"our own operations for {kind}, in {cpu_library.library_file(kind)}.")
         except OSError as error:
             fact = f"torch's own operations, which are slower: {error}."
-    return Finding("kernels", "fail" if asked == "compiled" else "note", fact, cure)
+    return Finding("kernels", "note" if asked == "auto" else "fail", fact, cure)
 
 
 def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:

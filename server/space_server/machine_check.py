@@ -117,23 +117,20 @@ def check_shared_memory(num_ranks: int, on_gpu: bool, folder: Path = Path("/dev/
 
 
 def check_cpu_kernels(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InvalidSetting where `--cpu-kernels compiled` asks for what this model would not be computed by."""
-    if config.cpu_kernels != "compiled":
+    """Raises InvalidSetting where `--cpu-kernels` asks for what this model would not be computed by."""
+    asked = f"--cpu-kernels {config.cpu_kernels}"
+    if config.cpu_kernels in ("auto", "torch"):
         return
     if device.type != "cpu":
-        raise InvalidSetting(
-            f"--cpu-kernels compiled is for CPUs; the model is on {device}. Leave it out, or add --device cpu."
-        )
+        raise InvalidSetting(f"{asked} is for CPUs; the model is on {device}. Leave it out, or add --device cpu.")
     if dtype != torch.bfloat16:
         number = str(dtype).removeprefix("torch.")
         raise InvalidSetting(
-            f"--cpu-kernels compiled: our own operations take bfloat16, and this model would be held in {number}. Add "
+            f"{asked}: our own operations take bfloat16, and this model would be held in {number}. Add "
             f"--dtype bfloat16, or use --cpu-kernels auto, which takes torch's for {number}."
         )
     if config.attention != "auto":
-        raise InvalidSetting(
-            f"--cpu-kernels compiled and --attention {config.attention} exclude each other: leave one out."
-        )
+        raise InvalidSetting(f"{asked} and --attention {config.attention} exclude each other: leave one out.")
 
 
 def check_compiler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,46 @@ XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> None:
+def afresh() -> Iterator[None]:
+    """What is found out once is found out in each test, and by none for those behind it."""
+    cpu_library.cpu_library.cache_clear()
+    dispatch._ops.cache_clear()
+    yield
     cpu_library.cpu_library.cache_clear()
     dispatch._ops.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "kinds"),
+    ("machine", "flags", "maker", "kinds"),
     [
-        ("x86_64", XEON, ["avx512_bf16", "avx512", "avx2"]),
-        ("x86_64", XEON - {"avx512_bf16"}, ["avx512", "avx2"]),
-        ("x86_64", XEON - {"avx512vbmi"}, ["avx512", "avx2"]),
-        ("x86_64", XEON - {"avx512f"}, ["avx2"]),
-        ("x86_64", {"sse4_2"}, []),
-        ("aarch64", {"asimd", "bf16", "fp"}, ["neon_bf16"]),
-        ("aarch64", {"asimd", "fp"}, []),
-        ("arm64", set(), []),  # macOS
+        ("x86_64", XEON, "GenuineIntel", ["avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", XEON, "AuthenticAMD", ["avx512_bf16", "avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512_bf16"}, "GenuineIntel", ["avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512vbmi"}, "AuthenticAMD", ["avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512f"}, "GenuineIntel", ["avx2"]),
+        ("x86_64", {"sse4_2"}, "GenuineIntel", []),
+        ("aarch64", {"asimd", "bf16", "fp"}, "", ["neon_bf16"]),
+        ("aarch64", {"asimd", "fp"}, "", []),
+        ("arm64", set(), "", []),  # macOS
     ],
 )
-def test_a_processor_is_of_the_kinds_whose_instructions_it_has(machine: str, flags: set[str], kinds: list[str]) -> None:
-    assert cpu_library.kinds_of(machine, flags) == kinds
+def test_a_processor_is_of_the_kinds_whose_instructions_it_has(
+    machine: str, flags: set[str], maker: str, kinds: list[str]
+) -> None:
+    assert cpu_library.kinds_of(machine, flags, maker) == kinds
+
+
+def test_a_kind_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = cpu_library.own_kinds()[-1]
+    monkeypatch.setenv(cpu_library.SWITCH, least)
+    library = cpu_library.cpu_library()
+    assert library is not None
+    assert library.kind == least
+    other = next(k for kinds in cpu_library.KINDS.values() for k in kinds if k not in cpu_library.own_kinds())
+    cpu_library.cpu_library.cache_clear()
+    monkeypatch.setenv(cpu_library.SWITCH, other)
+    with pytest.raises(ValueError, match=f"this processor is no {other}, but"):
+        cpu_library.cpu_library()
 
 
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +103,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.ops_for("cpu", dtype=torch.bfloat16).attention == "torch"
     cpu_library.cpu_library.cache_clear()
     monkeypatch.setenv(cpu_library.SWITCH, "fast")
-    with pytest.raises(ValueError, match="it must be auto, compiled or torch"):
+    with pytest.raises(ValueError, match="it must be auto, compiled, torch,"):
         cpu_library.cpu_library()
 
 
