@@ -44,8 +44,10 @@ plain, ever more of them, up to the second, and a crowd of another size waits fo
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
-PROBE_EVERY, PROBE_WITHIN = 256, 0.15
-"""A plain step is measured once in so many, where speculation is expected to win by less than this share."""
+PROBE_EVERY, PROBE_WITHIN, PROBE_SELDOM = 256, 0.15, 1024
+"""A plain step is measured once in so many, where speculation is expected to win by less than this share; and where by
+more, for what plain decoding costs may be what is mistaken, once in so many.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +128,7 @@ class MeasuredController:
         self._num_to_look = EVERY  # steps between two looks
         self._trials = Trials()
         self._num_plain = PATIENCE  # steps of plain decoding in a row
-        self._num_to_probe = PROBE_EVERY
+        self._num_unprobed = 0  # steps that speculated since plain decoding was measured
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
         self._promise = KeptPromise()  # of the tokens per second that rules promise
@@ -322,13 +324,11 @@ class MeasuredController:
         return PROPOSAL_MARGIN * dearest * num_sequences / (before + self._promise.pause)
 
     def _is_probe(self) -> bool:
-        """Once in a while, where plain decoding is nearly as good: what it costs must stay known."""
-        if self._advantage > PROBE_WITHIN:
+        """Once in a while, more often where plain decoding is nearly as good: what it costs must stay known."""
+        self._num_unprobed += 1
+        if self._num_unprobed < (PROBE_EVERY if self._advantage <= PROBE_WITHIN else PROBE_SELDOM):
             return False
-        self._num_to_probe -= 1
-        if self._num_to_probe > 0:
-            return False
-        self._num_to_probe = PROBE_EVERY
+        self._num_unprobed = 0
         return True
 
     def _layout(self, room: Room, kind: Kind, rule: Rule | None) -> DraftLayout:

@@ -50,8 +50,10 @@ NEAR, CAUTION = 3, 0.02
 """Eighths of a doubling that a place may be larger than one that is known; for each beyond, a step is feared to cost so
 much more: what nobody has seen is tried where it promises much, not where it promises a little."""
 
-OUTLIER = 2.0
-"""A step that took more than so many times what was expected teaches no more than this: the machine was away."""
+OUTLIER, NEW_OUTLIER = 2.0, 4.0
+"""A step that took more than so many times what was expected teaches no more than this: the machine was away. The second
+for the first step of a place, where what is expected is a guess: it counts for none, and the next one is believed.
+"""
 
 _KEYS = 1024.0
 
@@ -160,11 +162,14 @@ class StepCost:
             self._prompts.learn(math.log(seconds / self._base(shape)) - self._drift, shape.num_before)
             return
         place = _place(shape)
-        num_steps = self._num_steps.get(place, 0)
+        is_new, num_steps = place not in self._num_steps, self._num_steps.get(place, 0)
         if place not in self._places:
             self._places[place] = 0.0
             self._fears.clear()
         surprise = math.log(seconds / self.seconds(shape))
+        doubted = is_new and surprise > math.log(NEW_OUTLIER)
+        if doubted:
+            surprise = math.log(NEW_OUTLIER)
         if num_steps >= KNOWN:
             surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
             self._drift += DRIFT_RATE * surprise
@@ -174,7 +179,7 @@ class StepCost:
         if abs(unsaid) > math.log(SURPRISE):
             self._unsaid[place] = 0.0
             self.num_surprises += 1
-        self._num_steps[place] = num_steps + 1
+        self._num_steps[place] = num_steps + (not doubted)
 
     def _fear(self, place: Place) -> float:
         """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""

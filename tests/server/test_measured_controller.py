@@ -12,6 +12,7 @@ from space_server.measured_controller import (
     CHANGE,
     EVERY,
     PATIENCE,
+    PROBE_SELDOM,
     SELDOM,
     TAKE_UP,
     Crowd,
@@ -239,6 +240,25 @@ def test_what_was_measured_in_a_bad_moment_is_found_out_by_a_trial() -> None:
         layout = next_layout(controller, [room()])
         machine.num_tried += layout.num_masks > 0
     assert layout.num_masks > 0
+
+
+def test_plain_decoding_that_was_measured_in_a_bad_moment_is_found_out_by_a_probe() -> None:
+    class Misjudged(Machine):
+        """Plain steps look far dearer than they are, until one has been taken."""
+
+        num_plain = 0
+
+        def seconds(self, shape: StepShape) -> float:
+            is_plain = shape.num_rows == shape.num_sequences
+            return super().seconds(shape) * (2.5 if is_plain and not self.num_plain else 1.0)
+
+    machine = Misjudged(1.0, 0.37)
+    controller = MeasuredController(machine)
+    assert settled(controller, [room()])[0].num_masks > 0
+    for _ in range(PROBE_SELDOM + 2 * EVERY):
+        layout = next_layout(controller, [room()])
+        machine.num_plain += layout == DraftLayout.plain()
+    assert layout == DraftLayout.plain()
 
 
 def test_where_plain_decoding_is_best_trials_become_rare() -> None:

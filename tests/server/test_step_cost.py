@@ -105,6 +105,16 @@ def test_a_step_in_which_the_machine_was_away_teaches_little() -> None:
     assert cost.seconds(plain) < 1.1 * before
 
 
+def test_nor_does_the_first_step_of_a_place_if_the_machine_was_away() -> None:
+    """Nobody may go there again, and learn better."""
+    cost, shape = measured(), StepShape(6, 15, 20, 6)
+    before = cost.seconds(shape)
+    cost.learn(shape, 50 * before)
+    assert cost.seconds(shape) < 4 * before
+    cost.learn(shape, before)
+    assert cost.seconds(shape) == pytest.approx(before, rel=0.2)
+
+
 def test_noise_averages_out() -> None:
     cost, plain, rng = measured(), StepShape.plain(4), random.Random(0)
     for _ in range(500):
