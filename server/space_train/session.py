@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +21,7 @@ from space_train.decoder import check_is_trainable
 from space_train.examples import Example, pad_id, read_examples
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
+from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
 from space_train.run_report import write_report
 from space_train.self_generate import own_examples, prompts_of, write_own_texts
 from space_train.train_batch import Texts
@@ -30,9 +30,6 @@ from space_train.train_result import TrainResult
 from space_train.trainer import on_cpu, train
 
 MOST_HELD_OUT_ROWS = 64
-OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
-WRITTEN = ("state.pt", "model", "tensorboard", "run.json", "run.md", "run.png", OWN_TEXT_FILE, LEDGER)
-"""What a run leaves in its folder, and `--restart` forgets."""
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first, which writes the model's own texts."""
@@ -43,8 +40,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     processes = PartialState(on_cpu(), timeout=PATIENCE)
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
-    if checkpoint.home.resolve().is_relative_to((out / "model").resolve()):
-        raise InvalidPlan(f"{out} would overwrite the model it is trained from, {options.model}: give another --out.")
+    check_may_write(out, checkpoint)
     if options.mask_ids and plan.method is not Method.FULL:
         raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
@@ -103,16 +99,6 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             (result.folder / "chat_template.jinja").write_text(loaded.report.template, encoding="utf-8")
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result
-
-
-def forget(out: Path) -> None:
-    """Remove what a run has left in `out`, and nothing else."""
-    for name in WRITTEN:
-        path = out / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:

@@ -37,6 +37,7 @@ from space_train.flops import ModelCost, flops_of
 from space_train.interruption import Interrupted, interruptions
 from space_train.mixed_rows import MixedRows
 from space_train.optimiser import Optimiser
+from space_train.run_folder import MODEL, STATE_FILE, check_may_write
 from space_train.schedule import LearningRate
 from space_train.stage import Measures, load_checkpoint, save_atomically
 from space_train.starting_point import starting_point
@@ -44,8 +45,6 @@ from space_train.train_batch import Texts, train_batch
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.train_result import Counters, TrainResult
 from space_train.trainee import Trainee
-
-STATE_FILE = "state.pt"
 
 
 class Beside(Protocol):
@@ -115,8 +114,7 @@ class Run:
     ) -> None:
         self.plan, self.data, self.out, self.beside = plan, data, out, beside
         self.checkpoint = Checkpoint.open(source)
-        if (out / "model").exists() and self.checkpoint.home.resolve() == (out / "model").resolve():
-            raise InvalidPlan(f"The result would overwrite the model it is trained from, {source}: give another --out.")
+        check_may_write(out, self.checkpoint)
         is_asked_to_shard = sharding.take_request()
         AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
         self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
@@ -305,7 +303,7 @@ class Run:
         weights = self.trainee.state_dict()
         if self.is_sharded:
             weights = sharding.whole(weights, keep=self.accelerator.is_main_process)
-        folder = self.out / "model"
+        folder = self.out / MODEL
         if self.accelerator.is_main_process:
             try:
                 write_checkpoint(

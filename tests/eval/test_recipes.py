@@ -16,8 +16,8 @@ from space_eval.recipes_queue import Queue
 from space_eval.recipes_run import RESULT_FILE, Job, job_of, read_result, run_job
 from space_model.testing import tiny_checkpoint
 from space_train.example import Example
+from space_train.run_folder import STATE_FILE
 from space_train.train_plan import TrainPlan
-from space_train.trainer import STATE_FILE
 
 LINE = "def add(x, y):\n    return x + y\n\n\n"
 RATES = {"paper": 1e-3, "full": 1e-2, "gated-lora": 2e-2}

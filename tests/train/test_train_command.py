@@ -229,6 +229,36 @@ def test_training_into_the_model_itself_is_refused_before_anything_is_lost(
     assert sorted(file.name for file in (tmp_path / "model").iterdir()) == before
 
 
+@pytest.mark.parametrize("flags", ["", "--restart"])
+def test_a_model_that_no_run_has_written_is_left_alone(
+    flags: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out .` beside a checkpoint of one's own; said before the data is read."""
+    other = tiny_checkpoint(tmp_path / "model", num_masks=0)
+    before = {file.name: file.read_bytes() for file in other.iterdir()}
+    capsys.readouterr()
+    code = train(base, tmp_path / "no data", tmp_path, flags)
+    assert_refused(capsys, code, r"model is there already and no run has written it: .* Give another --out\.")
+    assert {file.name: file.read_bytes() for file in other.iterdir()} == before
+
+
+def test_the_base_of_the_model_is_not_overwritten_either(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is only an adapter names the model whose weights it trains."""
+    assert train(base, chats, tmp_path) == 0
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    section = json.loads((tmp_path / "model" / "config.json").read_text())["space"]
+    (adapter / "config.json").write_text(json.dumps({"space": section | {"base": str(tmp_path / "model")}}))
+    for name in (section["adapter"], section["draft_head"]["file"]):
+        shutil.copyfile(tmp_path / "model" / name, adapter / name)
+    capsys.readouterr()
+    code = train(adapter, chats, tmp_path, "--method head --restart")
+    assert_refused(capsys, code, "would overwrite the model it is trained from, .*adapter")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["--help"])

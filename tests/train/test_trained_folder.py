@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from space_model.load import load_model
 from space_model.testing import tiny_checkpoint
+from space_train.run_folder import STATE_FILE
 from space_train.run_report import write_report
 from space_train.schedule import Budget
 from space_train.stage import load_checkpoint
@@ -20,7 +21,6 @@ from space_train.testing import (
 )
 from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.trainer import STATE_FILE
 from torch.nn import functional
 
 

@@ -12,6 +12,7 @@ import torch
 from space_model.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.interruption import Interrupted
+from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
 from space_train.stage import Measures, load_checkpoint
 from space_train.testing import (
@@ -23,7 +24,7 @@ from space_train.testing import (
 )
 from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.trainer import STATE_FILE, Run
+from space_train.trainer import Run
 
 
 @pytest.fixture(scope="module")

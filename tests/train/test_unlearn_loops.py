@@ -9,13 +9,13 @@ import torch
 from space_model.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.packed_tokens import PackedTokens
+from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
 from space_train.session import load_base
 from space_train.stage import load_checkpoint
 from space_train.testing import random_ids, run, tiny_plan
 from space_train.train_plan import Method
 from space_train.trainee import Trainee
-from space_train.trainer import STATE_FILE
 from space_train.unlearn_loops import LoopsToUnlearn, greedy_texts, repeats, unlikelihood
 
 END, PAD = 0, 1
