@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
         from space_train.interruption import Interrupted
+        from space_train.optimiser import Diverged
         from space_train.session import run_session
     except ModuleNotFoundError as missing:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
@@ -170,6 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_session(options, plan_of(options))
     except (InvalidPlan, DataError, ModelError, OwnTextError) as error:
         print(f"spaceserve train: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(f"spaceserve train: {error} What was saved last is kept in {options.out}.", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"spaceserve train: {error}. What was saved last is kept in {options.out}.", file=sys.stderr)

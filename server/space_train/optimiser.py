@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+SWITCHES = {"adam": "--learning-rate", "muon": "--muon-rate"}
+
+
+class Diverged(RuntimeError):
+    """The gradient of an update is not finite; the weights are those before it."""
 
 
 class Optimiser:
@@ -50,8 +58,18 @@ class Optimiser:
         return cls(named, muon_rate=muon_rate, adam_rate=adam_rate)
 
     def step(self, multiplier: float) -> None:
-        """One update at `multiplier` times the peak rates; the gradients are clipped, used and cleared."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        """One update at `multiplier` times the peak rates; the gradients are clipped, used and cleared.
+
+        Raises Diverged, with nothing moved, where they are not finite: on all processes, for all have the same norm.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(length):
+            cure = " and ".join(f"a lower {SWITCHES[name]} than {self._peaks[name]:g}" for name in sorted(self.parts))
+            raise Diverged(
+                f"The gradient of the update has the norm {length}, so that nothing was learnt from it. "
+                f"Begin anew (--restart) with {cure}."
+            )
         for name, optimiser in self.parts.items():
             for group in optimiser.param_groups:
                 group["lr"] = self._peaks[name] * multiplier

@@ -12,6 +12,8 @@ import torch
 from space_model.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.interruption import Interrupted
+from space_train.losses import Losses
+from space_train.optimiser import Diverged
 from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
 from space_train.stage import Measures, load_checkpoint
@@ -22,8 +24,9 @@ from space_train.testing import (
     run,
     tiny_plan,
 )
-from space_train.train_batch import Texts
+from space_train.train_batch import Texts, TrainBatch
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
+from space_train.trainee import Trainee
 from space_train.trainer import Run
 
 
@@ -273,6 +276,30 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
         with pytest.raises(Interrupted, match=r"Stopped behind update 3 \(60 %\)"):
             run(base, plan, tmp_path / "cut", progress=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    run(base, plan, tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_not_saved(
+    value: float, optimiser: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny_plan(optimiser=optimiser, checkpoint_steps=1)
+    run(base, plan, tmp_path / "whole")
+    learn = Trainee.forward
+
+    def diverging(self: Trainee, batch: TrainBatch) -> Losses:
+        losses = learn(self, batch)
+        return Losses(losses.next_token, losses.masks * value, losses.head)
+
+    run(base, plan, tmp_path / "cut", stop_after_steps=1)
+    saved = (tmp_path / "cut" / STATE_FILE).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainee, "forward", diverging)
+        with pytest.raises(Diverged, match=r"has the norm (nan|inf), .* with a lower --learning-rate than 0\.01"):
+            run(base, plan, tmp_path / "cut")
+    assert (tmp_path / "cut" / STATE_FILE).read_bytes() == saved
     run(base, plan, tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
