@@ -38,7 +38,8 @@ Examples
 Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prompt/completion or text; a text file, a
 folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
 
-A run that is stopped or killed goes on where it was when the same command is given again.
+A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
+ends it behind the update it is in, a second one at once.
 """
 
 EPILOG = f"""\
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
     options = arguments(argv)
     try:
-        from space_train.interruption import Interrupted
+        from space_train.interruption import Interrupted, stopped_at_once
         from space_train.optimiser import Diverged
         from space_train.session import run_session
     except ModuleNotFoundError as missing:
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spaceserve train: {stopped}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        print("spaceserve train: Stopped before the first update.", file=sys.stderr)
+        print(f"spaceserve train: {stopped_at_once(options.out)}", file=sys.stderr)
         return 130
     return 0
 

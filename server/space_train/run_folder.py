@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
 from space_model.checkpoint import Checkpoint
 
 from space_train.train_plan import InvalidPlan
@@ -33,6 +34,15 @@ def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
             f"{model} is there already and no run has written it: {out} has neither {STATE_FILE} nor {REPORT}. "
             "Give another --out."
         )
+
+
+def kept_updates(out: Path) -> int | None:
+    """Updates behind the state in `out`; None where there is no state."""
+    file = out / STATE_FILE
+    if not file.is_file():
+        return None
+    state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)  # no tensor is read
+    return int(state["counters"]["step"])
 
 
 def forget(out: Path) -> None:

@@ -34,7 +34,7 @@ from space_train import sharding
 from space_train.agreement import draft_agreement, held_out_figures, tokens_per_step
 from space_train.checkpoint_writer import write_checkpoint
 from space_train.flops import ModelCost, flops_of
-from space_train.interruption import Interrupted, interruptions
+from space_train.interruption import GO_ON, Interrupted, interruptions
 from space_train.mixed_rows import MixedRows
 from space_train.optimiser import Optimiser
 from space_train.run_folder import MODEL, STATE_FILE, check_may_write
@@ -86,7 +86,7 @@ def train(
     if before and run.counters.step == 0:
         plan.check_own_texts_leave_some(**before)
         run.counters = Counters(**asdict(run.counters) | dict(before))
-    with interruptions() as told_to_stop:
+    with interruptions(says=run.accelerator.is_main_process) as told_to_stop:
         finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
     folder = run.export(dtype) if finished and export else None
     return TrainResult(folder, run.counters, run.peak_bytes(), run.accelerator.num_processes)
@@ -191,7 +191,7 @@ class Run:
                     if stopping:
                         raise Interrupted(
                             f"Stopped behind update {counters.step} ({100 * done:.0f} %). The run is kept in "
-                            f"{self.out}: the same command goes on from there."
+                            f"{self.out}: {GO_ON}."
                         )
                     return False
                 if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:

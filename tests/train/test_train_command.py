@@ -229,6 +229,26 @@ def test_training_into_the_model_itself_is_refused_before_anything_is_lost(
     assert sorted(file.name for file in (tmp_path / "model").iterdir()) == before
 
 
+@pytest.mark.parametrize("place", ["space_train.trainer.write_checkpoint", "space_train.session.write_report"])
+def test_a_run_that_is_stopped_behind_its_last_update_says_what_it_keeps(
+    place: str,
+    base: Path,
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, stopped)
+        assert train(base, chats, tmp_path) == 130
+    assert "keeps the run up to update 3: the same command, without --restart, goes on" in capsys.readouterr().err
+    assert train(base, chats, tmp_path) == 0
+    assert load_model(tmp_path / "model").facts.num_masks == 3
+
+
 def test_a_rate_that_makes_the_weights_infinite_is_named(
     base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,7 +315,9 @@ def test_a_run_that_is_interrupted_says_so_and_the_same_command_ends_it(
     endless.send_signal(signal.SIGINT)
     _, said = endless.communicate(timeout=120)
     assert endless.returncode == 130, said
+    assert "ends behind this update" in said
     assert "Stopped behind update" in said
+    assert "the same command, without --restart, goes on" in said
     assert "Traceback" not in said
     done = int(load_checkpoint(tmp_path / "state.pt")["counters"]["step"])
     torch.set_num_threads(1)
