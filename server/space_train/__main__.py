@@ -68,7 +68,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--template", help="chat template: a name or a .jinja file (default: the tokenizer's own); OUT/model keeps it")
     add("--limit", type=int, help="only so many records (default: all)")
     add("--held-out-share", type=float, default=0.02, help="of the records, for the figures (default: 0.02)")
-    add("--restart", action="store_true", help="forget the run that OUT holds")
+    add("--restart", action="store_true", help="forget the run that OUT holds, but not own texts that fit")
 
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
     add("--epochs", type=float, help="rounds through the data")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -112,6 +113,26 @@ def read_own_texts(path: Path) -> list[OwnText]:
     return sorted(found.values(), key=lambda text: (text.seed, text.temperature, text.prompt))
 
 
+def keep_asked(path: Path, recipe: Recipe, asked: Container[Question]) -> float:
+    """Drop from the file what is written under another recipe, is not `asked` for or is no text; the share of the
+    written ids that stays."""
+    lines, num_ids, num_kept = list[bytes](), 0, 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), start=1):
+        with contextlib.suppress(OwnTextError):
+            text = _text(path, number, line, {})
+            num_ids += len(text.output)
+            if text.question in asked and _text(path, number, line, _plain(recipe)):
+                lines.append(line)
+                num_kept += len(text.output)
+    if not lines:
+        path.unlink(missing_ok=True)
+        return 0.0
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(b"".join(lines))
+    partial.replace(path)
+    return num_kept / max(num_ids, 1)
+
+
 def whole_lines(path: Path) -> int:
     """Bytes up to the end of the last line that ends."""
     with path.open("rb") as stream:
@@ -132,22 +153,27 @@ def _texts(path: Path, recipe: dict[str, Any]) -> Iterator[OwnText]:
         for number, line in enumerate(stream, start=1):
             if not line.endswith(b"\n"):
                 return  # half a line of a run that was killed
-            try:
-                fields = json.loads(line)
-                text = OwnText(
-                    tuple(fields["prompt"]), tuple(fields["output"]), float(fields["temperature"]), int(fields["seed"])
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise OwnTextError(
-                    f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
-                ) from error
-            for name, value in recipe.items():
-                if fields.get(name) != value:
-                    raise OtherTexts(
-                        f"{path} was written with {name} {fields.get(name)}, and {value} is asked for. "
-                        "Name another file, or delete this one."
-                    )
-            yield text
+            yield _text(path, number, line, recipe)
+
+
+def _text(path: Path, number: int, line: bytes, recipe: dict[str, Any]) -> OwnText:
+    """The text of line `number`, written under `recipe`."""
+    try:
+        fields = json.loads(line)
+        text = OwnText(
+            tuple(fields["prompt"]), tuple(fields["output"]), float(fields["temperature"]), int(fields["seed"])
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise OwnTextError(
+            f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
+        ) from error
+    for name, value in recipe.items():
+        if fields.get(name) != value:
+            raise OtherTexts(
+                f"{path} was written with {name} {fields.get(name)}, and {value} is asked for. "
+                "Name another file, or delete this one."
+            )
+    return text
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

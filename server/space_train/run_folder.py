@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -45,12 +46,13 @@ def kept_updates(out: Path) -> int | None:
     return int(state["counters"]["step"])
 
 
-def forget(out: Path) -> None:
-    """Remove what a run has left in `out`, and nothing else."""
-    if not holds_run(out):
-        return
+def forget(out: Path, *, but: Collection[str] = ()) -> None:
+    """Remove what a run has left in `out`, and nothing else; `but` these of it stay."""
+    is_ours = holds_run(out)
     for name in WRITTEN:
         path = out / name
+        if name in but or (name == MODEL and not is_ours):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

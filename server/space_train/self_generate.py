@@ -22,7 +22,15 @@ from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
 from space_train.examples import Example
-from space_train.own_text_file import OwnText, OwnTextError, OwnTextFile, Question, Recipe, read_own_texts
+from space_train.own_text_file import (
+    OwnText,
+    OwnTextError,
+    OwnTextFile,
+    Question,
+    Recipe,
+    keep_asked,
+    read_own_texts,
+)
 from space_train.scribe import Ends, Scribe, Tally, UnfinishedText
 from space_train.worker_link import WorkerLink
 from space_train.worker_process import WorkerLost, WorkerProcess
@@ -111,6 +119,12 @@ def write_own_texts(
         num_rows=tally.num_rows,
         seconds=time.monotonic() - started,
     )
+
+
+def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_tokens: int, file: Path) -> float:
+    """Keep of `file` only what `write_own_texts` is asked for; the share of its written ids that stays."""
+    recipe = Recipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops=True)
+    return keep_asked(file, recipe, frozenset(_asked(prompts, TEMPERATURES, seed=0)))
 
 
 def own_examples(file: Path) -> list[Example]:

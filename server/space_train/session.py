@@ -23,7 +23,7 @@ from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
 from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
 from space_train.run_report import write_report
-from space_train.self_generate import own_examples, prompts_of, write_own_texts
+from space_train.self_generate import forget_others, own_examples, prompts_of, write_own_texts
 from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.train_result import TrainResult
@@ -46,7 +46,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:
-        forget(out)
+        forget(out, but=(OWN_TEXT_FILE, LEDGER) if options.self_generate else ())
     processes.wait_for_everyone()
     # The kind of model and the data before its weights: what is wrong with them is said at once.
     config = family.read_config(checkpoint)
@@ -170,9 +170,13 @@ def write_own(
     if most < 1:
         raise InvalidPlan(f"--self-generate-tokens must be below --length, {plan.length}.")
     prompts = prompts_of(examples, options.self_generate, longest=most, seed=plan.seed)
-    written = write_own_texts(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
     ledger = options.out / LEDGER
     spent = json.loads(ledger.read_text()) if ledger.exists() else {"rows": 0, "seconds": 0.0}
+    if options.restart:
+        share = forget_others(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
+        spent = {name: share * value for name, value in spent.items()}
+        ledger.write_text(json.dumps(spent))
+    written = write_own_texts(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
     spent = {"rows": spent["rows"] + written.num_rows, "seconds": spent["seconds"] + written.seconds}
     ledger.write_text(json.dumps(spent))
 

@@ -150,7 +150,7 @@ class TrainPlan:
             if most and used >= most:
                 raise InvalidPlan(
                     f"Writing texts of its own took {used:.3g} of the {most:g} {name}, so nothing would be learnt. "
-                    f"They are kept: the same command goes on from them with more --{name}. Or give --restart and a "
+                    f"They are kept: the same command goes on from them with more --{name}, or with --restart and a "
                     "lower --self-generate."
                 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from space_train.examples import Example
-from space_train.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe
+from space_train.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe, keep_asked
 from space_train.self_generate import own_examples
 
 RECIPE = Recipe("abc", 12, True)
@@ -104,3 +104,18 @@ def test_examples_learn_the_output_and_come_in_the_order_of_their_seeds(tmp_path
         Example([5, 6, 7], [False, True, True]),
         Example([1, 2, 3], [False, False, True]),
     ]
+
+
+def test_of_a_file_only_what_is_asked_for_under_the_same_law_is_kept(tmp_path: Path) -> None:
+    path, other = tmp_path / "own.jsonl", OwnText((5,), (6, 7, 8), 0.0, 8)
+    assert keep_asked(path, RECIPE, {TEXT.question}) == 0.0
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(other)
+        file.append(TEXT)
+    with path.open("a") as stream:
+        stream.write('{"prompt": [1')
+    assert keep_asked(path, RECIPE, {TEXT.question}) == 0.25  # one id of four
+    with OwnTextFile(path, RECIPE) as file:
+        assert file.texts == [TEXT]
+    assert keep_asked(path, replace(RECIPE, model="abd"), {TEXT.question}) == 0.0
+    assert not path.exists()

@@ -134,7 +134,9 @@ def test_rows_are_as_long_as_the_model_has_positions_unless_asked_for(
 
 
 @pytest.mark.slow
-def test_text_of_its_own_is_written_once_and_learnt_from(base: Path, chats: Path, tmp_path: Path) -> None:
+def test_text_of_its_own_is_written_once_and_learnt_from(
+    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = "--self-generate 4 --self-generate-tokens 8 --own-share 0.5"
     assert train(base, chats, tmp_path, flags) == 0
     assert len((tmp_path / "own_texts.jsonl").read_text().splitlines()) >= 4
@@ -145,6 +147,16 @@ def test_text_of_its_own_is_written_once_and_learnt_from(base: Path, chats: Path
     before = (tmp_path / "own_texts.jsonl").read_bytes()
     assert train(base, chats, tmp_path, flags + " --steps 4") == 0
     assert (tmp_path / "own_texts.jsonl").read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.delattr("space_train.self_generate.WorkerProcess")  # nothing is left to write
+        assert train(base, chats, tmp_path, flags + " --restart") == 0
+    assert (tmp_path / "own_texts.jsonl").read_bytes() == before, "texts that the new run asks for, too"
+    assert json.loads((tmp_path / "own_texts.cost.json").read_text())["rows"] == cost["rows"]
+    assert train(base, chats, tmp_path, flags.replace("tokens 8", "tokens 6") + " --restart") == 0
+    texts = [json.loads(line) for line in (tmp_path / "own_texts.jsonl").read_text().splitlines()]
+    assert {text["max_tokens"] for text in texts} == {6}
+    assert train(base, chats, tmp_path, "--restart") == 0
+    assert not (tmp_path / "own_texts.jsonl").exists()
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
