@@ -31,18 +31,17 @@ def write_checkpoint(
     *,
     dtype: torch.dtype | None,
     acceptance: Sequence[float] = (),
+    chat_template: str | None = None,
 ) -> None:
-    """Write `trainee` to `folder`. `weights`: its state, whole; `source`: what it was trained from; `dtype` to write
-    (None: as read); `acceptance`: of draft 1, 2, …, as held-out text says: a server begins with it.
+    """Write `trainee` to `folder`, which is empty. `weights`: its state, whole; `source`: what it was trained from;
+    `dtype` to write (None: as read); `acceptance`: of draft 1, 2, …, as held-out text says: a server begins with it;
+    `chat_template`: instead of the source's.
 
     Where the base did not move its files are linked, or copied where the file system has no links. Raises OSError where
     there is no room.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     model, plan = trainee.decoder.model, trainee.plan
     config = dict(source.config)
-    for old in folder.glob("*.safetensors*"):
-        old.unlink()
     if plan.trains_base:
         _write_weights(model, weights, folder, dtype)
         config["vocab_size"] = len(model.get_input_embeddings().weight)
@@ -69,6 +68,8 @@ def write_checkpoint(
     for file in {file for pattern in COPIED for file in source.folder.glob(pattern)}:
         if file.name != "config.json" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, folder / file.name)
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")  # it wins over the config's
 
 
 def space_section(trainee: Trainee) -> dict[str, Any]:
@@ -128,7 +129,6 @@ def read_head(head: DraftHead, file: Path) -> None:
 
 
 def _link(file: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
     try:
         target.hardlink_to(file.resolve())
     except OSError:

@@ -10,12 +10,14 @@ import torch
 from space_model.checkpoint import Checkpoint
 
 from space_train.train_plan import InvalidPlan
+from space_train.whole_folder import PARTIAL, REPLACED
 
 STATE_FILE = "state.pt"
 MODEL = "model"
+MODELS = (MODEL, MODEL + PARTIAL, MODEL + REPLACED)
 REPORT = "run.json"
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
-WRITTEN = (MODEL, OWN_TEXT_FILE, LEDGER, "tensorboard", "run.md", "run.png", REPORT, STATE_FILE)
+WRITTEN = (*MODELS, OWN_TEXT_FILE, LEDGER, "tensorboard", "run.md", "run.png", REPORT, STATE_FILE)
 """What a run leaves in its folder, and `--restart` forgets: what says that the rest is a run's comes last."""
 
 
@@ -30,9 +32,10 @@ def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
     # The folder of its weights may be another than that of its adapter.
     if any(place.resolve().is_relative_to(model.resolve()) for place in (checkpoint.home, checkpoint.folder)):
         raise InvalidPlan(f"{out} would overwrite the model it is trained from, {checkpoint.name}: give another --out.")
-    if model.exists() and not holds_run(out):
+    there = [place for name in MODELS if (place := out / name).exists()]
+    if there and not holds_run(out):
         raise InvalidPlan(
-            f"{model} is there already and no run has written it: {out} has neither {STATE_FILE} nor {REPORT}. "
+            f"{there[0]} is there already and no run has written it: {out} has neither {STATE_FILE} nor {REPORT}. "
             "Give another --out."
         )
 
@@ -51,7 +54,7 @@ def forget(out: Path, *, but: Collection[str] = ()) -> None:
     is_ours = holds_run(out)
     for name in WRITTEN:
         path = out / name
-        if name in but or (name == MODEL and not is_ours):
+        if name in but or (name in MODELS and not is_ours):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

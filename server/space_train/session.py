@@ -80,6 +80,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             Stream(streams[0].rows, 1.0 - options.own_share),
             Stream(packed(own, plan, fill), options.own_share, teaches=False),
         ]
+    # What the chats were rendered with is what the server must render with.
+    has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
     result = train(
         model,
         checkpoint.home,
@@ -90,13 +92,11 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         given_mask_ids=options.mask_ids,
         held_out=held_out_rows(loaded.held_out, plan, fill) if loaded.held_out else None,
         dtype=getattr(torch, options.weights),
+        chat_template=loaded.report.template if has_own else None,
         before=before,
     )
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
-        if loaded.report.has_conversations and (options.template or not tokenizer.chat_template):
-            # What the chats were rendered with is what the server must render with: this file wins over the config.
-            (result.folder / "chat_template.jinja").write_text(loaded.report.template, encoding="utf-8")
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result
 

@@ -38,6 +38,7 @@ from space_train.interruption import GO_ON, Interrupted, interruptions
 from space_train.mixed_rows import MixedRows
 from space_train.optimiser import Optimiser
 from space_train.run_folder import MODEL, STATE_FILE, check_may_write
+from space_train.run_identity import check_same
 from space_train.schedule import LearningRate
 from space_train.stage import Measures, load_checkpoint, save_atomically
 from space_train.starting_point import starting_point
@@ -45,6 +46,7 @@ from space_train.train_batch import Texts, train_batch
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.train_result import Counters, TrainResult
 from space_train.trainee import Trainee
+from space_train.whole_folder import whole_folder
 
 
 class Beside(Protocol):
@@ -67,6 +69,7 @@ def train(
     given_mask_ids: list[int] | None = None,
     held_out: Texts | None = None,
     dtype: torch.dtype | None = None,
+    chat_template: str | None = None,
     before: Mapping[str, float] | None = None,
     beside: Beside | None = None,
     export: bool = True,
@@ -76,9 +79,9 @@ def train(
 ) -> TrainResult:
     """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
 
-    `given_mask_ids`: for methods that use ids; `before`: `flops` and `seconds` that writing own texts took.
-    `beside`: what else every update learns. A run that `out` holds is resumed. `stop_after_steps` ends this call early
-    and leaves the run resumable.
+    `given_mask_ids`: for methods that use ids; `chat_template`: of the checkpoint, else its source's; `before`: `flops`
+    and `seconds` that writing own texts took. `beside`: what else every update learns. A run that `out` holds is
+    resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
     run = Run(
         model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
@@ -88,7 +91,7 @@ def train(
         run.counters = Counters(**asdict(run.counters) | dict(before))
     with interruptions(says=run.accelerator.is_main_process) as told_to_stop:
         finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
-    folder = run.export(dtype) if finished and export else None
+    folder = run.export(dtype, chat_template) if finished and export else None
     return TrainResult(folder, run.counters, run.peak_bytes(), run.accelerator.num_processes)
 
 
@@ -298,22 +301,25 @@ class Run:
             beside = {} if self.beside is None else {"beside": self.beside.state_dict()}
             save_atomically(run | state | beside, self.out / STATE_FILE)
 
-    def export(self, dtype: torch.dtype | None) -> Path | None:
-        """Write the checkpoint to `out/model`, from the main process."""
+    def export(self, dtype: torch.dtype | None, chat_template: str | None) -> Path:
+        """Write the checkpoint to `out/model`, from the main process; an old one stays until the new one is whole."""
         weights = self.trainee.state_dict()
         if self.is_sharded:
             weights = sharding.whole(weights, keep=self.accelerator.is_main_process)
         folder = self.out / MODEL
         if self.accelerator.is_main_process:
+            acceptance = draft_agreement(self.counters.curve[-1]) if self.counters.curve else ()
             try:
-                write_checkpoint(
-                    self.trainee,
-                    weights,
-                    self.checkpoint,
-                    folder,
-                    dtype=dtype,
-                    acceptance=draft_agreement(self.counters.curve[-1]) if self.counters.curve else (),
-                )
+                with whole_folder(folder) as new:
+                    write_checkpoint(
+                        self.trainee,
+                        weights,
+                        self.checkpoint,
+                        new,
+                        dtype=dtype,
+                        acceptance=acceptance,
+                        chat_template=chat_template,
+                    )
             except SafetensorError as error:  # how it says that a write failed
                 raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()
@@ -369,7 +375,7 @@ class Run:
         if not file.is_file():
             return
         state = load_checkpoint(file)
-        _check_same(json.loads(state["plan"]), self.identity, self.out)
+        check_same(json.loads(state["plan"]), self.identity, self.out)
         self.counters = Counters(**state["counters"])
         if self.beside is not None and "beside" in state:
             self.beside.load_state_dict(state["beside"])
@@ -383,15 +389,3 @@ class Run:
 
 
 BAR = "{desc}: {n:5.1f} % |{bar:20}| {elapsed} of about {remaining} more  {postfix}"
-
-RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "evaluations", "compile", "accumulate"})
-"""Switches that may differ when a run goes on: they do not change what an update computes."""
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
-    for name in sorted(set(before) & set(now)):
-        if name not in RESUMABLE and before[name] != now[name]:
-            raise InvalidPlan(
-                f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "
-                "Give the same, another --out, or --restart."
-            )

@@ -35,6 +35,10 @@ def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
 
 
+def stopped() -> None:
+    raise KeyboardInterrupt
+
+
 def trained(out: Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = load_checkpoint(out / STATE_FILE)["trained"]
     return weights
@@ -126,6 +130,24 @@ def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_pat
     (source / "generation_config.json").unlink()
     run(source, tiny_plan(Method.FULL), tmp_path / "out")
     assert not (folder / "generation_config.json").exists()
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the chat template, which is written last."""
+    folder = run(base, tiny_plan(), tmp_path, chat_template="old").folder
+    assert folder is not None
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: stopped())
+        with pytest.raises(KeyboardInterrupt):
+            run(base, tiny_plan(budget=Budget(steps=4)), tmp_path, chat_template="new")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert not list(tmp_path.glob("model.*"))
+    run(base, tiny_plan(budget=Budget(steps=4)), tmp_path, chat_template="new")
+    assert (folder / "chat_template.jinja").read_text() == "new"
+    assert not list(tmp_path.glob("model.*"))
 
 
 def test_runs_of_several_precisions_fit_into_one_process(base: Path, tmp_path: Path) -> None:
