@@ -21,6 +21,7 @@ from space_train.decoder import check_is_trainable
 from space_train.examples import Example, pad_id, read_examples
 from space_train.mixed_rows import MixedRows, Stream
 from space_train.packed_examples import PackedExamples
+from space_train.quantised_base import check_can_start_from
 from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
 from space_train.run_report import write_report
 from space_train.self_generate import forget_others, own_examples, prompts_of, write_own_texts
@@ -41,6 +42,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
     check_may_write(out, checkpoint)
+    check_can_start_from(checkpoint, plan)
     if options.mask_ids and plan.method is not Method.FULL:
         raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
@@ -136,7 +138,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise UnsupportedModel(f"The weights of {checkpoint.name} cannot be read: {error}") from error
     return model
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from space_model.load import load_model
+from space_model.quantized_testing import write_quantized
 from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
@@ -176,6 +177,19 @@ def test_a_model_of_another_kind_than_llama_is_named_before_data_and_weights_are
     (tmp_path / "model.safetensors").hardlink_to(base / "model.safetensors")  # another's: nobody gets so far
     words = f"type '{kind}' cannot be trained: .* has no list of `layers` right in its body"
     assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq 4 bits", "int4 in groups", "fp8 per tensor", "bitsandbytes nf4", "bitsandbytes int8"]
+)
+def test_a_quantised_model_is_named_before_the_data_is_read(
+    kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_quantized(base, tmp_path / "small", tmp_path / "plain", kind)
+    monkeypatch.setattr("space_train.quantised_base.has_kernels", lambda _: False)
+    for flags, words in (("", "is not here"), ("--method full", "its weights cannot move, as method full has them do")):
+        code = train(tmp_path / "small", tmp_path / "no data", tmp_path / "out", flags)
+        assert_refused(capsys, code, rf"small is quantised \(.*{words}\. Train the model that it was quantised from")
 
 
 def test_a_model_without_a_tokenizer_is_named(
