@@ -20,6 +20,7 @@ from space_train.data_error import UnusableTokenizer
 from space_train.decoder import check_is_trainable
 from space_train.examples import Example, pad_id, read_examples
 from space_train.mixed_rows import MixedRows, Stream
+from space_train.out_of_memory import does_not_fit, gpu_memory
 from space_train.packed_examples import PackedExamples
 from space_train.quantised_base import check_can_start_from
 from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
@@ -84,19 +85,22 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         ]
     # What the chats were rendered with is what the server must render with.
     has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
-    result = train(
-        model,
-        checkpoint.home,
-        MixedRows(streams, plan.seed),
-        plan,
-        out,
-        tokenizer_size=tokenizer_size(tokenizer),
-        given_mask_ids=options.mask_ids,
-        held_out=held_out_rows(loaded.held_out, plan, fill) if loaded.held_out else None,
-        dtype=getattr(torch, options.weights),
-        chat_template=loaded.report.template if has_own else None,
-        before=before,
-    )
+    try:
+        result = train(
+            model,
+            checkpoint.home,
+            MixedRows(streams, plan.seed),
+            plan,
+            out,
+            tokenizer_size=tokenizer_size(tokenizer),
+            given_mask_ids=options.mask_ids,
+            held_out=held_out_rows(loaded.held_out, plan, fill) if loaded.held_out else None,
+            dtype=getattr(torch, options.weights),
+            chat_template=loaded.report.template if has_own else None,
+            before=before,
+        )
+    except torch.OutOfMemoryError as error:
+        raise does_not_fit(checkpoint, plan, processes.num_processes, gpu_memory(), error) from error
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)

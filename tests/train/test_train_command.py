@@ -192,6 +192,19 @@ def test_a_quantised_model_is_named_before_the_data_is_read(
         assert_refused(capsys, code, rf"small is quantised \(.*{words}\. Train the model that it was quantised from")
 
 
+def test_memory_that_does_not_suffice_is_named_and_the_run_goes_on_in_more_parts(
+    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("space_train.trainer.Run.update", full)
+        code = train(base, chats, tmp_path)
+    assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 4, ")
+    assert train(base, chats, tmp_path, "--accumulate 4") == 0
+
+
 def test_a_model_without_a_tokenizer_is_named(
     base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
