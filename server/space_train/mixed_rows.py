@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,10 @@ class Rows(Protocol):
 
     def __len__(self) -> int:
         """Rows of one epoch."""
+        ...
+
+    def digest(self) -> bytes:
+        """Over all that rows are made of, however many there are."""
         ...
 
 
@@ -66,6 +71,13 @@ class MixedRows:
             torch.cat([part.learned for part in parts]),
             torch.cat([part.document for part in parts]),
         )
+
+    def digest(self) -> str:
+        """12 hexadecimal digits that other rows, or others in this order, do not have."""
+        digest = hashlib.sha256(self._pattern.tobytes())
+        for stream in self.streams:
+            digest.update(stream.rows.digest() + bytes([stream.teaches]))
+        return digest.hexdigest()[:12]
 
     def teaches(self, row: int) -> bool:
         """Whether the ordinary loss learns from row number `row`."""

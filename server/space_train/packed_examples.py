@@ -10,6 +10,7 @@ on from any row, and processes take disjoint rows by number.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,13 @@ class PackedExamples:
     def fill(self) -> float:
         """The share of the rows that is not padding."""
         return self.num_tokens / (len(self) * self.length)
+
+    def digest(self) -> bytes:
+        """Over the ids, which of them are learnt, and where the examples begin."""
+        digest = hashlib.sha256(self.pad_id.to_bytes(8, "little"))
+        for part in (self._ids, self._learned, self._start):
+            digest.update(part.data)
+        return digest.digest()
 
     def rows(self, first: int, count: int) -> ExampleRows:
         """Rows number first .. first+count-1 of the endless order; row n is of epoch n // len(self)."""

@@ -7,7 +7,6 @@ not matter how often the writing is interrupted, nor how many texts are written 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import time
@@ -31,6 +30,7 @@ from space_train.own_text_file import (
     keep_asked,
     read_own_texts,
 )
+from space_train.run_identity import fingerprint
 from space_train.scribe import Ends, Scribe, Tally, UnfinishedText
 from space_train.worker_link import WorkerLink
 from space_train.worker_process import WorkerLost, WorkerProcess
@@ -156,18 +156,6 @@ def prompts_of(
             start = 0 if num_prompt else int(rng.integers(max(1, len(ids) - length + 1)))
             prompts.append(list(ids[start : start + (num_prompt or length)]))
     return prompts
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """12 hexadecimal digits that another model does not have: over its config and samples of its weights."""
-    digest = hashlib.sha256(checkpoint.model_hash().encode())
-    for file in checkpoint.weights:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            for part in range(64):
-                stream.seek(size * part // 64)
-                digest.update(stream.read(256))
-    return digest.hexdigest()[:12]
 
 
 def _write_all(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from space_train.packed_examples import ExampleRows
@@ -22,3 +24,7 @@ class TokenRows:
     def __len__(self) -> int:
         """Windows of one epoch."""
         return self.tokens.num_windows(self.length)
+
+    def digest(self) -> bytes:
+        """Over the whole stream."""
+        return hashlib.sha256(self.tokens.ids.data).digest()

@@ -8,7 +8,6 @@ cut.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import resource
@@ -38,7 +37,7 @@ from space_train.interruption import GO_ON, Interrupted, interruptions
 from space_train.mixed_rows import MixedRows
 from space_train.optimiser import Optimiser
 from space_train.run_folder import MODEL, STATE_FILE, check_may_write
-from space_train.run_identity import check_same
+from space_train.run_identity import check_same, identity_of
 from space_train.schedule import LearningRate
 from space_train.stage import Measures, load_checkpoint, save_atomically
 from space_train.starting_point import starting_point
@@ -154,6 +153,7 @@ class Run:
         )
         self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
         self.counters = Counters()
+        self.identity = identity_of(plan, self.checkpoint, data, trainee.mask_ids)
         self._resume()
 
     def steps(
@@ -330,15 +330,6 @@ class Run:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What makes this run the one that a state belongs to."""
-        rows = hashlib.blake2b(self.data.rows(0, 1).ids.numpy().tobytes(), digest_size=8).hexdigest()
-        return self.plan.as_json() | {
-            "model": self.checkpoint.model_hash()[:16],
-            "data": f"{len(self.data)} rows, {rows}",
-        }
 
     def _progress(self) -> float:
         counters = self.counters

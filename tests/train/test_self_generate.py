@@ -19,7 +19,7 @@ from space_server.worker import Worker
 from space_train import self_generate
 from space_train.examples import Example
 from space_train.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
-from space_train.self_generate import InvalidPrompt, fingerprint, own_examples, prompts_of, write_own_texts
+from space_train.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts
 from space_train.worker_process import WorkerLost, WorkerProcess
 from transformers import AutoModelForCausalLM
 
@@ -239,15 +239,6 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_started(fold
     with pytest.raises(OwnTextError, match="seed must lie in"):
         write(folder, tmp_path / "own.jsonl", seed=-1)
     assert not (tmp_path / "own.jsonl").exists()
-
-
-def test_weights_that_differ_in_value_alone_have_another_fingerprint(folder: Path, tmp_path: Path) -> None:
-    from space_model.checkpoint import Checkpoint
-
-    other = tiny_checkpoint(tmp_path / "other", window=64, seed=1)
-    same = tiny_checkpoint(tmp_path / "same", window=64)
-    prints = [fingerprint(Checkpoint.open(path)) for path in (folder, same, other)]
-    assert prints[0] == prints[1] != prints[2]
 
 
 def test_prompts_are_those_of_the_examples_and_windows_of_plain_text() -> None:
