@@ -61,6 +61,7 @@ TEMPLATES: dict[str, str] = {
 }
 """Built-in chat templates. `plain` is taken where a tokenizer has none; `paper` is the one SPACE was published with;
 `raw` joins question and answer as they are. The space behind 'Assistant:' belongs to the answer, as tokenizers join it.
+What a tokenizer puts before a text by itself (BOS) is written before them: a server adds nothing to a rendered chat.
 """
 
 FALLBACK = "plain"
@@ -85,7 +86,6 @@ class ChatText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.name, self.template = _chosen(tokenizer, template)
-        self.is_built_in = self.template in TEMPLATES.values()  # says nothing of BOS
 
     def render(self, turns: Sequence[Turn], asking: bool) -> str:
         """The text of `turns`; `asking` adds what stands before an answer."""
@@ -147,12 +147,32 @@ def _chosen(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[s
         own = getattr(tokenizer, "chat_template", None)
         if own:
             return "the tokenizer's own", str(own["default"] if isinstance(own, dict) else own)
-        return f"{FALLBACK}, as the tokenizer has none", TEMPLATES[FALLBACK]
+        return f"{FALLBACK}, as the tokenizer has none", _beginning(tokenizer) + TEMPLATES[FALLBACK]
     if template in TEMPLATES:
-        return template, TEMPLATES[template]
+        return template, _beginning(tokenizer) + TEMPLATES[template]
     if template.endswith(".jinja"):
         try:
             return template, Path(template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UnusableTemplate(f"The chat template {template} cannot be read: {error}.") from error
     raise UnusableTemplate(f"There is no template {template!r}: use {', '.join(TEMPLATES)}, or a .jinja file.")
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The Jinja source of what the tokenizer puts before a text by itself; empty where that is nothing."""
+    prefix = own_prefix(tokenizer)
+    if not prefix:
+        return ""
+    if prefix == [tokenizer.bos_token_id]:
+        return "{{- bos_token or '' -}}"
+    return f"{{{{- {json.dumps(''.join(tokenizer.convert_ids_to_tokens(prefix)))} -}}}}"
+
+
+def own_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text by itself (BOS, where it has one)."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return list(whole[:start])
+    return []

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from space_train.chat_text import AnsweredText, ChatText
+from space_train.chat_text import AnsweredText, ChatText, own_prefix
 from space_train.data_error import BadRecord, UnusableTemplate, UnusableTokenizer
 from space_train.data_forms import Document, PlainText
 from space_train.data_source import Record
@@ -42,7 +42,7 @@ class Encoder:
         self.tokenizer, self.chat, self.vocab_size = tokenizer, chat, vocab_size
         self.eos_id = int(tokenizer.eos_token_id)
         self.end_ids = frozenset(end_ids) | {self.eos_id}
-        self.prefix = _own_prefix(tokenizer)
+        self.prefix = own_prefix(tokenizer)
         self._known: dict[str, list[int]] = {}
 
     def examples(self, documents: Sequence[tuple[Record, Document]]) -> list[list[Example]]:
@@ -87,8 +87,6 @@ class Encoder:
             if is_last:
                 run = [*run, self.eos_id] if end is None else run[:end]
             ids, learned = ids + run, learned + [end is None or place < end for place in range(len(run))]
-        if self.prefix and ids[: len(self.prefix)] != self.prefix and self.chat.is_built_in:
-            ids, learned = [*self.prefix, *ids], [False] * len(self.prefix) + learned
         return Example(ids, learned)
 
     def _runs(self, text: str, borders: Sequence[int]) -> list[list[int]]:
@@ -152,13 +150,3 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
         f"The tokenizer has padding {tokenizer.pad_token_id} and EOS {tokenizer.eos_token_id}; neither is one of the "
         f"{vocab_size} ids of the model. Use the tokenizer that belongs to the model."
     )
-
-
-def _own_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text by itself (BOS, where it has one)."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return list(whole[:start])
-    return []

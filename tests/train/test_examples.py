@@ -227,8 +227,9 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     assert split(tokenizer, example) == [("[Hi?]", False), ("[Ho.]</s>", True)]
 
 
-def test_a_beginning_that_the_tokenizer_adds_by_itself_is_added_and_not_learned() -> None:
-    tokenizer = merging_tokenizer()
+@pytest.mark.parametrize("tokens", [{"bos_token": "<s>"}, {}], ids=["bos", "another token"])
+def test_a_beginning_that_the_tokenizer_adds_by_itself_is_added_and_not_learned(tokens: dict[str, str]) -> None:
+    tokenizer = merging_tokenizer(**tokens)
     from tokenizers.processors import TemplateProcessing
 
     begin = tokenizer.convert_tokens_to_ids("<s>")
