@@ -39,7 +39,8 @@ Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prom
 folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
 
 A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
-ends it behind the update it is in, a second one at once.
+ends it behind the update it is in, a second one at once. A run on the folder that another left starts from its adapter
+(or masks) and draft head, where they are of this run's kind and sizes.
 """
 
 EPILOG = f"""\

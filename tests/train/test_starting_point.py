@@ -1,0 +1,113 @@
+"""What a run starts from: what the checkpoint has, where it fits, and what it leaves behind is said."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from space_model.testing import tiny_checkpoint
+from space_train.schedule import Budget
+from space_train.testing import run, tiny_plan
+from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of gated-lora left: three masks, rank 4, a draft head 16 wide."""
+    base = tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
+    folder = run(base, tiny_plan(), tmp_path_factory.mktemp("run"), dtype=torch.float32).folder
+    assert folder is not None
+    return folder
+
+
+def no_step(method: Method = Method.GATED_LORA, **changes: Any) -> TrainPlan:
+    return tiny_plan(method, budget=Budget(steps=0), **changes)
+
+
+def weights(folder: Path | None, name: str) -> dict[str, torch.Tensor]:
+    assert folder is not None
+    return load_file(folder / name)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("start: ")]
+
+
+@pytest.mark.parametrize("alpha", [32.0, 8.0])
+def test_a_run_goes_on_from_the_adapter_and_the_draft_head_of_another(
+    alpha: float, gated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever their alpha: what is served is alpha/rank times B."""
+    folder = run(gated, no_step(lora_alpha=alpha), tmp_path, dtype=torch.float32).folder
+    for name in ("gated_lora.safetensors", "draft_head.safetensors"):
+        before, after = weights(gated, name), weights(folder, name)
+        assert before.keys() == after.keys()
+        for key in before:
+            scale = 32.0 / alpha if key.endswith(".b") else 1.0
+            torch.testing.assert_close(after[key], before[key] * scale)
+    assert said(capsys) == [f"start: from the adapter and the draft head of {gated}."]
+
+
+def test_an_adapter_of_another_rank_is_refused_by_name(gated: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidPlan, match="has an adapter of rank 4, this run one of rank 8: give --lora-rank 4"):
+        run(gated, no_step(lora_rank=8), tmp_path)
+
+
+def test_every_linear_learns_also_where_the_adapter_that_is_gone_on_from_had_none(gated: Path, tmp_path: Path) -> None:
+    """A and B of zeros would have no gradient, for ever."""
+    source = tmp_path / "part"
+    shutil.copytree(gated, source)
+    file = source / "gated_lora.safetensors"
+    with safe_open(file, framework="pt") as tensors:
+        metadata = tensors.metadata()
+    kept = {name: tensor for name, tensor in load_file(file).items() if "mlp" not in name}
+    save_file(kept, file, metadata=metadata)
+    after = weights(run(source, tiny_plan(), tmp_path / "out").folder, "gated_lora.safetensors")
+    grown = [name for name in after if "mlp" in name and name.endswith(".b")]
+    assert grown
+    assert all(bool(after[name].any()) for name in grown)
+
+
+HEAD, ALL = "the draft head", "the adapter and the draft head"
+
+
+@pytest.mark.parametrize(
+    ("plan", "behind", "cure"),
+    [
+        (no_step(num_masks=2), ALL, "It has 3 masks, this run 2: give --num-masks 3 to go on from there."),
+        (no_step(Method.FULL), ALL, "Give --method gated-lora to go on from there."),
+        (no_step(head=HeadForm.LOW_RANK), HEAD, "Give --head mlp --head-hidden 16 --head-scale 8 to go on from it."),
+        (
+            no_step(Method.HEAD, head_hidden=8),
+            HEAD,
+            "Give --head mlp --head-hidden 16 --head-scale 8 to go on from it.",
+        ),
+    ],
+    ids=["other masks", "other method", "other head", "head alone"],
+)
+def test_what_is_left_behind_is_said_with_what_would_keep_it(
+    plan: TrainPlan, behind: str, cure: str, gated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(gated, plan, tmp_path)
+    assert said(capsys)[-1] == f"start: without {behind} of {gated}. {cure}"
+
+
+def test_masks_with_ids_are_gone_on_from_or_left_behind_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = tiny_checkpoint(tmp_path / "space", num_masks=3, draft_head=False)
+    for number, (method, given, words) in enumerate(
+        (
+            (Method.FULL, None, f"from the masks of {space}."),
+            (Method.FULL, [7, 8, 9], f"without the masks of {space}. Leave --mask-ids out to go on from there."),
+            (Method.GATED_LORA, None, f"without the masks of {space}. Give --method full to go on from there."),
+        )
+    ):
+        run(space, no_step(method), tmp_path / str(number), given_mask_ids=given)
+        assert said(capsys) == [f"start: {words}"]
+
+
+def test_a_base_without_masks_is_nothing_to_speak_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny_checkpoint(tmp_path / "base", num_masks=0), no_step(), tmp_path / "out")
+    assert said(capsys) == []
