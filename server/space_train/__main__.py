@@ -72,7 +72,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--restart", action="store_true", help="forget the run that OUT holds, but not own texts that fit")
 
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
-    add("--epochs", type=float, help="rounds through the data")
+    add("--epochs", type=float, help="rounds through the data; its own texts beside it do not count")
     add("--steps", type=int, help="updates")
     add("--minutes", type=float, help="of work; writing its own texts counts")
     add("--tokens", type=float, help="real tokens read, masks not counted (1e7 is fine)")
@@ -100,7 +100,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
     add("--self-generate", type=int, default=0, help="texts the model writes itself to learn from (default: 0)")
     add("--self-generate-tokens", type=int, default=256, help="ids of each (default: 256)")
-    add("--own-share", type=float, default=0.5, help="of the rows that are text of its own, if any (default: 0.5)")
+    add("--own-share", type=float, help="of the rows that are its own texts (default: 0.5; less if they are few)")
 
     add = parser.add_argument_group("draft head").add_argument
     add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
@@ -151,6 +151,11 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         given |= {"head": HeadForm.NONE}
     limits = {name: getattr(options, name) for name in ("epochs", "steps", "minutes", "tokens", "flops")}
     limits = {name: value for name, value in limits.items() if value is not None}
+    if options.own_share is not None and not 0 < options.own_share <= 1:
+        raise InvalidPlan(
+            f"--own-share must be above 0 and at most 1; got {options.own_share:g}. For no texts of its own leave "
+            "--self-generate out."
+        )
     if limits:
         try:
             given["budget"] = Budget(**limits)

@@ -15,6 +15,10 @@ from space_train.packed_examples import ExampleRows
 PERIOD = 40
 """Rows after which the pattern of sources repeats: shares are kept to a fortieth."""
 
+MOST_OWN_ROUNDS = 4.0
+"""Rounds of the model's own texts in one of the data, where no share is asked for: more teach little more
+(arXiv 2305.16264)."""
+
 
 class Rows(Protocol):
     """Training data: an endless order of rows, of which any part can be asked for."""
@@ -57,11 +61,30 @@ class MixedRows:
         self._counts = counts
 
     def __len__(self) -> int:
-        """Rows until the stream that is slowest through its own has had one epoch."""
-        period = len(self._pattern)
+        """Rows of one epoch: until the data was read once, each stream of it where there are several.
+
+        Text that the model wrote does not count, or much of it would have the data read many times.
+        """
+        period, alone = len(self._pattern), not any(stream.teaches for stream in self.streams)
         return max(
-            -(-len(stream.rows) * period // count) for stream, count in zip(self.streams, self._counts, strict=True)
+            -(-len(stream.rows) * period // count)
+            for stream, count in zip(self.streams, self._counts, strict=True)
+            if stream.teaches or alone
         )
+
+    @property
+    def rounds(self) -> list[float]:
+        """How often an epoch reads each stream."""
+        read = len(self) / len(self._pattern)  # periods
+        return [read * count / len(stream.rows) for stream, count in zip(self.streams, self._counts, strict=True)]
+
+    def __str__(self) -> str:
+        """What is read, and how often."""
+        parts = [
+            f"{len(stream.rows)} of {'the data' if stream.teaches else 'its own texts'} ×{rounds:.3g}"
+            for stream, rounds in zip(self.streams, self.rounds, strict=True)
+        ]
+        return f"an epoch is {len(self)} rows: {' and '.join(parts)}"
 
     def rows(self, first: int, count: int) -> ExampleRows:
         """Rows first .. first+count-1."""
@@ -88,3 +111,14 @@ class MixedRows:
         stream = int(self._pattern[place])
         before = int((self._pattern[:place] == stream).sum())
         return self.streams[stream].rows.rows(period * self._counts[stream] + before, 1)
+
+
+def with_own_texts(data: Rows, own: Rows, share: float | None) -> list[Stream]:
+    """The data, and text that the model wrote: `share` of the rows.
+
+    None: half of them, or less where its texts would be read more than MOST_OWN_ROUNDS times while the data is once.
+    """
+    if share is None:
+        most = MOST_OWN_ROUNDS * len(own)
+        share = min(0.5, most / (most + len(data)))
+    return [Stream(data, 1.0 - share), Stream(own, share, teaches=False)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from space_train.data_error import UnusableTokenizer
 from space_train.decoder import check_is_trainable
 from space_train.examples import Example, pad_id, read_examples
-from space_train.mixed_rows import MixedRows, Stream
+from space_train.mixed_rows import MixedRows, Stream, with_own_texts
 from space_train.out_of_memory import does_not_fit, gpu_memory
 from space_train.packed_examples import PackedExamples
 from space_train.quantised_base import check_can_start_from
@@ -79,17 +79,17 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             write_own(options, plan, checkpoint, loaded.examples)
         processes.wait_for_everyone()
         own, before = own_examples(out / OWN_TEXT_FILE), own_cost(out, model)
-        streams = [
-            Stream(streams[0].rows, 1.0 - options.own_share),
-            Stream(packed(own, plan, fill), options.own_share, teaches=False),
-        ]
+        streams = with_own_texts(streams[0].rows, packed(own, plan, fill), options.own_share)
+    data = MixedRows(streams, plan.seed)
+    if len(data.streams) > 1 and processes.is_main_process:
+        print(f"rows: {data}.", file=sys.stderr, flush=True)
     # What the chats were rendered with is what the server must render with.
     has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
     try:
         result = train(
             model,
             checkpoint.home,
-            MixedRows(streams, plan.seed),
+            data,
             plan,
             out,
             tokenizer_size=tokenizer_size(tokenizer),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from space_train.mixed_rows import PERIOD, MixedRows, Stream
+from space_train.mixed_rows import PERIOD, MixedRows, Stream, with_own_texts
 from space_train.packed_examples import ExampleRows
 from torch import Tensor
 
@@ -47,13 +47,36 @@ def test_any_part_can_be_asked_for() -> None:
         assert torch.equal(data.rows(first, count).ids, whole[first : first + count])
 
 
-def test_an_epoch_lasts_until_every_stream_was_read_once() -> None:
+def test_an_epoch_lasts_until_every_stream_of_data_was_read_once() -> None:
     assert len(mixed(1.0)) == 10
     data = mixed(0.5, 0.5)  # of 10 and 20 rows
     assert len(data) == 40
+    assert data.rounds == [2.0, 1.0]
     ids = data.rows(0, len(data)).ids
     for name, count in ((0, 10), (1, 20)):
         assert set(ids[ids[:, 0] == name, 1].tolist()) >= set(range(count))
+
+
+@pytest.mark.parametrize("num_own", [5, 600])
+def test_an_epoch_is_a_round_of_the_data_however_much_the_model_wrote(num_own: int) -> None:
+    data = MixedRows(with_own_texts(Numbered(0, 60), Numbered(1, num_own), 0.5), seed=0)
+    assert len(data) == 120
+    assert data.rounds == [1.0, 60 / num_own]
+    assert str(data) == f"an epoch is 120 rows: 60 of the data ×1 and {num_own} of its own texts ×{60 / num_own:.3g}"
+
+
+def test_few_texts_of_its_own_get_a_smaller_share_unless_one_is_asked_for() -> None:
+    for num_data, num_own, share in ((60, 600, 0.5), (400, 100, 0.5), (400, 50, 1 / 3), (60_000, 3_000, 1 / 6)):
+        streams = with_own_texts(Numbered(0, num_data), Numbered(1, num_own), None)
+        assert [stream.share for stream in streams] == pytest.approx([1 - share, share])
+        assert MixedRows(streams, seed=0).rounds[1] < 4.6  # shares are rounded to fortieths
+    assert with_own_texts(Numbered(0, 60_000), Numbered(1, 600), 0.5)[1].share == 0.5
+
+
+def test_all_rows_may_be_of_its_own_texts_which_are_an_epoch_then() -> None:
+    data = MixedRows(with_own_texts(Numbered(0, 60), Numbered(1, 7), 1.0), seed=0)
+    assert len(data) == 7
+    assert set(data.rows(0, 7).ids[:, 0].tolist()) == {1}
 
 
 def test_a_stream_without_a_share_is_not_read_and_none_at_all_is_refused() -> None:

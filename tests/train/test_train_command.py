@@ -47,7 +47,9 @@ def train(model: Path | str, data: Path, out: Path, flags: str = "") -> int:
 
 def assert_refused(capsys: pytest.CaptureFixture[str], code: int, message: str) -> None:
     """Exit status 2, and one line behind what reading the data says."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("data: ")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(("data: ", "rows: "))
+    ]
     said = [line for line in lines if not re.search("% ?[|]", line)]  # progress bars
     assert code == 2
     assert len(said) == 1, said
@@ -136,10 +138,13 @@ def test_rows_are_as_long_as_the_model_has_positions_unless_asked_for(
 
 @pytest.mark.slow
 def test_text_of_its_own_is_written_once_and_learnt_from(
-    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--self-generate 4 --self-generate-tokens 8 --own-share 0.5"
     assert train(base, chats, tmp_path, flags) == 0
+    assert re.search(
+        r"^rows: an epoch is \d+ rows: \d+ of the data ×1 and \d+ of its own", capsys.readouterr().err, re.M
+    )
     assert len((tmp_path / "own_texts.jsonl").read_text().splitlines()) >= 4
     record = json.loads((tmp_path / "run.json").read_text())
     cost = json.loads((tmp_path / "own_texts.cost.json").read_text())
@@ -249,6 +254,9 @@ def test_data_that_cannot_be_used_is_named(
         ("--method full --mask-ids 5000", "Mask id 5000 is outside the vocabulary"),
         ("--rows-per-step 4 --accumulate 3", "must be a multiple of 3 parts"),
         ("--held-out-share 1.5", "held_out_share must be from 0 to below 1"),
+        ("--own-share 1.5", "--own-share must be above 0 and at most 1; got 1.5"),
+        ("--self-generate 3 --own-share -0.5", "--own-share must be above 0 and at most 1; got -0.5"),
+        ("--own-share nan", "--own-share must be above 0 and at most 1; got nan"),
         ("--self-generate 3 --self-generate-tokens 48", "--self-generate-tokens must be below --length, 48"),
     ],
 )
