@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from space_train.train_plan import InvalidPlan
@@ -54,3 +58,26 @@ def embedding_spread(model: PreTrainedModel) -> tuple[torch.Tensor, float]:
     """Mean row [E] of the embedding, and the standard deviation of its values."""
     weight = model.get_input_embeddings().weight.detach().float()
     return weight.mean(0), float(weight.std())
+
+
+class _Entered(Exception):
+    """The first layer was reached: what is behind it is not wanted."""
+
+
+def input_scale(model: PreTrainedModel) -> float:
+    """How many times longer a row of the embedding is where it enters the first layer: some families scale it."""
+    weight = model.get_input_embeddings().weight.detach()
+    longest = weight.float().norm(dim=1).argmax()
+    entered: list[torch.Tensor] = []
+
+    def stop(_: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        entered.append(rows[0] if rows else keywords["hidden_states"])
+        raise _Entered
+
+    hook = model.base_model.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad(), contextlib.suppress(_Entered):
+            model.base_model(input_ids=longest.view(1, 1), use_cache=False)
+    finally:
+        hook.remove()
+    return float(entered[0].float().norm() / weight[longest].float().norm())

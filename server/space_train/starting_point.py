@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from space_train.checkpoint_writer import read_head
 from space_train.draft_head import DraftHead
-from space_train.masks import embedding_spread, mask_ids, start_masks
+from space_train.masks import embedding_spread, input_scale, mask_ids, start_masks
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.trainee import Trainee
 
@@ -60,7 +60,8 @@ def starting_point(
     trainee = Trainee(model, plan, ids)
     if trainee.adapters is not None:
         mean, spread = embedding_spread(model)
-        trainee.adapters.initialise(generator, mean, 0.5 * spread)
+        scale = input_scale(model)  # the masks' inputs enter behind it
+        trainee.adapters.initialise(generator, scale * mean, 0.5 * scale * spread)
         if adapter is not None:
             trainee.adapters.take(adapter)
     has_masks = plan.method is Method.HEAD or adapter is not None or (bool(ids) and ids == own)

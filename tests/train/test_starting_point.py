@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from space_model.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.schedule import Budget
-from space_train.testing import run, tiny_plan
+from space_train.starting_point import starting_point
+from space_train.testing import TOKENIZER_SIZE, read_model, run, tiny_plan
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 
 
@@ -111,3 +113,17 @@ def test_masks_with_ids_are_gone_on_from_or_left_behind_too(tmp_path: Path, caps
 def test_a_base_without_masks_is_nothing_to_speak_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tiny_checkpoint(tmp_path / "base", num_masks=0), no_step(), tmp_path / "out")
     assert said(capsys) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "granite"])
+def test_private_mask_inputs_start_as_large_as_what_enters_the_first_layer(family: str, tmp_path: Path) -> None:
+    """Also in families that scale their embeddings: mask inputs enter behind that. Their noise is half as wide."""
+    source = tiny_checkpoint(tmp_path, family, num_masks=0)
+    model = read_model(source)
+    ids = torch.arange(model.config.vocab_size)[None]
+    inputs = model(ids, output_hidden_states=True).hidden_states[0][0]
+    generator = torch.Generator().manual_seed(0)
+    trainee = starting_point(model, Checkpoint.open(source), tiny_plan(), generator, TOKENIZER_SIZE, None)
+    assert trainee.adapters is not None
+    noise = trainee.adapters.mask_embeddings - inputs.mean(0)
+    assert 0.4 * inputs.std() < noise.std() < 0.6 * inputs.std()
