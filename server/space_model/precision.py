@@ -69,8 +69,7 @@ def choose_dtype(
 
 def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
     """What a bfloat16 checkpoint is computed in on this CPU."""
-    found = torch.cpu.get_capabilities()
-    if found.get("avx512_bf16") or found.get("amx_bf16"):
+    if multiplies_bfloat16():
         return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
     if cpu_kernels not in (None, "auto", "torch"):  # whether they can be had is said where they are loaded
         return torch.bfloat16, "the checkpoint's own, and compiled operations, which take it, are asked for"
@@ -81,3 +80,9 @@ def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
     if library is not None:
         return torch.bfloat16, f"the checkpoint's own; operations compiled for {library.kind} widen it as they multiply"
     return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX), and no compiled operations stand in"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has products of bfloat16 (AVX512-BF16 or AMX); else they are slower than those of float32."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

@@ -124,7 +124,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help=f"initial weights, order and places (default: {own.seed})")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--precision", choices=["bf16", "no"], help=f"of products; no: float32 (default: {own.precision})")
+    add(
+        "--precision",
+        choices=["auto", "bf16", "no"],
+        default="auto",
+        help="of products; no: float32; auto: bf16, on a CPU only where it has such products (default: auto)",
+    )
     add("--weights", choices=["float32", "bfloat16"], default="bfloat16", help="as written (default: bfloat16)")
     add("--activation-checkpointing", action="store_true", default=None, help="compute twice, keep less (full, sft)")
     add("--compile", action="store_true", default=None, help="torch.compile the model: slow start, faster updates")
@@ -138,6 +143,8 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
     """The plan that the options make: the preset, with every flag that was given."""
     plan = paper(TrainPlan(**PUBLISHED_SIZES)) if options.preset == "paper" else TrainPlan()
     names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors"}
+    if options.precision == "auto":  # the machine decides, where the run begins
+        names.remove("precision")
     given = {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
     for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors)):
         value = getattr(options, name)

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
+from space_model.precision import multiplies_bfloat16
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from space_train.data_error import UnusableTokenizer
@@ -47,6 +48,13 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     if options.mask_ids and plan.method is not Method.FULL:
         raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
+    if options.precision == "auto":
+        precision, reason = choose_precision(cpu=on_cpu())
+        plan = replace(plan, precision=precision)
+        if processes.is_main_process:
+            print(
+                f"precision: {'float32' if precision == 'no' else precision}, as {reason}.", file=sys.stderr, flush=True
+            )
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:
         forget(out, but=(OWN_TEXT_FILE, LEDGER) if options.self_generate else ())
@@ -117,6 +125,15 @@ def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool
     return replace(plan, length=window)
 
 
+def choose_precision(*, cpu: bool) -> tuple[str, str]:
+    """The precision of products on this machine, and why: on a CPU by the server's own rule."""
+    if not cpu:
+        return "bf16", "an accelerator has such products"
+    if multiplies_bfloat16():
+        return "bf16", "this CPU has such products"
+    return "no", "this CPU has no bfloat16 products (AVX512-BF16 or AMX)"
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The checkpoint's own."""
     try:
@@ -130,14 +147,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
-    """The model to train, in float32 where its weights move, else as it was saved."""
+    """The model to train: as it was saved, but in float32 where its weights move, where products are, and on a CPU."""
     config = family.read_config(checkpoint)
-    frozen = not plan.trains_base
+    as_saved = not plan.trains_base and plan.precision == "bf16" and torch.cuda.is_available()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
-            dtype="auto" if frozen and torch.cuda.is_available() else torch.float32,
+            dtype="auto" if as_saved else torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
