@@ -135,7 +135,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", default=None, help="torch.compile the model: slow start, faster updates")
     add("--checkpoint-seconds", type=float, help=f"between saves (default: {own.checkpoint_seconds:g})")
     add("--checkpoint-steps", type=int, help="updates between saves, instead")
-    add("--evaluations", type=int, help=f"looks at the held-out records (default: {own.evaluations})")
+    add(
+        "--evaluations",
+        type=int,
+        help=f"looks at held-out records, at fewer of them in short runs (default: {own.evaluations})",
+    )
     return parser.parse_args(argv)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -32,7 +33,10 @@ from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.train_result import TrainResult
 from space_train.trainer import on_cpu, train
 
-MOST_HELD_OUT_ROWS = 64
+MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
+
+LOOK_SHARE = 0.5
+"""Rows that all looks at the held-out records read, of those trained on: reading one is a third of the work."""
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first, which writes the model's own texts."""
@@ -102,7 +106,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             out,
             tokenizer_size=tokenizer_size(tokenizer),
             given_mask_ids=options.mask_ids,
-            held_out=held_out_rows(loaded.held_out, plan, fill) if loaded.held_out else None,
+            held_out=held_out_rows(loaded.held_out, plan, fill, rows_of_a_look(plan, len(data)))
+            if loaded.held_out
+            else None,
             dtype=getattr(torch, options.weights),
             chat_template=loaded.report.template if has_own else None,
             before=before,
@@ -174,10 +180,23 @@ def packed(examples: list[Example], plan: TrainPlan, fill: int) -> PackedExample
     return PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=fill, pack=plan.pack)
 
 
-def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int) -> Texts:
-    """The first rows of the held-out examples."""
+def rows_of_a_look(plan: TrainPlan, epoch: int) -> int:
+    """How many rows each look at the held-out records reads, or those of a short run would take longer than it does.
+
+    `epoch`: rows of one. Of minutes and operations nobody knows yet how many rows they are.
+    """
+    budget, known = plan.budget, [math.inf]
+    for limit, rows in ((budget.steps, plan.rows_per_step), (budget.epochs, epoch), (budget.tokens, 1 / plan.length)):
+        if limit is not None:
+            known.append(limit * rows)
+    affordable = LOOK_SHARE * min(known) / (plan.evaluations + 1)
+    return int(min(MOST_HELD_OUT_ROWS, max(LEAST_HELD_OUT_ROWS, affordable)))
+
+
+def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int = MOST_HELD_OUT_ROWS) -> Texts:
+    """The first rows of the held-out examples, at most so many."""
     data = PackedExamples(examples, length=plan.length, seed=0, pad_id=fill)
-    rows = data.rows(0, min(len(data), MOST_HELD_OUT_ROWS))
+    rows = data.rows(0, min(len(data), most))
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
 
 
