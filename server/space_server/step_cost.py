@@ -51,8 +51,8 @@ NEAR, CAUTION = 3, 0.02
 much more: what nobody has seen is tried where it promises much, not where it promises a little."""
 
 OUTLIER, NEW_OUTLIER = 2.0, 4.0
-"""A step that took more than so many times what was expected teaches no more than this: the machine was away. The second
-for the first step of a place, where what is expected is a guess: it counts for none, and the next one is believed.
+"""A step that took more than so many times what was expected teaches no more than this: the machine was away. The
+second for the first step of a place, where what is expected is a guess: it counts for none, and the next is believed.
 """
 
 _KEYS = 1024.0
