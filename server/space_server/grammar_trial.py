@@ -40,10 +40,12 @@ class GrammarTrial:
         try:
             reasons = self._started().ask(kind, source, self._seconds)
             if reasons is None:
-                self._end()
                 raise GrammarError(
                     f"it cannot be compiled within {self._seconds:g} s and the memory for it. Make it smaller"
                 )
+        except BaseException:  # of whatever a process has not answered, it cannot be asked again
+            self._end()
+            raise
         finally:
             self._turn.release()
         if reasons:
@@ -54,7 +56,6 @@ class GrammarTrial:
             self._process = GrammarProcess()
             tokens, special = self._vocabulary.tokens
             if not self._process.with_tokens(tokens, special, START_SECONDS):
-                self._end()
                 raise GrammarError(f"the process that tries it was not ready within {START_SECONDS:g} s. Try again")
         return self._process
 

@@ -4,15 +4,18 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_proto.grammar_process import GrammarProcess
 from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
 from space_server.grammar_testing import outputs
+from space_server.grammar_trial import GrammarTrial
 from space_server.grammars import Grammars
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.vocabulary import Vocabulary
@@ -198,6 +201,22 @@ def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_
     known.trial._seconds = 30.0
     assert error_of("[a-d]{9}") == ""
     assert known.trial.pid not in (None, first)
+
+
+def test_a_process_that_could_not_be_told_the_vocabulary_tries_nothing(
+    byte_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(process: GrammarProcess, *told: object) -> bool:
+        raise MemoryError
+
+    trial = GrammarTrial(Vocabulary.read(byte_path, 320), 30.0)
+    with monkeypatch.context() as failing:
+        failing.setattr(GrammarProcess, "with_tokens", fails)
+        with pytest.raises(MemoryError):
+            trial.check("regex", "[a-c]", time.monotonic() + 30.0)
+    assert trial.pid is None
+    trial.check("regex", "[a-c]", time.monotonic() + 30.0)
+    trial._end()
 
 
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:

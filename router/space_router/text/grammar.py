@@ -75,18 +75,26 @@ class GrammarCheck:
         return reasons[0] if reasons else None
 
     def _told(self, process: GrammarProcess, grammar: Grammar) -> list[str] | None:
-        reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
-        if reasons is None:
-            process.close()
-        else:
-            self._idle.append(process)
+        with _closed_unless_kept(process) as kept:
+            reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
+            if reasons is not None:
+                kept.pop_all()
+                self._idle.append(process)
         return reasons
 
 
 def _started() -> GrammarProcess:
     """One that has answered: the time a grammar has is not that of a start. Raises Overloaded."""
     process = GrammarProcess()
-    if process.ask("regex", "a", START_SECONDS) is None:
-        process.close()
-        raise Overloaded("Grammars cannot be checked now. Try again later.", retry_after=START_SECONDS)
+    with _closed_unless_kept(process) as kept:
+        if process.ask("regex", "a", START_SECONDS) is None:
+            raise Overloaded("Grammars cannot be checked now. Try again later.", retry_after=START_SECONDS)
+        kept.pop_all()
     return process
+
+
+def _closed_unless_kept(process: GrammarProcess) -> contextlib.ExitStack:
+    """Ends the process with the block, whatever happens there, unless `pop_all` keeps it."""
+    stack = contextlib.ExitStack()
+    stack.callback(process.close)
+    return stack

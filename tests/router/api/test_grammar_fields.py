@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from space_proto import worker_pb2
+from space_proto.grammar_process import GrammarProcess
 from space_router.api import completions
 from space_router.api.body import validate
 from space_router.api.fields import COMPLETION_NEUTRAL, CompletionBody
@@ -209,6 +211,40 @@ async def test_a_checker_that_died_while_it_was_idle_is_no_verdict_on_the_next_g
     os.kill(check._idle[0].pid, signal.SIGKILL)
     await asyncio.sleep(0.2)
     assert await check.why_not(Grammar("regex", "[cd]")) is None
+
+
+async def test_a_grammar_is_checked_where_a_thousand_connections_are_open(request: pytest.FixtureRequest) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1300), hard))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    with contextlib.ExitStack() as opened:
+        highest = 0
+        while highest < 1100:
+            highest = os.open(os.devnull, os.O_RDONLY)
+            opened.callback(os.close, highest)
+        process = GrammarProcess()
+        opened.callback(process.close)
+        assert process.ask("regex", "[ab]", 30.0) == []
+        assert await GrammarCheck().why_not(Grammar("regex", "[ab]")) is None
+
+
+async def test_a_process_that_was_asked_and_has_not_answered_is_ended_whatever_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[GrammarProcess] = []
+
+    def fails(process: GrammarProcess, kind: str, source: str, seconds: float) -> None:
+        asked.append(process)
+        raise MemoryError
+
+    check = GrammarCheck()
+    assert await check.why_not(Grammar("regex", "[ab]")) is None
+    monkeypatch.setattr(GrammarProcess, "ask", fails)
+    for _ in range(2):  # one that was idle, and one that was started for it
+        with pytest.raises(MemoryError):
+            await check.why_not(Grammar("regex", "[cd]"))
+    assert len(set(asked)) == 2
+    assert not any(process.close.alive for process in asked)
 
 
 async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
