@@ -43,7 +43,7 @@ from space_router.workers.link import WorkerMismatch
 from space_router.workers.sources import worker_sources
 
 MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
-NEAR = 2.0  # a deadline is near once no more is left than so many times what the request takes at the present pace
+NEAR = 2.0  # a deadline is near once no more is left than so many times what the request will take
 
 
 class Engine:
@@ -165,7 +165,7 @@ class Engine:
         live = LiveRequest(request, max_tokens, self._num_submitted, self._clock())
         if hopeless := self._admission.hopeless(live, 1, live.submitted):  # all but one prompt id may be cached
             raise hopeless
-        live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, max_tokens)
+        live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, self._queue.expected_answer(live))
         self._num_submitted += 1
         stream = live.stream = Stream(
             request,

@@ -14,11 +14,13 @@ class Line:
     """Requests of one key, in the order in which they go.
 
     The one that is due first goes first; due is when it would have come to have, at the most urgent level, the place
-    that it has now. Requests whose deadlines are near go before, within their priority the earliest deadline first.
+    that it has now. Requests whose deadlines are near go before, within their priority the earliest deadline first;
+    but not once the first is due `patience` seconds before such a one: a stream of them holds up nobody for ever.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, *, patience: float) -> None:
         self.key = key
+        self._patience = patience
         self.finish = 0.0  # tokens its requests have been served, on the clock of all keys (see RequestQueue)
         self.turn = 0  # number of its place among the lines: a place with another number is stale
         self._waiting: dict[LiveRequest, float] = {}  # -> due
@@ -69,6 +71,6 @@ class Line:
                 heapq.heappush(self._near, (live.request.priority, live.deadline_at, live.age, live))
         while self._near and self._near[0][-1] not in self._waiting:
             heapq.heappop(self._near)
-        if self._near and self._waiting[self._near[0][-1]] <= latest_due:
+        if self._near and self._waiting[self._near[0][-1]] <= min(latest_due, self.due + self._patience):
             return self._near[0][-1]
         return self._by_due[0][-1] if self.due <= latest_due else None

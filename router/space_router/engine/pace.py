@@ -27,7 +27,7 @@ class Pace:
         elif decoded:
             self.seconds_per_token = _average(self.seconds_per_token, seconds * len(decoded) / sum(decoded))
 
-    def seconds(self, num_prompt_ids: int, num_tokens: int) -> float:
+    def seconds(self, num_prompt_ids: int, num_tokens: float) -> float:
         """What computing a prompt and generating so many ids takes at this pace."""
         return num_prompt_ids * self.seconds_per_prompt_id + num_tokens * self.seconds_per_token
 

@@ -27,7 +27,8 @@ class RequestQueue:
     charged, at its first admission, for the prompt ids to be computed and for an answer of average length; when it has
     ended, for what it really got. Requests without a key share one.
 
-    Within a key, the oldest by arrival plus `ageing` seconds per level; before them the earliest of near deadlines.
+    Within a key, the oldest by arrival plus `ageing` seconds per level; before them the earliest of near deadlines, of
+    requests that came less than `ageing` seconds after it.
 
     A request that was admitted before (preempted, or its worker died) keeps its age and stands in front of the level.
     Parked requests count as waiting, but are not in the order until they are unparked. Every move costs O(log n).
@@ -44,7 +45,7 @@ class RequestQueue:
         self._priorities: Counter[int] = Counter()  # of those in the order
         self._by_priority: list[int] = []  # a heap of every priority in the counter, and of some that were
         self._lines: dict[str, Line] = {}
-        self._returning = Line("returning")  # those that were admitted before, of all keys
+        self._returning = Line("returning", patience=ageing)  # those that were admitted before, of all keys
         self._ready: list[tuple[float, int, Line]] = []  # start tag, turn: lines whose first may be due
         self._later: list[tuple[float, int, Line]] = []  # due, turn: lines whose first was not due when last looked at
         self._num_turns = 0
@@ -126,7 +127,7 @@ class RequestQueue:
         self.remove(live)
         if live.num_charged is None:
             line = self._line(live)
-            live.num_charged = num_prefill + min(self._answer, live.max_tokens)
+            live.num_charged = num_prefill + self.expected_answer(live)
             self._clock = line.finish = max(self._clock, line.finish)
             self._charge(line, live.num_charged)
         if self._last_admission is not None:
@@ -141,6 +142,10 @@ class RequestQueue:
             self._charge(line, live.num_prompt - live.statistics.num_cached + live.num_generated - live.num_charged)
             if not len(line) and line.finish <= self._clock:
                 del self._lines[line.key]  # a new one would stand at the same place
+
+    def expected_answer(self, live: LiveRequest) -> float:
+        """Tokens that a request which has not begun will probably get: as many as others got, within its own bounds."""
+        return min(max(self._answer, live.least_left), live.max_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +175,7 @@ class RequestQueue:
 
     def _line_of(self, key: str) -> Line:
         if key not in self._lines:
-            self._lines[key] = Line(key)
+            self._lines[key] = Line(key, patience=self._ageing)
         return self._lines[key]
 
     def _give_turn(self, line: Line) -> None:

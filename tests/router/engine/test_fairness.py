@@ -122,6 +122,19 @@ def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not(reques
     assert [served(queue, now=6.0) for _ in range(3)] == [near, first, far]
 
 
+def test_nobody_starves_under_a_stream_of_near_deadlines(request_of: Make) -> None:
+    queue = RequestQueue(99999, ageing=30.0)
+    patient = waiting(queue, request_of(), 0)
+    for second in range(1, 200):
+        for age in (second, 1000 + second):
+            hasty = LiveRequest(request_of(deadline=60.0), 12, age, float(second))
+            hasty.near_at = float(second)
+            queue.push(hasty)
+        if served(queue, now=float(second)) is patient:
+            break
+    assert 30 <= second <= 61  # once those that come are one level younger, and are at the head
+
+
 def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
     queue = RequestQueue(99)
     lives = [LiveRequest(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
@@ -210,3 +223,18 @@ def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged(re
             served_at = table.now
     assert served_at is not None
     assert 2.0 <= served_at < 3.0  # two levels up, and then behind those that were there before
+
+
+def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window(request_of: Make) -> None:
+    script = Script(num_blocks=4000, window=30_000, max_sequences=1, eos_ids=(2,))
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    table.engine.submit(request_of((9, 9), 20))
+    for _ in range(40):
+        table.tick()
+    running = table.engine.submit(request_of((8, 8), 20))
+    patient = table.engine.submit(request_of((8, 9), 20))
+    others = [table.engine.submit(request_of((10 + i, 11), None, deadline=10.0, eos_ids=(2,))) for i in range(5)]
+    while patient.statistics.queue_seconds is None:
+        table.tick()
+    assert running.statistics.num_generated == 20
+    assert not any(stream.statistics.num_generated for stream in others)
