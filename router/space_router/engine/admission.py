@@ -82,7 +82,7 @@ class Admission:
         """What to say to a request that cannot meet its deadline any more and has not begun; None to others."""
         if live.request.deadline is None or live.num_generated:
             return None
-        least = self._pace.least_seconds(num_prefill, live.least_left)
+        least = self._pace.least_seconds(num_prefill, live.least_left, now)
         return None if now + least <= live.deadline_at else DeadlineExceeded(live.request.deadline, least=least)
 
     def _follows(self, live: LiveRequest, schedulers: Sequence[Scheduler]) -> bool:

@@ -82,7 +82,7 @@ class Engine:
         self._observer = Observer(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
         self.full = self._queue.refusal
-        self._pace = Pace()
+        self._pace = Pace(config.max_prefill_rows)
         self._admission = Admission(self._queue, self._pace)
         self._trials = Trials(self._queue, self._admission)
         self._open: dict[Stream, LiveRequest] = {}  # not ended yet
@@ -259,7 +259,7 @@ class Engine:
             self._trials.advanced(advance.live, seat.scheduler, now)
         for live in outcome.readmit:
             self._wait_again(live)
-        self._pace.learn(report)
+        self._pace.learn(report, now)
         self._observer.step(report, seat)
         self._schedule()
         if seat.scheduler.num_preemptions > num_preemptions:

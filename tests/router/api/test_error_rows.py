@@ -13,6 +13,7 @@ import pytest
 from space_router.api.door import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
+from space_router.engine.pace import KNOWN
 from space_router.text.testing import FIRST_BYTE_ID
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -36,7 +37,9 @@ def configured(**fields: Any) -> State:
 async def slow(start: Start) -> AsyncIterator[Any]:
     """Nothing is done in 0.2 s, and the engine knows."""
     async with start("yes", step_seconds=0.05) as router:
-        router.service.engine._pace.seconds_per_token = 1.0
+        engine = router.service.engine
+        for _ in range(KNOWN):
+            engine._pace.tokens.learn(1.0, 1, engine._clock())
         yield router
 
 

@@ -1,0 +1,71 @@
+"""What is known of the time that things take, and what is called impossible on the strength of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from space_proto import worker_pb2
+from space_router.engine.admission import Admission
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.pace import FADING, KNOWN, RECENT, Pace
+from space_router.engine.queue import RequestQueue
+from space_router.engine.request import ValidRequest
+
+Make = Callable[..., ValidRequest]
+
+
+def prompt_step(num_rows: int, seconds: float) -> worker_pb2.StepReport:
+    """With one sequence that decodes beside the prompt."""
+    stats = worker_pb2.StepStats(prefill_rows=num_rows, chain_rows=1, forward_seconds=seconds)
+    return worker_pb2.StepReport(stepped=True, stats=stats)
+
+
+def decode_step(num_tokens: int, seconds: float) -> worker_pb2.StepReport:
+    stats = worker_pb2.StepStats(chain_rows=num_tokens, forward_seconds=seconds)
+    part = worker_pb2.SequenceReport(decoded=True, tokens=[5] * num_tokens)
+    return worker_pb2.StepReport(stepped=True, stats=stats, sequences=[part])
+
+
+def is_hopeless(pace: Pace, request: ValidRequest, now: float) -> bool:
+    """As the first in the queue hears it."""
+    live = LiveRequest(request, request.max_tokens or 1, 0, now)
+    return Admission(RequestQueue(9), pace).hopeless(live, live.num_prompt, now) is not None
+
+
+def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> None:
+    pace = Pace(512)
+    for _ in range(50):
+        pace.learn(prompt_step(9, 0.015), 0.0)
+    assert not is_hopeless(pace, request_of(32_000, 9, deadline=20.0), 0.0)
+    for _ in range(RECENT):
+        pace.learn(prompt_step(511, 0.9), 0.0)
+    assert is_hopeless(pace, request_of(32_000, 9, deadline=20.0), 0.0)
+
+
+def test_a_step_counts_by_the_ids_that_it_computed() -> None:
+    pace = Pace(512)
+    for _ in range(50):
+        pace.learn(prompt_step(9, 0.015), 0.0)
+        pace.learn(prompt_step(499, 0.095), 0.0)
+    assert 0.0001 < pace.seconds(1, 0) < 0.0003
+
+
+def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: Make) -> None:
+    pace = Pace(512)
+    pace.learn(decode_step(1, 10.0), 0.0)
+    assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
+    for _ in range(KNOWN):
+        pace.learn(decode_step(1, 0.01), 0.0)
+    pace.learn(decode_step(1, 10.0), 0.0)
+    assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
+    assert is_hopeless(pace, request_of(9, 200, deadline=0.9), 0.0)
+
+
+def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever(request_of: Make) -> None:
+    pace, asked = Pace(512), request_of(9, 200, deadline=20.0)
+    for _ in range(KNOWN):
+        pace.learn(decode_step(1, 10.0), 0.0)
+    assert is_hopeless(pace, asked, 1.0)
+    for second in range(1, 300):
+        pace.learn(prompt_step(9, 0.015), float(second))
+    assert not is_hopeless(pace, asked, 10 * FADING)
