@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from space_router.engine.errors import DeadlineExceeded, EngineError, RequestFailed
 from space_router.engine.live_request import LiveRequest
+from space_router.engine.misfits import Misfits
 from space_router.engine.pace import Pace
 from space_router.engine.queue import RequestQueue
 from space_router.engine.routing import best_placement
@@ -32,7 +33,8 @@ class TurnedAway:
 
 
 class Admission:
-    """Admits from the head of the queue as long as there is room; nobody overtakes in the queue's order.
+    """Admits from the head of the queue as long as there is room; nobody overtakes in the queue's order, but where the
+    head fits only a worker that is not there.
 
     Whose prefix is being computed by a running request is parked as its follower, and comes back with the blocks to
     share as soon as they are there. Workers compute prompts in the order in which they come, so it would not have been
@@ -42,6 +44,7 @@ class Admission:
     def __init__(self, queue: RequestQueue, pace: Pace) -> None:
         self._queue = queue
         self._pace = pace
+        self.misfits = Misfits(queue)
 
     def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | TurnedAway]:
         """All that can go now. Whoever is turned away must be out of the queue before the next is asked for.
@@ -52,6 +55,8 @@ class Admission:
             if self._follows(live, schedulers):
                 continue
             gone = self.place(live, schedulers, now, complete=complete)
+            if gone is None and self.misfits.takes(live, schedulers, now):
+                continue
             if gone is None:
                 for scheduler in schedulers:
                     scheduler.preempt_stalled()
@@ -66,10 +71,7 @@ class Admission:
         if best is None:
             if hopeless := self.hopeless(live, 1, now):
                 return TurnedAway(live, hopeless)
-            if complete and not any(scheduler.fits(live) for scheduler in schedulers):
-                reason = "The workers came back with less cache, or a shorter window, than this request needs."
-                return TurnedAway(live, RequestFailed(reason))
-            return None
+            return TurnedAway(live, too_large()) if complete and not any(s.fits(live) for s in schedulers) else None
         scheduler, placement = best
         num_prefill = len(live.ids) - scheduler.num_ids(placement)
         if hopeless := self.hopeless(live, num_prefill, now):
@@ -99,3 +101,8 @@ class Admission:
         promise.leader.followers.append(live)
         self._queue.park(live)
         return True
+
+
+def too_large() -> RequestFailed:
+    """What to say to a request that fits no worker, and none is to come."""
+    return RequestFailed("The workers came back with less cache, or a shorter window, than this request needs.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from space_router.engine.admission import Admission, Admitted, TurnedAway
+from space_router.engine.admission import Admission, Admitted, TurnedAway, too_large
 from space_router.engine.errors import WorkerFailed
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.queue import RequestQueue
@@ -34,6 +34,7 @@ class Trials:
         self._queue, self._admission = queue, admission
         self._suspects: list[LiveRequest] = []  # oldest first
         self._held: dict[LiveRequest, float] = {}  # cleared, or in the way: since when, on the engine's clock
+        self._last_court: Scheduler | None = None
         self._since: float | None = None  # seconds on the engine's clock: suspects wait, and no worker tries them
 
     def lost(self, live: LiveRequest, cause: Cause, *, num_given: int) -> WorkerFailed | None:
@@ -68,11 +69,16 @@ class Trials:
         `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
         """
         self._let_go(schedulers, now)
+        self._admission.misfits.review(schedulers, complete=complete)
+        yield from self._turned_away(schedulers, now, complete=complete)
         court = self._court(schedulers, now, complete=complete)
+        if court is not self._last_court:  # who fits no other worker stands aside while it tries suspects
+            self._last_court = court
+            self._admission.misfits.let_back()
         if court is None:
             yield from self._admission.admit(schedulers, now, complete=complete)
             return
-        while not court.sequences and (waiting := self._waiting()):
+        while not court.sequences and (waiting := [live for live in self._waiting() if court.fits(live)]):
             gone = self._admission.place(waiting[0], [court], now, complete=complete)
             if gone is None:
                 break
@@ -96,19 +102,33 @@ class Trials:
             self._suspects.remove(live)
 
     def _waiting(self) -> list[LiveRequest]:
-        """Suspects that could be tried now; one whose reader is too far behind could not go on."""
-        return [live for live in self._suspects if live in self._queue and not live.lagging]
+        """Suspects that could be tried now; one whose reader is too far behind could not go on, and some fit nobody."""
+        misfits = self._admission.misfits
+        return [live for live in self._suspects if live in self._queue and not live.lagging and live not in misfits]
+
+    def _turned_away(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[TurnedAway]:
+        """Suspects that fit no worker stand aside, too; who waits for one in vain is turned away."""
+        misfits = self._admission.misfits
+        for live in self._waiting():
+            if misfits.takes(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
+                yield TurnedAway(live, too_large())
+        for live in misfits.overdue(schedulers, now):
+            yield TurnedAway(live, too_large())
 
     def _court(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:
-        """The worker that tries suspects: one that does, else the least busy one, from which all are taken off."""
+        """The worker that tries suspects: one that does, else the least busy one where the first of them fits, from
+        which all are taken off.
+        """
         waiting = self._waiting()
         trying = [scheduler for scheduler in schedulers if scheduler.tries]
         if trying or not waiting or not schedulers:
             self._since = None
             return trying[0] if trying else None
-        fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0]) and not scheduler.closing]
-        court = min(fit or schedulers, key=lambda scheduler: scheduler.num_running)
         self._since = now if self._since is None else self._since
+        fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0]) and not scheduler.closing]
+        if not fit:
+            return None
+        court = min(fit, key=lambda scheduler: scheduler.num_running)
         is_only = all(scheduler is court or scheduler.closing for scheduler in schedulers)
         if court.num_running and is_only and not complete and now - self._since < PATIENCE:
             return None
