@@ -12,11 +12,12 @@ import pytest
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_proto.grammar_process import GrammarProcess
+from space_router.engine.seat import GRAMMAR_SECONDS
 from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
 from space_server.grammar_testing import outputs
 from space_server.grammar_trial import GrammarTrial
-from space_server.grammars import Grammars
+from space_server.grammars import MOST_SECONDS, Grammars
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.vocabulary import Vocabulary
 from space_server.worker import Worker
@@ -217,6 +218,10 @@ def test_a_process_that_could_not_be_told_the_vocabulary_tries_nothing(
     assert trial.pid is None
     trial.check("regex", "[a-c]", time.monotonic() + 30.0)
     trial._end()
+
+
+def test_the_router_takes_nobody_for_hung_who_waits_for_a_grammar_as_long_as_he_may() -> None:
+    assert GRAMMAR_SECONDS >= MOST_SECONDS
 
 
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:

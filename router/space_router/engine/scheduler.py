@@ -339,7 +339,13 @@ class Scheduler:
     @property
     def awaits(self) -> bool:
         """The worker owes something: a step of a sequence that has all it needs, or pages that were asked back."""
-        return any(s.step is Step.RELEASED or not s.starving for s in self.sequences.values())
+        waits = (s.starving or s.awaits_grammar for s in self.sequences.values() if s.step is not Step.RELEASED)
+        return not all(waits) or self.num_running < len(self.sequences)
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """The worker owes a step, too, once it has compiled a grammar or has given it up."""
+        return any(s.awaits_grammar and s.step is not Step.RELEASED for s in self.sequences.values())
 
     @property
     def running(self) -> list[Sequence]:

@@ -34,6 +34,7 @@ MAX_FAILED_STARTS = 10  # in a row, of a worker that was up before: it does not 
 STEADY_SECONDS = 10.0  # that a worker has to be up before it counts as one that works
 MAX_CRASHES = 3  # in a row, of workers that were not up for so long: then the next has to prove itself first
 ENDING_SECONDS = 10.0  # that a worker which runs nothing may take to end, once it is told to
+GRAMMAR_SECONDS = 20.0  # that a worker may compile a grammar, before it gives up on it and says so
 
 
 class WorkerSource(Protocol):
@@ -243,7 +244,7 @@ class Seat:
     async def _listen(self, link: Link, scheduler: Scheduler, engaged: Engaged, watchdog: Watchdog) -> None:
         """Pass on what the worker says, until it is lost."""
         clock = asyncio.get_running_loop().time
-        begun = last_step = clock()
+        begun = last_step = last_grammar = clock()  # seconds; of the latter two, when nothing was due, too
         while True:
             report = await link.report()
             engaged.worker_report(self, report)
@@ -255,8 +256,10 @@ class Seat:
                 watchdog.stepped(step_seconds(report.stats))
             if report.stepped or report.released or not scheduler.awaits:
                 last_step = now
-            elif now - last_step > watchdog.stall:
-                raise LinkStalled(f"no step for {now - last_step:.3g} s, though one is due")
+            if report.stepped or report.released or not (scheduler.awaits or scheduler.awaits_grammar):
+                last_grammar = now
+            if now - last_step > watchdog.stall or now - last_grammar > watchdog.stall + GRAMMAR_SECONDS:
+                raise LinkStalled(f"no step for {now - last_grammar:.3g} s, though one is due")
 
     def _works(self) -> None:
         """If the worker is lost now, another is started at once."""
