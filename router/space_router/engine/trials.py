@@ -85,6 +85,8 @@ class Trials:
             yield gone
         others = [scheduler for scheduler in schedulers if scheduler is not court]
         yield from self._admission.admit(others, now, complete=False)
+        if self._waiting() or self._queue.head(now) is not None:
+            court.preempt_stalled()  # a suspect whose reader does not read is tried when it does
 
     def advanced(self, live: LiveRequest, scheduler: Scheduler, now: float) -> None:
         """A suspect has been given tokens: it may be cleared, and makes way if another waits."""

@@ -39,6 +39,7 @@ class Reader:
         self.tokens: list[int] = []
         self.longest_pause = 0.0
         self.error: EngineError | None = None
+        self.is_deaf = False
         self._last: float | None = None
 
     @property
@@ -47,7 +48,7 @@ class Reader:
 
     def read(self, now: float) -> None:
         self.error = self.stream.error
-        while self.stream.num_ready:
+        while self.stream.num_ready and not self.is_deaf:
             self.tokens += self.stream.read().tokens
             if self._last is not None:
                 self.longest_pause = max(self.longest_pause, now - self._last)
@@ -205,3 +206,30 @@ def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) ->
     assert any(live.is_suspect for live in suspects), "trials are still going on"
     assert all(HOLD <= reader.longest_pause < HOLD + 0.3 for reader in in_the_way)
     table.finish()
+
+
+@pytest.mark.parametrize("others_are_suspects", [True, False])
+def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(
+    request_of: Make, answer: Answer, others_are_suspects: bool
+) -> None:
+    requests = some(request_of, 3, 400)
+    table = Table(1, requests if others_are_suspects else requests[:1])
+    table.until_all_have(4)
+    for live in table.lives_at(0):
+        live.num_suspicions = 2  # so that each is tried for many tokens
+    deaf = table.readers[0]
+    deaf.is_deaf = True
+    table.seats[0].die(Cause.ITSELF)
+    table.seats[0].start()
+    table.turn(int(PATIENCE / STEP))
+    if not others_are_suspects:
+        assert table.names_at(0) == {"0"}, "nobody else wants the worker"
+        table.readers += [Reader(table.top.engine.submit(request)) for request in requests[1:]]
+    for _ in range(3000):
+        table.turn()
+        if all(reader.is_whole for reader in table.readers[1:]):
+            break
+    assert [reader.is_whole for reader in table.readers] == [False, True, True]
+    deaf.is_deaf = False
+    table.finish()
+    assert [tuple(reader.tokens) for reader in table.readers] == [answer(request, SCRIPT) for request in requests]
