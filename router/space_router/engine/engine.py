@@ -238,8 +238,11 @@ class Engine:
 
     def worker_up(self, seat: Seat) -> None:
         """A worker has said hello, and is empty."""
-        if seat.scheduler is not None:
-            self.facts = seat.scheduler.facts
+        if (
+            own := seat.scheduler
+        ) is not None:  # the largest one's, and the last one's of equals: what fits it is taken
+            present = sorted(self._schedulers(), key=lambda scheduler: (scheduler.facts.num_slots, scheduler is own))
+            self.facts = present[-1].facts
         if seat.was_lost:
             self._observer.worker_restarted()
         self._observer.workers(len(self._schedulers()))

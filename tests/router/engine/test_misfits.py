@@ -66,6 +66,13 @@ def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_
     house.until(large, 500)
 
 
+def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take(request_of: Make) -> None:
+    house = House(LARGE, SMALL)
+    house.top.seats[1].die(Cause.OUTSIDE)
+    house.come_back(1, SMALL)
+    house.until(house.submit(request_of(6, 500)), 500)
+
+
 def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) -> None:
     house = House(SMALL, LARGE)
     house.top.seats[1].die(Cause.OUTSIDE)
