@@ -238,10 +238,8 @@ class Engine:
 
     def worker_up(self, seat: Seat) -> None:
         """A worker has said hello, and is empty."""
-        if (
-            own := seat.scheduler
-        ) is not None:  # the largest one's, and the last one's of equals: what fits it is taken
-            present = sorted(self._schedulers(), key=lambda scheduler: (scheduler.facts.num_slots, scheduler is own))
+        present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is seat.scheduler))
+        if present:  # the largest one's, and the last one's of equals: what fits it is taken
             self.facts = present[-1].facts
         if seat.was_lost:
             self._observer.worker_restarted()
