@@ -12,9 +12,10 @@ from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.device_steps import why_on_host
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS, Foretold
 from space_eval.overhead_arms import Arm

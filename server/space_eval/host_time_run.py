@@ -12,9 +12,10 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.controller import FixedLayout
 from space_server.conversation import Conversation
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.plan import Plan
 from space_server.step import Advance, Stepper, StepTimes
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 192
 """Ids: contexts of many lengths, so that sequences cross key blocks at different steps."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.calibration import calibrate
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.plan import Plan, shape_of
 from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance
 from space_server.testing import SmallRouter
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 from space_eval.overhead_arms import PLAIN, Arm, plain
 from space_eval.overhead_model import TimedModel

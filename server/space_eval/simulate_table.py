@@ -16,7 +16,7 @@ from space_router.engine.scheduler import Scheduler
 from space_router.engine.seat import Seat
 from space_router.metrics import Metrics
 from space_router.workers.cause import Cause
-from space_server.worker import PROTOCOL_MAJOR
+from space_server.introduction import PROTOCOL_MAJOR
 
 from space_eval.simulate_router import NOTHING, RouterCost
 from space_eval.simulate_worker import SimulatedWorker

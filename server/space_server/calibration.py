@@ -28,9 +28,10 @@ from space_proto import worker_pb2 as pb
 
 from space_server.config import StepsHere
 from space_server.controller import FixedLayout
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.step_cost import Point, StepCost, StepShape, read_points, write_points
 from space_server.step_model import StepModel
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 SECONDS = 3.0
 """Of measuring, unless told otherwise."""

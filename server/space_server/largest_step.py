@@ -12,9 +12,10 @@ from space_model.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 
 from space_server.controller import FixedLayout
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
 from space_server.step_model import StepModel
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 
 def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows: int, block_size: int) -> int:

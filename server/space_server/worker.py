@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
@@ -17,7 +18,9 @@ from space_server.device_stepper import DeviceStepper, StepRead
 from space_server.device_steps import DeviceSteps
 from space_server.draft_source import DraftSource
 from space_server.drafts import DraftSources
+from space_server.failure import TOO_LARGE, told
 from space_server.grammars import Grammars
+from space_server.introduction import PROTOCOL_MAJOR, PROTOCOL_MINOR, introduce
 from space_server.measured_controller import MeasuredController
 from space_server.memory import give_back_unused, is_out_of_memory
 from space_server.plan import Plan, plan_step
@@ -32,18 +35,11 @@ from space_server.step_stats import count_read, count_step
 from space_server.synthetic import SyntheticAcceptance
 from space_server.waiting import Waiting
 
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 6
 MAX_PREFILL_ROWS = 512
 """Prompt rows per step while no router says otherwise."""
 
 SOURCE_DRAFTS = 8
 """Drafts per step where not only masks propose and nobody says how many."""
-
-_TOO_LARGE = (
-    "There is not enough memory on the device for the sequence's step, even alone. Send a shorter prompt, or start the "
-    "worker with a smaller --kv-memory or --prefill-budget."
-)
 
 _log = logging.getLogger(__name__)
 
@@ -137,47 +133,33 @@ class Worker:
 
     def hello(self, incarnation: str) -> pb.Hello:
         """Who this worker is."""
-        facts = self.facts
-        return pb.Hello(
-            protocol_major=PROTOCOL_MAJOR,
-            protocol_minor=PROTOCOL_MINOR,
-            incarnation=incarnation,
-            model_hash=facts.model_hash,
-            tokenizer_hash=facts.tokenizer_hash,
-            vocab_size=facts.vocab_size,
-            block_size=self.block_size,
+        return introduce(
+            self.facts,
+            incarnation,
             num_blocks=self.num_blocks,
-            window=facts.window,
-            max_draft_length=self.max_draft_length,
-            num_masks=facts.num_masks,
-            mask_ids=sorted(set(facts.mask_ids)),
-            dtype=facts.number_format,
-            device=str(facts.device),
-            has_draft_head=facts.has_draft_head,
-            model_name=facts.name,
+            block_size=self.block_size,
             max_sequences=self.max_sequences,
-            attention=facts.attention,
-            eos_ids=facts.eos_ids,
+            max_draft_length=self.max_draft_length,
             takes_grammars=self.waiting.why_none is None,
-            synthetic_acceptance=self.synthetic.chances if self.synthetic is not None else (),
-            adapters=[
-                pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
-                for adapter in facts.adapters
-                if adapter.name
-            ],
+            synthetic=self.synthetic,
         )
 
     # ------------------------------------------------------------------------------------------ commands
 
     def apply(self, command: pb.Command) -> None:
-        """Carry out one order. Raises ProtocolError if the router breaks the contract."""
+        """Carry out one order. What goes wrong with a sequence fails it alone, unless the device is lost.
+
+        Raises ProtocolError if the router breaks the contract.
+        """
         match command.WhichOneof("command"):
             case "start":
                 self._start(command.start)
             case "admit":
-                self._admit(command.admit)
+                with self._alone(command.admit.seq_id):
+                    self._admit(command.admit)
             case "extend":
-                self._extend(command.extend)
+                with self._alone(command.extend.seq_id):
+                    self._extend(command.extend)
             case "release":
                 self._release(command.release.seq_id)
             case "drain":
@@ -197,6 +179,25 @@ class Worker:
         self._max_prefill_rows = start.max_prefill_rows or self._default_prefill_rows
         self._draft_bound = min(self.max_draft_length, start.max_draft_length)
 
+    @contextmanager
+    def _alone(self, seq_id: int) -> Iterator[None]:
+        """What goes wrong in the block fails this sequence, and nobody else."""
+        try:
+            yield
+            return
+        except ProtocolError:
+            raise
+        except AdmissionError as error:
+            said, wants_memory = str(error), False
+        except Exception as error:
+            if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
+                raise
+            _log.exception("sequence %d failed before its step", seq_id)
+            said = told("The sequence could not be taken in", error)
+        if wants_memory:
+            give_back_unused()
+        self.batch.fail(seq_id, said)
+
     def _admit(self, message: pb.Admit) -> None:
         if message.seq_id in self.batch:
             raise ProtocolError(f"The router used the sequence number {message.seq_id} twice.")
@@ -205,18 +206,14 @@ class Worker:
         elif len(self.batch) >= self.max_sequences:
             self.batch.fail(message.seq_id, f"The worker runs {self.max_sequences} sequences already, its most.")
         else:
-            try:
-                sequence = admit(
-                    message,
-                    self.facts,
-                    num_blocks=self.num_blocks,
-                    block_size=self.block_size,
-                    max_drafts=self._draft_bound,
-                    sources=self._sources,
-                )
-            except AdmissionError as error:
-                self.batch.fail(message.seq_id, str(error))
-                return
+            sequence = admit(
+                message,
+                self.facts,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_drafts=self._draft_bound,
+                sources=self._sources,
+            )
             refused = self.waiting.why_refused(sequence) if sequence.waits else None
             if refused is not None:
                 self.batch.fail(sequence.seq_id, refused)
@@ -232,11 +229,7 @@ class Worker:
         sequence = self.batch.get(extend.seq_id)
         if sequence is None:
             return
-        try:
-            check_pages([*sequence.pages, *extend.pages], self.num_blocks)
-        except AdmissionError as error:
-            self.batch.fail(extend.seq_id, str(error))
-            return
+        check_pages([*sequence.pages, *extend.pages], self.num_blocks)
         sequence.pages += extend.pages
         sequence.paused = sequence.paused and not extend.pages
 
@@ -351,9 +344,8 @@ class Worker:
                 raise
             if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                line = str(error).partition("\n")[0][:200]
-                said = f"The step failed: {type(error).__name__}: {line}"
-                failed = [Advance(plans[0], error=_TOO_LARGE if wants_memory else said)]
+                said = TOO_LARGE if wants_memory else told("The step failed", error)
+                failed = [Advance(plans[0], error=said)]
             else:
                 _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
                 failed = []

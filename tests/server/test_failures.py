@@ -1,11 +1,15 @@
 """What goes wrong in one sequence harms that sequence alone, and where plain decoding would meet it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from space_kernels.processors import TokenCounts
 from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server import worker
+from space_server import admission, worker
 from space_server.controller import FixedLayout
 from space_server.device_health import is_lost
 from space_server.testing import ScriptedModel, SmallRouter
@@ -68,6 +72,41 @@ def test_a_bad_admission_fails_alone(fields: dict[str, object], error: str) -> N
     assert failed.error.startswith(error)
     tokens = [token for sequence in report.sequences if sequence.seq_id == good for token in sequence.tokens]
     assert tokens == text(model, 6, 1)
+
+
+class NoRoom(TokenCounts):
+    """No memory for the counts of a sequence that begins with 7."""
+
+    def __init__(self, ids: Sequence[int], *args: Any) -> None:
+        if ids[0] == 7:
+            raise MemoryError("no room")
+        super().__init__(ids, *args)
+
+
+def test_an_error_while_a_sequence_is_admitted_fails_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TokenCounts", NoRoom)
+    model, penalises = ScriptedModel(), pb.Sampling(presence_penalty=1e-6)
+    router = router_of(model)
+    good = router.admit([5] * 6, sampling=penalises)
+    router.step()
+    bad, other = router.admit([7] * 3, sampling=penalises), router.admit([5] * 60, sampling=penalises)
+    router.run()
+    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.ran[bad].error == "The sequence could not be taken in: MemoryError: no room"
+    assert router.ran[good].tokens == text(model, 6, 16)
+    assert router.ran[other].tokens == text(model, 60, 16)
+    assert len(router.free) == 256
+
+
+def test_an_error_of_a_lost_device_is_not_one_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(admission, "TokenCounts", fails)
+    router = router_of(ScriptedModel())
+    monkeypatch.setattr(worker, "is_lost", lambda device: True)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        router.admit([7] * 3, sampling=pb.Sampling(presence_penalty=1.0))
 
 
 def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 from space_model.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.calibration import calibrate
+from space_server.introduction import PROTOCOL_MAJOR
 from space_server.layout_worth import PLAIN as NO_DRAFTS
 from space_server.layout_worth import Worth, worths
 from space_server.step_cost import StepCost, StepShape
 from space_server.synthetic import SyntheticAcceptance
 from space_server.testing import SmallRouter
-from space_server.worker import PROTOCOL_MAJOR, Worker
+from space_server.worker import Worker
 
 from space_eval.overhead_arms import plain
 
