@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Run
 
@@ -22,6 +23,8 @@ MOST_HISTORY_BYTES = 64 * 1024**2
 
 MOST_DECREE_BYTES = 64 * 1024**2
 """Of texts from which drafts are decreed, 12 bytes an id: requests with longer ones are left to the host."""
+
+_log = logging.getLogger(__name__)
 
 
 class DeviceBatch:
@@ -130,7 +133,10 @@ class DeviceBatch:
         """Let a sequence that fits take the first line that is free."""
         line = self.lines.index(None)
         pages = sequence.pages[: self._max_pages]
-        self.state.put(
+        if self._synthetic is not None and self.decrees is not None:
+            known = self._synthetic.continuation_of(sequence)
+            self.decrees.put(line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others))
+        self.state.put(  # last: a line that nobody got is not live
             line,
             Admission(
                 ids=sequence.ids,
@@ -145,9 +151,6 @@ class DeviceBatch:
                 drafts=sequence.drafts,
             ),
         )
-        if self._synthetic is not None and self.decrees is not None:
-            known = self._synthetic.continuation_of(sequence)
-            self.decrees.put(line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others))
         sequence.counts = None  # the state counts now
         self.lines[line] = sequence
         self._line_of[sequence.seq_id] = line
@@ -218,9 +221,16 @@ class DeviceBatch:
         for sequence in found:
             self.remove(sequence.seq_id)
             if sequence.law.penalises:
-                vocab_size, device = self._facts.vocab_size, self._facts.device
-                sequence.counts = TokenCounts(sequence.ids, sequence.num_prompt, vocab_size, device)
+                sequence.counts = self._counts_of(sequence)
         return found
+
+    def _counts_of(self, sequence: Sequence) -> TokenCounts | None:
+        """Its counts; None where they cannot be had now. Each of its steps counts by itself then, and fails alone."""
+        try:
+            return TokenCounts(sequence.ids, sequence.num_prompt, self._facts.vocab_size, self._facts.device)
+        except Exception as error:
+            _log.warning("the ids of sequence %d cannot be counted (%s)", sequence.seq_id, error)
+            return None
 
 
 def few_stages(stages: Stages) -> Stages:

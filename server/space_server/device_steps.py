@@ -18,6 +18,7 @@ from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 
 from space_server.controller import Controller
+from space_server.device_health import is_lost
 from space_server.device_layout import layout_ahead, layout_of_drafts
 from space_server.device_stepper import DeviceStepper, StepRead
 from space_server.drafts import Drafter
@@ -43,6 +44,7 @@ class DeviceSteps:
         self._batch = stepper.batch
         self._num_failures = 0  # of launches, in a row
         self._kept: set[int] = set()  # sequences that are to be stepped on the host once
+        self._refused: set[int] = set()  # sequences that no line could be prepared for
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._batch
@@ -63,20 +65,38 @@ class DeviceSteps:
         return self._num_failures < MOST_FAILURES
 
     def admit(self, running: Iterable[Sequence]) -> None:
-        """Lines for those of the running sequences that fit; who does not run any more leaves."""
+        """Lines for those of the running sequences that fit; who does not run any more leaves.
+
+        A sequence for which that fails stays on the host; raises only where the device is lost.
+        """
         known = {sequence.seq_id: sequence for sequence in running}
         for sequence in self.sequences:
             if sequence.seq_id not in known:
                 self._batch.remove(sequence.seq_id)
         self._kept &= known.keys()
+        self._refused &= known.keys()
         if not self.works:
             return
         block_size = self._batch.state.block_size
         for seq_id, sequence in known.items():
-            if seq_id in self._batch or seq_id in self._kept or sequence.num_free_slots(block_size) < 1:
+            if seq_id in self._batch or seq_id in self._kept or seq_id in self._refused:
                 continue
+            if sequence.num_free_slots(block_size) >= 1 and not self._take(sequence):
+                self._refused.add(seq_id)
+
+    def _take(self, sequence: Sequence) -> bool:
+        """A line for this sequence if it fits; False where that failed."""
+        try:
             if self._batch.fits(sequence):
                 self._batch.put(sequence)
+            return True
+        except Exception as error:
+            if not (wants_memory := is_out_of_memory(error)) and is_lost(self._batch.state.root.device):
+                raise
+            _log.warning("sequence %d gets no line (%s); it is stepped on the host", sequence.seq_id, error)
+        if wants_memory:
+            give_back_unused()
+        return False
 
     @property
     def has_drafters(self) -> bool:
@@ -139,6 +159,7 @@ class DeviceSteps:
         for sequence in self.sequences:
             self._batch.remove(sequence.seq_id)
         self._kept.clear()
+        self._refused.clear()
 
     def _somebody_runs(self) -> bool:
         """Whether any sequence is sure to have a slot and an id left when the steps under way are over, if they emit

@@ -1,11 +1,16 @@
 """What is under way on the device while the host goes on: launches, reads, pages, failures and what is said of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from space_kernels import processors
+from space_kernels.law import Law
+from space_kernels.processors import TokenCounts
 from space_model.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
+from space_server import device_batch
 from space_server.calibration import Recorder
 from space_server.controller import FixedLayout
 from space_server.step_model import StepModel
@@ -133,6 +138,61 @@ def test_launches_that_keep_failing_are_given_up(
     router.run()
     assert len(router.ran[seq_id].tokens) == 30
     assert len(tried) == 3
+    caplog.clear()
+
+
+def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ScriptedModel()
+    router = router_of(model)
+    device = router.worker._device
+    assert device is not None
+    put = device.stepper.batch.state.laws.put
+
+    def fails(line: int, law: Law) -> None:
+        if law.temperature == 0.5:
+            raise MemoryError("no room")
+        put(line, law)
+
+    monkeypatch.setattr(type(device.stepper.batch.state.laws), "put", lambda laws, line, law: fails(line, law))
+    good = router.admit([5] * 6)
+    bad = router.admit([5] * 9, sampling=pb.Sampling(temperature=0.5, top_k=1))
+    router.run()
+    assert router.ran[good].tokens == [model.text(position) for position in range(6, 22)]
+    assert router.ran[bad].tokens == [model.text(position) for position in range(9, 25)]
+    assert [message for message in caplog.messages if "gets no line" in message] == [
+        f"sequence {bad} gets no line (no room); it is stepped on the host"
+    ]
+    assert router.num_launches > 0
+    caplog.clear()
+
+
+def test_counts_that_cannot_be_had_when_lines_are_given_back_fail_at_most_their_sequence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoRoom(TokenCounts):
+        def __init__(self, ids: Sequence[int], *args: Any) -> None:
+            if ids[0] == 7:
+                raise MemoryError("no room")
+            super().__init__(ids, *args)
+
+    model, penalises = ScriptedModel(), pb.Sampling(presence_penalty=1e-6)
+    router = router_of(model)
+    bad = router.admit([7] * 3, sampling=penalises, max_tokens=40)
+    good = router.admit([5] * 6, sampling=penalises, max_tokens=40)
+    for _ in range(3):
+        router.step()
+    device = router.worker._device
+    assert device is not None
+    assert len(device.sequences) == 2
+    monkeypatch.setattr(device_batch, "TokenCounts", NoRoom)
+    monkeypatch.setattr(processors, "TokenCounts", NoRoom)
+    monkeypatch.setattr(device.stepper, "launch", lambda layout: [][0])
+    router.run()
+    assert "no room" in caplog.text
+    assert router.ran[good].tokens == [model.text(position) for position in range(6, 46)]
+    assert router.ran[bad].finish == pb.FINISH_ERROR
     caplog.clear()
 
 
