@@ -55,6 +55,7 @@ class Waiting:
             sequence = batch.get(seq_id)
             if sequence is None:
                 del self._preparing[seq_id]
+                preparation.cancel()
             elif preparation.is_over:
                 del self._preparing[seq_id]
                 if preparation.state is None:
@@ -64,4 +65,6 @@ class Waiting:
 
     def clear(self) -> None:
         """Nobody waits any more."""
+        for preparation in self._preparing.values():
+            preparation.cancel()
         self._preparing.clear()

@@ -17,7 +17,7 @@ from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
 from space_server.grammar_testing import outputs
 from space_server.grammar_trial import GrammarTrial
-from space_server.grammars import MOST_SECONDS, Grammars
+from space_server.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.vocabulary import Vocabulary
 from space_server.worker import Worker
@@ -222,6 +222,70 @@ def test_a_process_that_could_not_be_told_the_vocabulary_tries_nothing(
 
 def test_the_router_takes_nobody_for_hung_who_waits_for_a_grammar_as_long_as_he_may() -> None:
     assert GRAMMAR_SECONDS >= MOST_SECONDS
+
+
+def regex(source: str) -> pb.Grammar:
+    return pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=source)
+
+
+def prepare(grammars: Grammars, source: str) -> Preparation:
+    return grammars.prepare(regex(source), eos_ids=[EOS], stop_ids=(), ignores_eos=False, output=(), done=lambda: None)
+
+
+def test_slow_grammars_do_not_hold_up_a_known_one(byte_path: Path) -> None:
+    known = Grammars(lambda: Vocabulary.read(byte_path, 320), most_seconds=60.0)
+    assert prepare(known, "[a-c]{9}").wait(30)
+    assert known.trial is not None
+    assert known.trial.pid is not None
+    os.kill(known.trial.pid, signal.SIGSTOP)  # whatever is tried hangs
+    slow = [prepare(known, f"[a-d]{{{count}}}") for count in range(4)]
+    again = prepare(known, "[a-c]{9}")
+    assert again.wait(5)
+    assert again.state is not None
+    assert not any(one.is_over for one in slow)
+    for one in slow:
+        one.cancel()
+    os.kill(known.trial.pid, signal.SIGCONT)
+
+
+def test_many_grammars_take_few_threads_and_those_released_are_never_begun(byte_path: Path) -> None:
+    going = threading.Event()
+
+    def slow() -> Vocabulary:
+        going.wait(30)
+        return Vocabulary.read(byte_path, 320)
+
+    before = threading.active_count()
+    known = Grammars(slow)
+    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
+    gone = [
+        router.admit([5], sampling=pb.Sampling(grammar=regex(f"a{{{n}}}")), eos_ids=[EOS], num_pages=1)
+        for n in range(40)
+    ]
+    assert threading.active_count() - before <= MOST_AT_ONCE + 1
+    for seq_id in gone:
+        router.release(seq_id)
+    router.run()
+    going.set()
+    assert prepare(known, "[ab]").wait(30)
+    assert len(known._compiled) <= MOST_AT_ONCE + 1  # those that had begun, and the last
+
+
+def test_where_no_thread_can_be_started_the_sequence_fails_alone(
+    byte_model: SpaceModel, byte_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    router = SmallRouter(Worker(byte_model, num_blocks=64, grammars=Grammars.of(byte_path, 320, ())))
+    good = router.admit(PROMPTS[1], max_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        bad = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=3)
+    again = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=3)
+    router.run()
+    assert router.ran[bad].error == "The sequence could not be taken in: RuntimeError: can't start new thread"
+    assert (router.ran[good].finish, router.ran[again].finish) == (pb.FINISH_LENGTH, pb.FINISH_LENGTH)
 
 
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:
