@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from space_kernels.law_lists import LawLists
 
 MIN_TEMPERATURE = 1e-6
 """Positive temperatures below this act as this one: no finite logit overflows when divided by it."""
@@ -51,6 +57,11 @@ class Law:
     def ending(self) -> Law:
         """What is left of it where a text is complete and nothing can follow: nothing may forbid its end."""
         return replace(self, allowed_ids=(), min_tokens=0, bad_words=())
+
+    @cached_property
+    def lists(self) -> dict[tuple[int, torch.dtype, torch.device], LawLists]:
+        """Its lists as tensors, by vocabulary, dtype and device of the logits: made when they are first asked for."""
+        return {}
 
     @cached_property
     def edits(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.law import Law
+from space_kernels.law_lists import LawLists
 from space_kernels.ordering import first_columns
 from space_kernels.row import Row as Row
 from space_kernels.row import RowRuns
@@ -65,20 +67,28 @@ def _cells(cells: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, 
     return pairs[:, 0], pairs[:, 1]
 
 
+def _places(found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The same of rows with several ids each."""
+    numbers = np.repeat([number for number, _ in found], [len(ids) for _, ids in found])
+    ids = torch.cat([ids for _, ids in found])
+    return torch.from_numpy(numbers).to(ids.device), ids
+
+
 def _add_bias(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
-    biases = [(number, id_, value) for number, row in edited for id_, value in row.law.bias]
-    if biases:
-        at = _cells([(number, id_) for number, id_, _ in biases], logits.device)
-        logits[at] += torch.tensor([value for _, _, value in biases], dtype=logits.dtype, device=logits.device)
+    biased = [(number, LawLists.of(row.law, logits)) for number, row in edited if row.law.bias]
+    if biased:
+        at = _places([(number, lists.bias_ids) for number, lists in biased])
+        logits[at] += torch.cat([lists.biases for _, lists in biased])
 
 
 def _keep_allowed(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
-    bounded = [number for number, row in edited if row.law.allowed_ids]
-    if bounded:
-        at = _cells([(n, id_) for n, row in edited for id_ in row.law.allowed_ids], logits.device)
-        kept = logits[at]
-        logits[bounded] = _NEVER
-        logits[at] = kept
+    bounded = [(number, row.law) for number, row in edited if row.law.allowed_ids]
+    together = groupby(enumerate(bounded), key=lambda one: (id(one[1][1]), one[1][0] - one[0]))
+    for _, group in together:  # consecutive rows of one law
+        rows = [row for _, row in group]
+        forbidden = LawLists.of(rows[0][1], logits).forbidden
+        if forbidden is not None:
+            logits[rows[0][0] : rows[-1][0] + 1].masked_fill_(forbidden, _NEVER)
 
 
 def _keep_possible(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
@@ -105,10 +115,21 @@ def _ceilings(words: Tensor, num_ids: int) -> Tensor:
 
 
 def _ban(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
-    bans = [(n, id_) for n, row in edited if row.num_generated < row.law.min_tokens for id_ in row.law.end_ids]
-    bans += [(n, run[-1]) for n, row in edited for run in row.law.bad_words if row.ends_with(run[:-1])]
+    bans: list[tuple[int, Tensor]] = []
+    behind: list[tuple[int, int]] = []
+    for number, row in edited:
+        law = row.law
+        if law.end_ids and row.num_generated < law.min_tokens:
+            bans.append((number, LawLists.of(law, logits).end_ids))
+        if law.bad_words:
+            lists = LawLists.of(law, logits)
+            bans.append((number, lists.banned))
+            words = () if row.last_id is None else lists.bad_behind.get(row.last_id, ())
+            behind += [(number, word[-1]) for word in words if row.ends_with(word[:-1])]
     if bans:
-        logits[_cells(bans, logits.device)] = _NEVER
+        logits[_places(bans)] = _NEVER
+    if behind:
+        logits[_cells(behind, logits.device)] = _NEVER
 
 
 def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:

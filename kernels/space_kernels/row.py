@@ -56,6 +56,13 @@ class Row:
         """Generated ids before this choice."""
         return self.position - self.num_prompt
 
+    @property
+    def last_id(self) -> int | None:
+        """Of the prefix; None where it is not known."""
+        if self.num_unknown or not self.position:
+            return None
+        return self.tail[-1] if self.tail else self.ids[-1]
+
     def ends_with(self, head: Sequence[int]) -> bool:
         """Whether the prefix is known to end with these ids."""
         if not head:

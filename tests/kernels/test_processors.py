@@ -1,7 +1,11 @@
 """Each stage of the law against a slow oracle of its own, alone and together; rows do not see each other."""
 
 import math
+import sys
 from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,3 +210,32 @@ def test_a_tiny_temperature_leaves_the_largest_logit() -> None:
     z = process(raw, [Row(Law(temperature=1e-30), (0,), 1)], NO_IDS)
     assert z.isfinite().all()
     assert z[0].argmax() == 0
+
+
+def test_a_row_costs_no_more_python_for_longer_lists() -> None:
+    count = 32_000
+    law = Law(
+        bias=tuple((id_, 0.5) for id_ in range(count)),
+        allowed_ids=tuple(range(count)),
+        bad_words=tuple((id_, id_ + 1, 3) for id_ in range(count)),
+    )
+    rows = [Row(law, ids=(5, 6), num_prompt=1, tail=(7,) * n) for n in range(4)]
+    process(torch.zeros(4, count + 1), rows, NO_IDS)  # makes the lists
+    asked = 0
+
+    def count_call(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        nonlocal asked
+        asked += 1  # lines, calls and returns
+        return count_call
+
+    logits = torch.zeros(4, count + 1)
+    before = sys.gettrace()
+    sys.settrace(count_call)
+    try:
+        process(logits, rows, NO_IDS)
+    finally:
+        sys.settrace(before)
+    assert asked < 3000
+    assert (logits[:, :count] == 0.5).sum(dim=1).tolist() == [count - 1, count - 1, count, count]
+    assert logits[:2, 3].tolist() == [-INF] * 2  # behind 5, 6 and 6, 7
+    assert logits[:, count].tolist() == [-INF] * 4
