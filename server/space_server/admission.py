@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Run
 from hashlib import blake2b
 
@@ -104,13 +104,13 @@ def _masks(name: str, facts: ModelFacts) -> tuple[int | None, int]:
     return adapter, facts.num_masks if adapter is None else facts.adapters[adapter].num_masks
 
 
-def check_pages(pages: Iterable[int], num_blocks: int) -> None:
-    """Raise AdmissionError for a block that does not exist, or that one sequence would hold twice."""
+def check_pages(pages: Iterable[int], num_blocks: int, held: Set[int] = frozenset()) -> None:
+    """Raise AdmissionError for a block that does not exist, or that one sequence, with those held, would have twice."""
     seen: set[int] = set()
     for page in pages:
         if page >= num_blocks:
             raise AdmissionError(f"Block {page} does not exist; there are {num_blocks}.")
-        if page in seen:
+        if page in held or page in seen:
             raise AdmissionError(f"Block {page} is given twice to one sequence.")
         seen.add(page)
 

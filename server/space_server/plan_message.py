@@ -22,6 +22,8 @@ from space_kernels.row_pattern import Ints
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import Segment
 
+from space_server.page_numbers import begins_with
+
 
 class Kind(IntEnum):
     """What a message asks for."""
@@ -77,7 +79,7 @@ class PlanWriter:
             pages = np.asarray(segment.pages, dtype=np.int64)
             kept = 0
             if known is not None:
-                kept = len(known.pages) if _begins_with(pages, known.pages) else 0
+                kept = len(known.pages) if begins_with(pages, known.pages) else 0
             table = _Table(next(free) if known is None else known.slot, pages)
             if segment.owner is not None:
                 self._tables[segment.owner] = table
@@ -137,8 +139,3 @@ class PlanReader:
             layout = DraftLayout.of(num_drafts, tuple(masks))
             segments.append(Segment(ids, start, pages, layout, None if adapter < 0 else adapter, slot))
         return tuple(segments)
-
-
-def _begins_with(pages: Ints, known: Ints) -> bool:
-    """`pages` are the known ones, and perhaps more."""
-    return pages is known or (len(pages) >= len(known) and bool((pages[: len(known)] == known).all()))

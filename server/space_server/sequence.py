@@ -14,6 +14,7 @@ from space_server.acceptance import Acceptance
 from space_server.drafts import BY_MASKS, Drafter, Origin, Source
 from space_server.grammar_state import GrammarState
 from space_server.limits import Limits
+from space_server.page_numbers import appended
 
 
 # computed                  pending                      drafts
@@ -27,7 +28,7 @@ class Sequence:
     ids: list[int]  # prompt, then output; all final
     num_prompt: int
     num_computed: int  # leading ids whose K and V are in the pages; below len(ids)
-    pages: list[int]  # block numbers, position 0 onwards
+    pages: list[int]  # block numbers, position 0 onwards; `extend` adds to them
     law: Law
     limits: Limits
     max_drafts: int  # bound on drafts per step
@@ -48,9 +49,12 @@ class Sequence:
     paused: bool = False  # without a free slot, and reported so
     most_ids: int = field(init=False)  # that it may ever have
     most_masks: int = field(init=False)  # that a group of its may have
-    _page_numbers: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64), repr=False)
+    held_pages: set[int] = field(init=False, repr=False)  # the same, in no order
+    page_numbers: Ints = field(init=False, repr=False)  # the same; never changed, replaced by a longer one
 
     def __post_init__(self) -> None:
+        self.held_pages = set(self.pages)
+        self.page_numbers = np.array(self.pages, dtype=np.int64)
         self.most_ids = self.limits.num_left(0, self.num_prompt)
         self.most_masks = min(self.max_drafts, self.num_masks)
 
@@ -75,12 +79,11 @@ class Sequence:
         """Slots behind the computed ids."""
         return len(self.pages) * block_size - self.num_computed
 
-    @property
-    def page_numbers(self) -> Ints:
-        """The pages as an array, which is made again only when there are more."""
-        if len(self._page_numbers) != len(self.pages):
-            self._page_numbers = np.array(self.pages, dtype=np.int64)
-        return self._page_numbers
+    def extend(self, pages: Run[int]) -> None:
+        """These pages, none of which it has, come behind the others."""
+        self.pages += pages
+        self.held_pages.update(pages)
+        self.page_numbers = appended(self.page_numbers, pages)
 
     def advance(self, num_rows: int) -> None:
         """A prefill chunk that did not reach the root is computed."""

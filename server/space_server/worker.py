@@ -229,8 +229,8 @@ class Worker:
         sequence = self.batch.get(extend.seq_id)
         if sequence is None:
             return
-        check_pages([*sequence.pages, *extend.pages], self.num_blocks)
-        sequence.pages += extend.pages
+        check_pages(extend.pages, self.num_blocks, sequence.held_pages)
+        sequence.extend(extend.pages)
         sequence.paused = sequence.paused and not extend.pages
 
     def _release(self, seq_id: int) -> None:

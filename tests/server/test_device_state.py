@@ -160,7 +160,7 @@ class Pair:
                 self.release(line)
             elif sequence.num_free_slots(BLOCK) < self.k + 1 and self.draw.random() < 0.5:
                 self.state.extend(line, len(sequence.pages), page := [self._free_pages.pop()])
-                sequence.pages += page
+                sequence.extend(page)
 
     def release(self, line: int) -> None:
         self._free_pages += self.on_host.pop(line).pages
