@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from space_server.acceptance import LEVELS_PER_UNIT, MOST_LEVEL, STEP, TYPICAL, Acceptance, AcceptanceShape
+from space_server.acceptance import FORGET, LEVELS_PER_UNIT, MOST_LEVEL, STEP, TYPICAL, Acceptance, AcceptanceShape
 from space_server.lookup import Lookup
 from space_server.prediction import Prediction
 
@@ -69,6 +69,9 @@ behind a right one is right more often than the first. Predictions: assumed, fro
 certain where they force it, its cut into ids is not; ids without another way count as a long match."""
 
 NUM_DEPTHS = 8
+
+MOST_SHIFT = MOST_LEVEL / LEVELS_PER_UNIT
+"""Of log-odds, either way."""
 
 JUDGED_EVERY = 8
 """Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""
@@ -150,11 +153,13 @@ class Trust:
 
     def chances(self, match_length: int) -> tuple[float, ...]:
         """Of the first, second, … draft behind a match of so many ids, given those before it."""
-        level = max(-MOST_LEVEL, min(MOST_LEVEL, round(LEVELS_PER_UNIT * self._shift)))
-        return _chances(self._shape(match_length).snapshot, level)
+        return _chances(self._shape(match_length).snapshot, round(LEVELS_PER_UNIT * self._shift))
 
     def judge(self, proposal: Proposal, tokens: Run[int]) -> None:
-        """The text went on with `tokens`."""
+        """The text went on with `tokens`. What was is forgotten little by little, and the shift stays where levels are:
+        a source that has been wrong for long is believed again as soon as one that is wrong now and then.
+        """
+        self._shift *= 1.0 - FORGET
         shape = self._shape(proposal.match_length)
         for depth, (draft, id_) in enumerate(zip(proposal.ids, tokens, strict=False), start=1):
             accepted = draft == id_
@@ -162,6 +167,7 @@ class Trust:
             self._shift += STEP * (accepted - proposal.chances[min(depth, len(proposal.chances)) - 1])
             if not accepted:
                 break
+        self._shift = max(-MOST_SHIFT, min(MOST_SHIFT, self._shift))
 
     def _shape(self, match_length: int) -> AcceptanceShape:
         return self._shapes[bisect_right(LENGTHS, match_length) - 1]

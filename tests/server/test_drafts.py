@@ -5,7 +5,7 @@ from typing import Any
 from space_proto import worker_pb2 as pb
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout
-from space_server.drafts import JUDGED_EVERY, DraftSources, Source, mask_chances
+from space_server.drafts import JUDGED_EVERY, LENGTHS, DraftSources, Proposal, Source, Trust, mask_chances
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import SOURCE_DRAFTS, Worker
 
@@ -215,6 +215,22 @@ def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not
         assert (proposal.trust.source, proposal.ids[0]) == (Source.LOOKUP, other)
         worths.append(proposal.expected)
     assert worths[-1] < worths[0] / 2
+
+
+def test_a_source_that_was_wrong_for_long_is_believed_again_when_it_is_right() -> None:
+    shapes = DraftSources().shapes[Source.LOOKUP]
+    trust, others = Trust(Source.LOOKUP, shapes), Trust(Source.LOOKUP, shapes)
+
+    def judge(whose: Trust, token: int) -> None:
+        whose.judge(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
+
+    for _ in range(5000):
+        judge(trust, 8)
+        judge(others, 7)  # the shape that they share stays what it was
+    assert trust.chances(LENGTHS[-1])[0] < 0.2
+    for _ in range(100):
+        judge(trust, 7)
+    assert trust.chances(LENGTHS[-1])[0] > 0.4
 
 
 def test_the_masks_are_asked_what_they_are_worth() -> None:
