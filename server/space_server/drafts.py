@@ -78,7 +78,7 @@ JUDGED_EVERY = 8
 
 ASLEEP_ABOVE, AWAKE_BELOW = 1.0, 0.8
 """Prices: no draft is accepted more often than always, so above the first the past is not even read; below the second
-it is read again, from its beginning."""
+it is read again, from where that ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Drafter:
         )
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
-        self._num_known: int | None = None  # ids read; None: nothing yet
+        self._num_known: int | None = None  # ids read; None: nothing yet, or it sleeps
         self._proposals: list[Proposal] = []  # what was proposed to follow them
 
     @property
@@ -222,14 +222,17 @@ class Drafter:
     def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
         """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with each.
 
-        Read once from the start: at first, where a step is taken again, and after a sleep.
+        Read once from the start: at first, and where a step is taken again. After a sleep only what came meanwhile is.
         """
         if not self.reads:
             if self._num_known is not None or self._proposals:
-                self._lookup, self._num_known, self._proposals = None, None, []
+                self._num_known, self._proposals = None, []
             return ()
         if self._num_known != len(ids):
-            self._lookup = Lookup(ids) if self._sources.lookup else None
+            if self._lookup is not None and self._lookup.num_ids <= len(ids):
+                self._lookup.extend(ids[self._lookup.num_ids :])
+            else:
+                self._lookup = Lookup(ids) if self._sources.lookup else None
             self._prediction = Prediction(self._predicted) if self._predicted else None
             if self._prediction is not None:
                 self._prediction.extend(ids[self._num_prompt :])
@@ -245,7 +248,7 @@ class Drafter:
     def propose(self, max_drafts: int, forced: Forced = NOT_FORCED) -> Proposal | None:
         """The drafts that are worth most; None where nothing is known, or worth its row."""
         for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
-            if text is not None and (drafts := text.propose(max_drafts)):
+            if text is not None and self._num_known is not None and (drafts := text.propose(max_drafts)):
                 self._note(trust, drafts, text.match_length)
         if forced.ids:
             self._note(self._forcing, list(forced.ids[:max_drafts]), LENGTHS[-1] if forced.certain else 0)

@@ -28,6 +28,11 @@ class Lookup:
         self._length = 0  # of the match before it
 
     @property
+    def num_ids(self) -> int:
+        """Of the text."""
+        return len(self._index.ids)
+
+    @property
     def match_length(self) -> int:
         """Ids before the proposal that were seen before, in this order; after `propose`."""
         return self._length

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import pytest
 from space_proto import worker_pb2 as pb
+from space_server import lookup
 from space_server.acceptance import Acceptance, AcceptanceShape
 from space_server.controller import FixedLayout
 from space_server.drafts import JUDGED_EVERY, LENGTHS, DraftSources, Proposal, Source, Trust, mask_chances
+from space_server.suffix_index import SuffixIndex
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import SOURCE_DRAFTS, Worker
 
@@ -116,6 +119,29 @@ def test_a_text_is_not_read_where_no_draft_can_pay_and_read_again_where_one_can(
     assert all(one for one, _ in proposed[2 * PERIOD :])
     assert not any(other for _, other in proposed[asleep])
     assert all(other for _, other in proposed[4 * PERIOD :])
+
+
+def test_naps_let_no_id_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[int] = []
+
+    class Counting(SuffixIndex):
+        def push(self, id_: int) -> None:
+            pushed.append(id_)
+            super().push(id_)
+
+    monkeypatch.setattr(lookup, "SuffixIndex", Counting)
+    sources = DraftSources(lookup=True)
+    drafter, known = sources.drafter(500, ()), [repeating(length) for length in range(500)]
+    assert drafter is not None
+    for length in range(500, 900):
+        sources.naps = length // 5 % 2 == 1
+        drafter.extend(known, [repeating(length)])
+        known.append(repeating(length))
+        assert (drafter.propose(8) is None) == sources.naps
+    sources.naps = False
+    drafter.extend(known, [7])
+    assert pushed[-401:] == [*known[500:], 7]
+    assert len(pushed) <= len(known) + 1
 
 
 def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:
