@@ -55,8 +55,12 @@ class Process:
     def stop(self) -> int:
         self.running.send_signal(signal.SIGTERM)
         code = self.running.wait(READY_SECONDS)
-        self._reader.join()
+        self.read_out()
         return code
+
+    def read_out(self) -> None:
+        """Wait until all has been read that an ended process said: behind that its pipe may be closed."""
+        self._reader.join(READY_SECONDS)
 
 
 @contextmanager
@@ -70,11 +74,13 @@ def process(*command: str) -> Iterator[Process]:
         text=True,
         env={**environment, "PYTHONUNBUFFERED": "1"},
     ) as running:
+        found = Process(running)
         try:
-            yield Process(running)
+            yield found
         finally:
             if running.poll() is None:
                 running.kill()
+            found.read_out()
 
 
 @dataclass
