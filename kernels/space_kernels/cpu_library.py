@@ -130,7 +130,7 @@ def cpu_library() -> CpuLibrary | None:
 
 def own_kinds() -> list[str]:
     """The kinds that this processor is, the best first."""
-    return kinds_of(platform.machine(), _cpu_flags(), _maker())
+    return kinds_of(platform.machine(), set(cpu_fact("flags", "Features").split()), cpu_fact("vendor_id"))
 
 
 def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
@@ -169,16 +169,7 @@ def library_file(kind: str) -> Path:
     raise OSError(f"neither {places[1].parent} nor {places[0].parent} can be written to")
 
 
-def _cpu_flags() -> set[str]:
-    """What the processor can, as Linux names it; elsewhere nothing."""
-    return set(_cpu_fact("flags", "Features").split())
-
-
-def _maker() -> str:
-    return _cpu_fact("vendor_id")
-
-
-def _cpu_fact(*names: str) -> str:
+def cpu_fact(*names: str) -> str:
     """What Linux says of the first processor under one of these names; elsewhere nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

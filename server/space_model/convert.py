@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from space_model.convert_source import ConvertError, SourceWeights, TensorEntry
-from space_model.convert_target import whole_folder, write_shards
+from space_model.convert_target import converted_folder, write_shards
 from space_model.convert_vocabulary import Vocabulary
 from space_model.model_error import CheckpointNotFound, ModelError
 
@@ -58,7 +58,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
     spare = 64 * 1024**2  # tokenizer, configs, headers
     with (
-        whole_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
+        converted_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
         tqdm(total=num_bytes, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar,
     ):
 

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from space_model.convert_source import ConvertError
+from space_model.whole_folder import whole_folder
 
 
 @contextmanager
-def whole_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]:
+def converted_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]:
     """A folder to write into, which becomes `target` when the block ends well and vanishes when it does not.
 
     `num_bytes` is what will be written; too small a disk is found before the first byte. An existing `target` is
@@ -30,27 +31,8 @@ def whole_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]
             f"The converted checkpoint takes {num_bytes / 1024**3:.1f} GiB; {target.parent} has "
             f"{free / 1024**3:.1f} GiB free. Make room or choose another disk."
         )
-    unfinished = target.with_name(target.name + ".tmp")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)  # left by a conversion that was killed
-    unfinished.mkdir()
-    try:
-        yield unfinished
-        _put_in_place(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _put_in_place(finished: Path, target: Path) -> None:
-    if not target.exists():
-        finished.rename(target)
-        return
-    replaced = target.with_name(target.name + ".old")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    target.rename(replaced)
-    finished.rename(target)
-    shutil.rmtree(replaced)
+    with whole_folder(target) as folder:
+        yield folder
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from space_kernels.attention_backends import installed_version
-from space_kernels.cpu_library import cpu_library
+from space_kernels.cpu_library import cpu_fact, cpu_library
 from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
@@ -240,7 +240,11 @@ def cache_file(
     folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False, steps: str = "host"
 ) -> Path:
     """Where the points of this model on this machine are kept, as long as the same cases are measured."""
-    device = torch.cuda.get_device_name(facts.device) if facts.device.type == "cuda" else _processor()
+    device = (
+        torch.cuda.get_device_name(facts.device)
+        if facts.device.type == "cuda"
+        else cpu_fact("model name") or platform.machine()
+    )
     what = [
         installed_version("spaceserve") or "a checkout",
         str(MAKE),
@@ -291,12 +295,3 @@ def load_or_measure(file: Path | None, measure: Callable[[], list[Point]]) -> li
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
     return points
-
-
-def _processor() -> str:
-    """The processor's name, as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

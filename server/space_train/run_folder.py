@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from space_model.checkpoint import Checkpoint
+from space_model.whole_folder import PARTIAL, REPLACED
 
 from space_train.train_plan import InvalidPlan
-from space_train.whole_folder import PARTIAL, REPLACED
 
 STATE_FILE = "state.pt"
 MODEL = "model"

@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint import Checkpoint
+from space_model.whole_folder import whole_folder
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +46,6 @@ from space_train.train_batch import Texts, train_batch
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.train_result import Counters, TrainResult
 from space_train.trainee import Trainee
-from space_train.whole_folder import whole_folder
 
 
 class Beside(Protocol):

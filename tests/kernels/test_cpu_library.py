@@ -14,8 +14,9 @@ XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is found out once is found out in each test, and by none for those behind it."""
+    monkeypatch.delenv(cpu_library.SWITCH, raising=False)
     cpu_library.cpu_library.cache_clear()
     dispatch._ops.cache_clear()
     yield

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from space_kernels import cpu_library
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
@@ -102,6 +103,21 @@ def test_another_dtype_or_batch_or_other_cases_are_measured_anew(
     files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8))
     assert len(files) == 5
     assert torch.float32 == model.facts.dtype
+
+
+def test_every_kind_of_compiled_operations_is_measured_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(tiny_checkpoint(tmp_path / "tiny", num_masks=3)), dtype="bfloat16", device="cpu")
+    kinds, files = (*cpu_library.own_kinds(), "torch"), set()
+    try:
+        for kind in kinds:
+            monkeypatch.setenv(cpu_library.SWITCH, kind)
+            cpu_library.cpu_library.cache_clear()
+            files.add(cache_file(tmp_path, model.facts, block_size=16, max_sequences=8))
+    finally:
+        cpu_library.cpu_library.cache_clear()
+    assert len(files) == len(kinds)
 
 
 def test_steps_of_the_device_are_measured_where_they_are_served(

@@ -1,9 +1,13 @@
 """What the worker's half of `spaceserve doctor` says, and that a worker agrees."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from space_kernels import cpu_library
 from space_model.testing import tiny_checkpoint
 from space_proto.finding import Finding
 from space_server.__main__ import main as serve
@@ -19,6 +23,13 @@ def found(*words: str) -> list[Finding]:
 
 def failures(*words: str) -> list[Finding]:
     return [finding for finding in found(*words) if finding.state == "fail"]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A worker sets variables of its process; this process is that of the tests behind it too."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +105,19 @@ def test_compiled_operations_are_refused_where_the_model_is_no_bfloat16(
     assert failures(*words, "--dtype", "bfloat16") == []
     (both,) = failures(*words, "--dtype", "bfloat16", "--attention", "torch")
     assert "exclude each other" in both.fact
+
+
+def test_a_kind_of_compiled_operations_is_taken_where_this_processor_is_one(tiny: Path) -> None:
+    own = cpu_library.own_kinds()
+    if not own:
+        pytest.skip("no kind of compiled operations is this processor's")
+    words = ["--model", str(tiny), "--dtype", "bfloat16", "--cpu-kernels"]
+    for kind in own:
+        assert any(f"our own operations for {kind}," in finding.fact for finding in found(*words, kind))
+        assert failures(*words, kind) == []
+    other = next(kind for kinds in cpu_library.KINDS.values() for kind in kinds if kind not in own)
+    (failure,) = failures(*words, other)
+    assert f"this processor is no {other}." in failure.fact
+    assert own[0] in failure.cure
+    (failure,) = failures("--model", str(tiny), "--cpu-kernels", own[0])
+    assert f"--cpu-kernels {own[0]}: our own operations take bfloat16" in failure.fact
