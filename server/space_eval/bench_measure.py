@@ -6,18 +6,20 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from space_eval.bench_limits import Limits
+from space_eval.bench_rehearsal import Rehearsal
 from space_eval.bench_report import Row, rows
 from space_eval.bench_round import Round, run_round
 from space_eval.bench_swing import Moments, halves, moments, width
 from space_eval.bench_watch import idle
 from space_eval.load_arm import Arm
+from space_eval.load_dialect import Ask
 from space_eval.load_shape import Closed, Open, Shape, Swing
 from space_eval.load_work import Work
 
@@ -94,7 +96,7 @@ async def take(
     start: int = 0,
 ) -> list[list[list[Round]]]:
     """By shape and round, every arm's, of servers that were started for the `start`-th time. Raises LoadError."""
-    marking = Marking.of(arms)
+    marking, rehearsal = Marking.of(arms), Rehearsal()
     taken: list[list[list[Round]]] = []
     total = sum(
         len(arms) * (plan.warm_up(shape) + plan.num_rounds * (plan.requests(shape) or 0)) for shape in plan.shapes
@@ -104,14 +106,21 @@ async def take(
 
         async def one(arm: Arm, shape: Shape, number: int, requests: int | None, seconds: float | None) -> Round:
             name = f"round {number - start * plan.num_rounds}/{plan.num_rounds}" if number else "warm-up"
-            progress.set_description(f"{shape.name}, {arm.name}, {name}")
             mark = f"# {run}.{shape.name}.{number}" + ("" if marking.same_work else f".{arm.name}")
             rate = shape.rate if isinstance(shape, Open) else None
-            asks = work.asks(number, rate, mark="" if marking.salted else mark)
+
+            def asks(count: int | None) -> Iterator[Ask]:
+                return itertools.islice(work.asks(number, rate, mark="" if marking.salted else mark), count)
+
+            plain, unknown = rehearsal.of(arm, asks(requests or len(work.recorded)))
+            if unknown:
+                progress.set_description(f"{shape.name}, {arm.name}, {name}: {len(unknown)} answers without drafts")
+                await run_round(plain, Closed(_streams(shape)), iter(unknown), salt=None)
+            progress.set_description(f"{shape.name}, {arm.name}, {name}")
             round_ = await run_round(
                 arm,
                 shape,
-                itertools.islice(asks, requests),
+                asks(requests),
                 salt=f"bench {run} {shape.name} {arm.name} {number}" if marking.salted else None,
                 seconds=seconds,
                 watch_every=width(shape) if isinstance(shape, Swing) and arm.is_ours and number else None,

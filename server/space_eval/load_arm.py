@@ -24,6 +24,7 @@ class Arm:
     sampling: Sampling
     is_ours: bool = False  # spaceserve: it takes our fields and tells tokens and steps
     counts_energy: bool = False  # its /metrics tell joules
+    is_decreed: bool = False  # its drafts come true by decree
     speculation: str | int | None = None  # as each request says; None: the server's default
     model: str | None = None  # as each request says
     window: int | None = None  # prompt and answer together, in tokens
@@ -74,7 +75,8 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
         if window is None:
             raise LoadError(f"{arm.name} is not ready: it does not know its model yet.")
         counts = await joules(arm.endpoint) is not None
-        return replace(arm, is_ours=True, window=window, counts_energy=counts), info
+        decreed = bool(info.get("synthetic_acceptance"))
+        return replace(arm, is_ours=True, window=window, counts_energy=counts, is_decreed=decreed), info
     model = arm.model
     if model is None and arm.dialect.name != "tgi":
         model = await _only_model(arm.endpoint)

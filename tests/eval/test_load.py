@@ -27,8 +27,11 @@ from space_eval.load_work import Work
 TEN = openai_answer([(1.0, 1), *[(0.5, 2)] * 4, (1.0, 1)], ids=True)  # 10 tokens in 4 seconds
 
 
-def arm(server: ScriptedServer, name: str = "a", **more: Any) -> Arm:
-    return Arm(name, Endpoint.parse(server.url), DIALECTS["openai"], Sampling(0.0, 1), **more)
+GREEDY = Sampling(0.0, seed=1)
+
+
+def arm(server: ScriptedServer, name: str = "a", sampling: Sampling = GREEDY, **more: Any) -> Arm:
+    return Arm(name, Endpoint.parse(server.url), DIALECTS["openai"], sampling, **more)
 
 
 def asks(num: int, arrivals: Iterator[float] | None = None) -> Iterator[Ask]:
@@ -232,6 +235,33 @@ def test_warm_up_is_not_measured() -> None:
     made, asked = run_of({"a": TEN}, plan(Closed(1), num_rounds=1, num_warm_up=3), WORK)
     assert len(asked) == 4
     assert made.rows[0].num_requests == 1
+
+
+def drafting(made: list[tuple[str, Any]]) -> list[tuple[str, int, bool]]:
+    """Prompt, length and whether there may be drafts, request by request."""
+    return [(body["prompt"], body["max_tokens"], body["speculation"] != "off") for _, body in made]
+
+
+def test_drafts_by_decree_are_asked_for_only_where_the_answer_was_written_without_them_before() -> None:
+    recorded = [Recorded(text, output_tokens=length) for text, length in (("x", 5), ("y", 7), ("x", 6))]
+    known = Work(recorded, Lengths.parse("10"))
+    twice = plan(Closed(1), num_requests=3)
+    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, is_decreed=True, speculation="auto")
+    plainly = [("x", 5, False), ("y", 7, False), ("x", 6, False)]
+    drafted = [("x", 5, True), ("y", 7, True), ("x", 6, True)]
+    assert drafting(asked)[:2] == [("x", 6, False), ("y", 7, False)]  # each once, as long as it will be
+    assert drafting(asked)[2:] == drafted * 2
+    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, is_decreed=True, speculation="off")
+    assert drafting(asked) == plainly * 2
+    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, speculation="auto")
+    assert drafting(asked) == drafted * 2
+
+
+def test_seeded_answers_are_written_beforehand_for_each_seed() -> None:
+    drawn = Sampling(0.8, seed=1)
+    two = plan(Closed(1), num_requests=2)
+    _, asked = run_of({"a": TEN}, two, WORK, is_ours=True, is_decreed=True, speculation=3, sampling=drawn)
+    assert [(body["seed"], body["speculation"]) for _, body in asked] == [(1, "off"), (2, "off"), *[(1, 3), (2, 3)] * 2]
 
 
 def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], monkeypatch: pytest.MonkeyPatch) -> int:
