@@ -1,0 +1,160 @@
+"""`spaceserve bench` on scripted servers, under a clock that jumps: what it writes and what it refuses."""
+
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from space_eval import bench
+from space_eval.bench_arms import Side, arms
+from space_eval.bench_options import parse
+from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
+from space_eval.load_arm import Arm
+
+
+def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """`spaceserve bench` with `--url NAME=…` for each script, under the clock that jumps."""
+
+    async def beside(main: Any) -> Any:
+        async with AsyncExitStack() as stack:
+            for side, script in zip(places.values(), scripts.values(), strict=True):
+                server = await stack.enter_async_context(ScriptedServer(script).serving())
+                object.__setattr__(side, "url", server.url)
+            return await main
+
+    places = {name: Side(name, "http://later") for name in scripts}
+    monkeypatch.setattr(bench, "sides", lambda *_: list(places.values()))
+    monkeypatch.setattr(bench.asyncio, "run", lambda main: jumping(beside(main)))
+    urls = [part for name in scripts for part in ("--url", f"{name}=http://later")]
+    return bench.main([*urls, *flags])
+
+
+def foreign(reply: Reply) -> Callable[[str, Any], Reply]:
+    """A server that is not ours."""
+
+    def script(path: str, body: Any) -> Reply:
+        if path == "/v1/models":
+            return Reply.json({"data": [{"id": "m"}]})
+        return reply if body is not None and path != "/tokenize" else Reply.json({"detail": "Not Found"}, 404)
+
+    return script
+
+
+def test_two_foreign_servers_are_measured_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 8}
+    slow, fast = (openai_answer([(seconds, 4), (seconds, 4)], usage=usage) for seconds in (1.0, 0.5))
+    flags = ["--concurrency", "2", "--rounds", "3", "--slo", "ttft=600ms", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"slow": foreign(slow), "fast": foreign(fast)}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    slow_row, fast_row = made["rows"]
+    assert (slow_row["arm"], slow_row["ratio"], slow_row["goodput"]["median"]) == ("slow", None, 0.0)
+    assert fast_row["ratios"]["slow"] == {"median": 2.0, "low": 2.0, "high": 2.0, "num": 3}
+    assert fast_row["tokens_per_second"]["median"] == 16.0
+    assert (fast_row["first_token_ms"]["p50"], fast_row["event_gap_ms"]["p50"]) == (500.0, 500.0)
+    assert fast_row["token_gap_ms"]["p99"] == 125.0
+    assert (fast_row["goodput"]["median"], fast_row["kept"]) == (2.0, 1.0)
+    assert fast_row["identical"] is None
+    assert (fast_row["prompt_tokens"], fast_row["output_tokens"]) == (5.0, 8.0)
+    page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "ratio to slow" in page
+    assert "2.000 (≥ 2.000, ≤ 2.000)" in capsys.readouterr().out
+    for picture in ("ratio.png", "first_token.png", "per_token.png"):
+        assert picture in page
+        assert (tmp_path / "out" / picture).stat().st_size > 1000
+
+
+def test_a_tgi_server_in_open_loop_has_latency_by_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = foreign(tgi_answer([(0.25, 1), (0.5, 2)]))
+    flags = ["--api", "tgi", "--rate", "2,8", "--duration", "5s", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"tgi": script}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert [row["load"] for row in made["rows"]] == ["2/s", "8/s"]
+    for row in made["rows"]:
+        assert row["first_token_ms"] == pytest.approx({"p50": 250.0, "p90": 250.0, "p99": 250.0})
+        assert row["token_gap_ms"]["p50"] == pytest.approx(250.0)
+        assert row["errors"] == {}
+    assert 3 < made["rows"][1]["num_requests"] / made["rows"][0]["num_requests"] < 6
+    assert (tmp_path / "out" / "first_token_by_rate.png").is_file()
+    assert "late ms" in capsys.readouterr().out
+
+
+def ours(path: str, body: Any) -> Reply:
+    """A server of ours that answers at once with drafts and half as fast without."""
+    if path == "/info":
+        return Reply.json({"router": "spaceserve", "max_total_tokens": 256, "model_id": "m"})
+    if path == "/metrics":
+        return Reply([(0.0, b"spaceserve_draft_length_sum 6.0\nspaceserve_draft_length_count 2.0\n")])
+    if path == "/load":
+        return Reply.json({"num_queued": 0, "num_running": 0, "blocks_held": 0})
+    if path == "/tokenize":
+        return Reply.json({"tokens": list(range(100))})
+    fast = body["speculation"] == "auto"
+    steps = {"spaceserve": {"steps": 4, "drafted": 8, "tokens_per_step": 2.0 if fast else 1.0}}
+    bursts = [(0.5, 2)] * 4 if fast else [(0.5, 1)] * 8
+    return openai_answer(bursts, ids=True, usage={"prompt_tokens": 5, "completion_tokens": 8}, **steps)
+
+
+def test_one_server_of_ours_is_paired_with_itself_without_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--concurrency", "1,2", "--rounds", "2", "--prompt-tokens", "7", "--out", str(tmp_path / "r.json")]
+    assert benched(flags, {"ours": ours}, monkeypatch) == 0
+    made = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [(row["num_streams"], row["arm"]) for row in made["rows"]] == [
+        (1, "off"), (1, "auto"), (2, "off"), (2, "auto"),
+    ]  # fmt: skip
+    assert [row["tokens_per_second"]["median"] for row in made["rows"]] == [2.0, 4.0, 4.0, 8.0]
+    assert made["rows"][1]["ratio"]["median"] == 2.0
+    assert made["rows"][1]["tokens_per_step"]["median"] == 2.0
+    assert made["rows"][1]["identical"] == "4/4"
+    assert made["load"]["prompts_are"] == "token ids"
+    assert "7 tokens, as token ids" in capsys.readouterr().out
+
+
+def test_a_swing_is_reported_with_its_halves_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--swing", "1:3:4s", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert benched(flags, {"ours": ours}, monkeypatch) == 0
+    made = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    plain, fast = made["rows"]
+    assert plain["phases"] == {}
+    assert {half: ratio["num"] for half, ratio in fast["phases"]["off"].items()} == {"low": 2, "high": 2}
+    assert 1.8 < fast["phases"]["off"]["high"]["median"] <= 2.2
+    (timeline,) = made["moments"].values()
+    assert [one["arm"] for one in timeline] == ["off", "auto"]
+    assert len(timeline[1]["seconds"]) == 24
+    said = capsys.readouterr().out
+    assert "auto / off, high half:" in said
+    assert "below off in" in said
+    for picture in ("swing.png", "swing_ratio.png"):
+        assert (tmp_path / "out" / picture).is_file()
+
+
+def test_an_answer_longer_than_the_window_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benched(["--output-tokens", "uniform:1:256"], {"ours": ours}, monkeypatch) == 2
+    assert "--output-tokens is up to 256; it must be below the model's window of 256" in capsys.readouterr().err
+
+
+def test_one_server_is_measured_plain_twice_and_in_each_way_of_speculating() -> None:
+    settings, _ = parse(["--url", "http://x", "--control", "--speculation", "auto,3"], "")
+    info = Reply.json({"router": "spaceserve", "max_total_tokens": 64})
+
+    async def run() -> tuple[list[Arm], int]:
+        async with ScriptedServer(lambda path, body: info).serving() as server:
+            made, _, baselines = await arms(settings, [Side("s", server.url)])
+            return made, baselines
+
+    made, baselines = jumping(run())
+    assert [(arm.name, arm.speculation) for arm in made] == [
+        ("off", "off"), ("off again", "off"), ("auto", "auto"), ("k 3", 3),
+    ]  # fmt: skip
+    assert baselines == 1
