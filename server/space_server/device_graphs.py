@@ -24,6 +24,9 @@ from torch import Tensor
 from space_server.device_step import StepKind
 from space_server.memory import give_back_unused, is_out_of_memory
 
+_WAITED = "called a synchronizing CUDA operation"
+"""How torch names a wait. That it looks for them it says, too, once in a process, and speaks of synchronizing then."""
+
 MOST_GRAPHS = 64
 """Kept; the least recently used go. A graph of a large model holds some megabytes on the device."""
 
@@ -79,7 +82,7 @@ class StepGraphs:
                 self._into_result(kind)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [str(one.message) for one in said if "synchronizing" in str(one.message)]
+        waits = [str(one.message) for one in said if _WAITED in str(one.message)]
         self._captures = not waits
         if waits:
             _log.warning("steps are launched one kernel at a time: %d times in one the host waits", len(waits))
