@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,22 @@ def test_the_committed_stubs_are_fresh(root: Path, generated: Path) -> None:
     assert fresh.keys() >= {"worker_pb2.py", "worker_pb2.pyi", "worker_pb2_grpc.py"}
     stale = [name for name, text in fresh.items() if (root / "proto/space_proto" / name).read_text() != text]
     assert stale == [], "run python proto/space_proto/generate.py"
+
+
+def test_the_stubs_are_imported_with_the_oldest_packages_that_are_promised(root: Path) -> None:
+    code = """
+import google.protobuf.runtime_version as protobuf, grpc
+protobuf.MAJOR, protobuf.MINOR, protobuf.PATCH = 6, 33, 0
+grpc.__version__ = "1.80.0"
+from space_proto import generate_pb2, generate_pb2_grpc, worker_pb2, worker_pb2_grpc
+report = worker_pb2.StepReport(sequences=[worker_pb2.SequenceReport(seq_id=7, tokens=[1, 2])])
+print(worker_pb2.StepReport.FromString(report.SerializeToString()) == report)
+"""
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (run.stdout.strip(), run.stderr) == ("True", "")
+    promised = (root / "pyproject.toml").read_text()
+    assert '"grpcio>=1.80"' in promised
+    assert '"protobuf>=6.33"' in promised
 
 
 @pytest.mark.parametrize("kind", ["field", "message", "enum value"])
