@@ -2,6 +2,8 @@
 
 Every kind becomes one grammar in Lark's syntax, as llguidance reads it. A grammar speaks of the bytes of an output and
 of nothing else: which ids may come next depends on the text so far, never on how it was cut into ids.
+
+The library is imported where a grammar is compiled: a worker without it serves all other requests.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MOST_CHARACTERS = 256 * 1024
 """Of a source."""
@@ -24,15 +27,14 @@ MOST_DEPTH = 64
 MOST_MEMORY = 2 * 1024**3
 """Bytes that checking one may take."""
 
-LIMITS = LLParserLimits(
-    max_items_in_row=4_096,  # about 1,000 optional properties of one object
-    initial_lexer_fuel=1_000_000,  # about 20 ms of compiling
-    step_lexer_fuel=200_000,  # about 15 ms at one place of an output, the first time it looks like that
-    step_max_items=50_000,  # about 3 ms at one place of an output
-    max_lexer_states=50_000,  # about 100 MB of one sequence
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 4_096,  # about 1,000 optional properties of one object
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms of compiling
+    "step_lexer_fuel": 200_000,  # about 15 ms at one place of an output, the first time it looks like that
+    "step_max_items": 50_000,  # about 3 ms at one place of an output
+    "max_lexer_states": 50_000,  # about 100 MB of one sequence
+    "max_grammar_size": 500_000,
+}
 """Beyond these the grammar is refused, or the one sequence that got there fails."""
 
 WHITESPACE = r" |\n[ \t]{0,40}"
@@ -65,7 +67,10 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher
     """A matcher at the beginning of an output. Raises GrammarError where there is none, or no text of the grammar can
     begin.
     """
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark(kind, source)), log_level=0, limits=LIMITS)
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**LIMITS, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark(kind, source)), log_level=0, limits=limits)
     mask = matcher.compute_bitmask()
     if matcher.is_error() and is_stuck(matcher):
         raise GrammarError("No text can be made by it.")
@@ -114,6 +119,8 @@ def _json_object(source: str) -> str:
 
 
 def _regex(source: str) -> str:
+    from llguidance import regex_to_lark
+
     _check_brackets(source)
     return f"start: /{regex_to_lark(source, 'dws')}/" if source else 'start: ""'
 
@@ -183,9 +190,7 @@ def main() -> None:
         said = json.loads(line)
         try:
             if isinstance(said, dict):
-                known = LLTokenizer(
-                    TokenizerWrapper(TokenTable(list(map(bytes.fromhex, said["tokens"])), said["special"]))
-                )
+                known = tokenizer_of([*map(bytes.fromhex, said["tokens"])], said["special"])
             else:
                 kind, source = said
                 single = _bytes_and(_special_ids(source) if kind == "lark" else frozenset()) if known is None else known
@@ -208,11 +213,20 @@ def _bytes_and(special: frozenset[int]) -> LLTokenizer:
     first = max(special, default=-1) + 1  # the bytes have the ids behind all special ones
     tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
     tokens += [bytes([byte]) for byte in range(256)]
-    return LLTokenizer(TokenizerWrapper(TokenTable([*tokens, b"<end>"], special)))
+    return tokenizer_of([*tokens, b"<end>"], special)
+
+
+def tokenizer_of(tokens: list[bytes], special: Collection[int]) -> LLTokenizer:
+    """The library's own, of the text of each id; the last one is an end, which nobody ever samples. Raises ImportError
+    where the library is not installed.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(TokenTable(tokens, special)))
 
 
 class TokenTable:
-    """The text of each id, as the library asks for it; the last one is an end, which nobody ever samples."""
+    """The text of each id, as the library asks for it."""
 
     bos_token_id = None
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher
 from space_kernels.row import IdBits
 from space_proto.grammar import is_stuck, reason
 
 from space_server.drafts import Forced
 from space_server.vocabulary import Vocabulary, bits_of, ids_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _FEW_WORDS = 8
 """Words of a set with ids in them above which nobody looks whether the text is forced."""

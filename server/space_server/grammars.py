@@ -10,8 +10,8 @@ from collections.abc import Sequence as Run
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
 from space_proto import worker_pb2 as pb
 from space_proto.grammar import GrammarError, compile_grammar
 
@@ -19,6 +19,9 @@ from space_server.deep_threads import DeepThreads
 from space_server.grammar_state import GrammarState
 from space_server.grammar_trial import GrammarTrial
 from space_server.vocabulary import NoVocabulary, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MOST_SECONDS = 20.0
 """Longest that a sequence waits for its grammar. One is tried for half of this time, in a process that ends with it."""
@@ -130,6 +133,9 @@ class Grammars:
             vocabulary = Vocabulary.read(folder, num_ids, never)
         except NoVocabulary as error:
             return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=str(error))
+        except ImportError:
+            why = "llguidance, which compiles them, is not installed where the worker runs: pip install llguidance"
+            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=why)
         return cls(lambda: vocabulary)
 
     def prepare(

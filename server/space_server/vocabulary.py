@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from llguidance import LLTokenizer, TokenizerWrapper
 from space_kernels.row import IdBits
-from space_proto.grammar import TokenTable
+from space_proto.grammar import tokenizer_of
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -50,7 +49,7 @@ class Vocabulary:
         table = [special.get(id_, text) for id_, text in enumerate(texts)]
         self.tokens = [*table, b"<end>"], frozenset(special)
         """Those of the tokenizer: with an end of its own behind the ids, and which of them are special."""
-        self.tokenizer = LLTokenizer(TokenizerWrapper(TokenTable(*self.tokens)))
+        self.tokenizer = tokenizer_of(*self.tokens)
 
     @property
     def size(self) -> int:
@@ -59,7 +58,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path, num_ids: int, never: Collection[int] = ()) -> Vocabulary:
-        """From tokenizer.json of a folder; ids in `never` are in no grammar. Raises NoVocabulary."""
+        """From tokenizer.json of a folder; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
         kinds = _decoder_kinds(folder)
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,6 +1,7 @@
 """Imports run one way, and the router never loads torch."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -73,3 +74,41 @@ def test_every_imported_package_is_a_declared_dependency(root: Path) -> None:
                 if DISTRIBUTIONS.get(name, name) not in declared:
                     missing[str(file.relative_to(root))] = name
     assert missing == {}
+
+
+BARE = (
+    "accelerate", "datasets", "fastapi", "flash_attn", "grpc_health", "grpc_reflection", "httptools", "hypothesis",
+    "jsonschema", "llguidance", "matplotlib", "openai", "opentelemetry", "orjson", "peft", "prometheus_client",
+    "psutil", "pydantic", "rouge_score", "schemathesis", "sentencepiece", "space_router", "starlette", "tensorboard",
+    "uvicorn", "uvloop",
+)  # fmt: skip
+"""Not there on a machine for models alone, which has torch, triton, transformers and theirs, grpcio and pytest."""
+
+
+def test_worker_and_gpu_check_run_with_what_a_machine_for_models_has(root: Path) -> None:
+    """Nothing of the router's; without llguidance, requests with a grammar are refused, and no other."""
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({BARE!r}))
+import importlib.resources, pytest
+from pathlib import Path
+import space_server.__main__, space_server.service
+from space_eval.gpu_kernels import ROOT, on_any_device
+from space_eval.gpu_stages import STAGES
+from space_server.grammars import Grammars
+for stage in STAGES:
+    stage.load()
+with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:
+    print(Grammars.of(folder, 4096, ()).why_none)
+marked = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+marked = [path for path in marked if "test_gpu_check" not in path and "house" not in path]
+assert marked
+plugins = ["-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+sys.exit(pytest.main(["--collect-only", "-qq", *plugins, *marked, *on_any_device()]))
+"""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "llguidance, which compiles them, is not installed" in run.stdout
