@@ -24,7 +24,7 @@ from space_eval.gpu_record import Record
 from space_eval.gpu_report import summary, write
 from space_eval.gpu_stages import BY_NAME, FAST_STAGES, STAGES, Stage, chosen, run_stage
 
-MINUTES, DRY_MINUTES = 40.0, 10.0
+MINUTES, DRY_MINUTES = 75.0, 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 512 * 1024**2
 """Written before each timed call: more than any L2 cache holds, and long enough that the host gets ahead."""
@@ -123,6 +126,7 @@ def graphed(call: Callable[[], object], device: torch.device) -> Callable[[], ob
     try:
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:
+    except RuntimeError as error:
+        _log.warning("it is timed kernel by kernel, for it cannot be captured: %s", error)
         return call
     return graph.replay

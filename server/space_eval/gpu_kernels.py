@@ -33,7 +33,7 @@ def compile_kernels(notes: Notebook, until: float) -> None:
         capability = 90 if notes.dry else _capability()
         words = ["--cc", str(capability), "--processes", str(_processes()), "--out", str(out)]
         words += ["--module", "norm", "--first", "1"] if notes.dry else []
-        run = _run([sys.executable, "-m", "space_kernels.compile_check", *words], without=("TRITON_INTERPRET",))
+        run = _run([sys.executable, "-m", "space_kernels.compile_check", *words], TRITON_INTERPRET=None)
         if not out.is_file():
             raise StageFailed(f"the compile check ended with status {run.status}: {run.last}")
         found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
@@ -50,9 +50,19 @@ def compile_kernels(notes: Notebook, until: float) -> None:
 
 
 def kernel_tests(notes: Notebook, until: float) -> None:
-    """tests/kernels, those of Triton's kernels; on the GPU, dry: one file of them, interpreted."""
-    words = ["tests/kernels/test_swiglu_triton.py"] if notes.dry else ["tests/kernels", "-k", "triton"]
+    """Every test of tests/kernels that takes the device there is; dry: one file of them, interpreted."""
+    words = ["tests/kernels/test_swiglu_triton.py"] if notes.dry else on_any_device()
     _tests(notes, words, "kernel tests")
+
+
+def on_any_device() -> list[str]:
+    """The files of kernel tests that run on a GPU where there is one. Those that need one are `gpu_tests`."""
+    found = []
+    for file in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "torch.cuda.is_available()" in text and "pytest.mark.gpu" not in text:
+            found.append(str(file.relative_to(ROOT)))
+    return found
 
 
 def gpu_tests(notes: Notebook, until: float) -> None:
@@ -77,7 +87,7 @@ def _tests(notes: Notebook, words: Sequence[str], name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     if not notes.dry and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(_processes())]
-    run = _run(command)
+    run = _run(command, OMP_NUM_THREADS="2")  # of the references, in as many processes as half of the cores
     said = run.last
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", said)}
     bad = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
@@ -104,9 +114,9 @@ class _Ran:
         return said[-1] if said else "nothing was said"
 
 
-def _run(command: Sequence[str], without: Sequence[str] = ()) -> _Ran:
-    """Its output is kept, and shown on stderr as it comes."""
-    environment = {name: value for name, value in os.environ.items() if name not in without}
+def _run(command: Sequence[str], **variables: str | None) -> _Ran:
+    """Its output is kept, and shown on stderr as it comes. `variables` of its environment; None: without that one."""
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     where = ROOT if (ROOT / "tests").is_dir() else Path.cwd()
     lines = []
     with subprocess.Popen(

@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
+from space_server.config import StepsHere
 from space_server.device_steps import why_on_host
 from space_server.introduction import PROTOCOL_MAJOR
 from space_server.step_cost import StepCost
@@ -24,11 +26,12 @@ BLOCK_SIZE = 16
 SLACK = 24
 """Tokens of each sequence beyond those that may be timed: two steps under way, and their drafts."""
 
-HOST, DEVICE = "host", "device"
+HOST: Final[StepsHere] = "host"
+DEVICE: Final[StepsHere] = "device"
 """How a worker steps: each step waited for, or state and next step on the device."""
 
 
-def known_steps(facts: ModelFacts) -> list[str]:
+def known_steps(facts: ModelFacts) -> list[StepsHere]:
     """Those that this model can have; the last is the one a server would take on a GPU."""
     return [HOST] if why_on_host(facts) else [HOST, DEVICE]
 
@@ -84,7 +87,7 @@ class PacedWorker:
         room: Room,
         *,
         max_sequences: int,
-        steps: str = HOST,
+        steps: StepsHere = HOST,
         cost: StepCost | None = None,
         foretold: Foretold | None = None,
     ) -> None:

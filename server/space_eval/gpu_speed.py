@@ -16,6 +16,7 @@ from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.attention_choice import choose_ops
 from space_server.calibration import calibrate
+from space_server.config import StepsHere
 from space_server.device_steps import why_on_host
 from space_server.memory import free_bytes
 from space_server.step_cost import StepCost
@@ -25,7 +26,7 @@ from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_us
 from space_eval.gpu_exact import changed_texts
 from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
 from space_eval.gpu_llama import draft_head as random_head
-from space_eval.gpu_pace import BLOCK_SIZE, Pace, PacedWorker, Room, known_steps
+from space_eval.gpu_pace import BLOCK_SIZE, DEVICE, Pace, PacedWorker, Room, known_steps
 from space_eval.gpu_record import Notebook, StageFailed, StageNotRun, written
 from space_eval.gpu_targets import CROWDS
 from space_eval.overhead_arms import auto, full, plain, pruned
@@ -97,7 +98,7 @@ class _Measurement:
         step_seconds = {}
         for how in steps:
             step_seconds = self._batch_of_one(model, kv, how, bandwidth, is_default=how == steps[-1])
-        if "device" not in steps:
+        if DEVICE not in steps:
             notes.missing(f"{name} device-resident steps", why_on_host(model.facts) or "")
         self._crowds(model, kv, steps[-1])
         tensors, reserved = memory_in_use(self._device)
@@ -144,7 +145,7 @@ class _Measurement:
         self._notes.figure(f"{self._name} network and head, 36 rows/1 row", seconds[36] / seconds[1])
 
     def _batch_of_one(
-        self, model: SpaceModel, kv: PagedKV, how: str, bandwidth: float, *, is_default: bool
+        self, model: SpaceModel, kv: PagedKV, how: StepsHere, bandwidth: float, *, is_default: bool
     ) -> dict[str, float]:
         """Steps of a single sequence: what each layout takes, and gives. Headlines are those of the default steps.
 
@@ -155,7 +156,8 @@ class _Measurement:
         arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), auto()]
         found: dict[str, Pace] = {}
         busy: dict[str, float] = {}
-        cost = self._cost(model, kv)
+        replayed: dict[str, float] = {}
+        cost = self._cost(model, kv, how)
         for arm in arms:
             paced = PacedWorker(
                 model,
@@ -168,6 +170,7 @@ class _Measurement:
                 foretold=foretold,
             )
             found[arm.name] = self._best(paced, 1)
+            replayed[arm.name] = paced.worker.num_replays / paced.worker.num_forwards
             if arm.name in ("plain", f"k={NUM_MASKS}") and not notes.dry:
                 try:
                     busy[arm.name] = paced.stretch(1, 20, device_busy)
@@ -192,6 +195,9 @@ class _Measurement:
         best = max(pace.tokens_per_second for pace in drafting)
         notes.figure(f"{head}speed-up with the best layout, acceptance .78", best / first.tokens_per_second)
         notes.figure(f"{head}tokens per step at k=5", whole.tokens_per_step)
+        if how == DEVICE:
+            rarest = min(replayed, key=replayed.__getitem__)
+            notes.figure(f"{head}steps that replay a graph, least of all layouts ({rarest})", replayed[rarest], "%")
         notes.figure(f"{head}drafts that no decree covered", foretold.synthetic.num_unknown)
         for arm_name, seconds in busy.items():
             idle = 1.0 - seconds / found[arm_name].step_seconds
@@ -200,12 +206,12 @@ class _Measurement:
             notes.missing(f"{head}device idle between steps", "there is no device to profile")
         return {arm: pace.step_seconds for arm, pace in found.items()}
 
-    def _crowds(self, model: SpaceModel, kv: PagedKV, how: str) -> None:
+    def _crowds(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> None:
         """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
         notes, name, effort = self._notes, self._name, self._effort
         foretold = Foretold(model.facts, ACCEPTANCE)
         arms = [plain(), auto()]
-        cost = self._cost(model, kv)
+        cost = self._cost(model, kv, how)
         paced = {
             arm.name: PacedWorker(
                 model, kv, arm, effort.room, max_sequences=self._most, steps=how, cost=c, foretold=foretold
@@ -229,7 +235,7 @@ class _Measurement:
             head = ["batch", "plain, tokens/s", "auto, tokens/s", "auto/plain", "drafts per step"]
             notes.table(f"{name}, acceptance .78, {how} steps", head, rows)
 
-    def _exact(self, how: str, usual: dict[str, float]) -> None:
+    def _exact(self, how: StepsHere, usual: dict[str, float]) -> None:
         """The same shape with row-invariant products: what a step takes then, and that drafts change no bit.
 
         Ordinary random weights: often two ids are so near that rounding decides.
@@ -250,9 +256,10 @@ class _Measurement:
         if changed:
             raise StageFailed(f"exact products, {changed[0]}")
 
-    def _cost(self, model: SpaceModel, kv: PagedKV) -> StepCost | None:
-        """As a server's own measurement at its start has it."""
-        points = calibrate(model, kv, max_sequences=self._most, seconds=self._effort.calibration_seconds)
+    def _cost(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> StepCost | None:
+        """As a server's own measurement at its start has it, of the steps that it serves with."""
+        seconds = self._effort.calibration_seconds
+        points = calibrate(model, kv, max_sequences=self._most, seconds=seconds, steps=how)
         return StepCost.from_points(points) if points else None
 
     def _pace(self, paced: PacedWorker, batch: int) -> Pace:

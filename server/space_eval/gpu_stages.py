@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -154,6 +155,15 @@ def run_here(stage: Stage, folder: Path, *, dry: bool, limit: float) -> int:
     return int(record.outcome == "failed")
 
 
+def _end_with(parent: int) -> None:
+    """Kill this stage, and all that it started, when the check that limits its time has been killed: it would keep the
+    GPU, and write over what a next check finds.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """One stage, in this process."""
     parser = argparse.ArgumentParser(prog="python -m space_eval.gpu_stages", description="One stage of the GPU check.")
@@ -163,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("limit", type=float, metavar="SECONDS")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args(argv)
+    if os.getpgrp() == os.getpid():  # started by `run_stage`, and not by hand
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="check watch", daemon=True).start()
     module, _, function = options.call.partition(":")
     stage = Stage(options.name, "", module, function, options.limit)
     return run_here(stage, options.folder, dry=options.dry, limit=options.limit)

@@ -87,6 +87,9 @@ TARGETS: Mapping[str, tuple[Target, ...]] = {
     **{f"llama-{shape}": _llama(shape) for shape in SHAPES},
     **{f"start-{shape}": _start(shape) for shape in SHAPES},
     "worker": (Target("texts over gRPC that drafts changed", 0, False),),
-    "device-steps": (Target("texts that device-resident steps changed", 0, False),),
+    "device-steps": (
+        Target("texts that device-resident steps changed", 0, False),
+        Target("exact: texts that device-resident steps changed", 0, False),
+    ),
 }
 """By stage."""

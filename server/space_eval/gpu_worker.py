@@ -6,6 +6,7 @@ import gc
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,10 +143,13 @@ def worker(notes: Notebook, until: float) -> None:
 
 
 def device_steps(notes: Notebook, until: float) -> None:
-    """Device-resident steps against steps that wait for the host, on the embedded model in float32."""
+    """Device-resident steps against steps that wait for the host, on the embedded model in float32: with the usual
+    products up to ties, with exact ones to the last bit.
+    """
     model = load_model("demo", dtype="float32", device=device_of(notes))
     if reason := why_on_host(model.facts):
         raise StageNotRun(reason)
+    _exact_texts(notes)
     subject = Subject("demo", model, seed=5)
     judge = _judge(subject)
     num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
@@ -155,7 +159,8 @@ def device_steps(notes: Notebook, until: float) -> None:
             rates, texts = {}, {}
             for how in (HOST, DEVICE):
                 controller = None if k is None else FixedLayout.full(k)
-                desk = Desk(Worker(model, num_blocks=600, controller=controller, device_steps=how == DEVICE))
+                worker = Worker(model, num_blocks=600, controller=controller, device_steps=how == DEVICE)
+                desk = Desk(worker)
                 asked = [
                     replace(
                         _request(subject, seat % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
@@ -166,6 +171,8 @@ def device_steps(notes: Notebook, until: float) -> None:
                 _decode(desk, asked)  # compiles and captures
                 texts[how], rates[how] = _decode(desk, asked)
                 desk.check_all_free()
+                if how == DEVICE:
+                    _check_replays(notes, worker)
             for seat, (ours, theirs) in enumerate(zip(texts["device"], texts["host"], strict=True)):
                 _compare(verdicts, f"k={k}, batch {batch}, sequence {seat}", ours, theirs, desk, judge)
             name = "auto" if k is None else f"k={k}"
@@ -175,6 +182,53 @@ def device_steps(notes: Notebook, until: float) -> None:
             head = ["layout", "batch", "host, tokens/s", "device, tokens/s", "device/host"]
             notes.table("demo: steps on the host and on the device", head, rows)
     _settle(notes, verdicts, "texts that device-resident steps changed")
+
+
+def _exact_texts(notes: Notebook) -> None:
+    """Ids and log-probabilities of each text, whatever the device drafts beside whom: plain decoding's, alone and
+    stepped by the host.
+    """
+    model = load_model("demo", dtype="float32", device=device_of(notes), exact=True)
+    subject = Subject("demo", model, seed=5)
+    num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
+    asked = [replace(_request(subject, seat, num_tokens, drafts=0), slots_ahead=num_tokens) for seat in range(4)]
+    asked = [replace(one, want_logprobs=seat > 1, num_logprobs=4) for seat, one in enumerate(asked)]
+    plainly = Desk(Worker(model, num_blocks=600, controller=FixedLayout.full(0)))
+    plain = [_decode(plainly, [one])[0][0] for one in asked]
+    changed, num_texts, accepted = [], 0, Counter[str]()
+    for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
+        for batch in crowds:
+            controller = None if k is None else FixedLayout.full(k)
+            worker = Worker(model, num_blocks=600, controller=controller, device_steps=True)
+            desk = Desk(worker)
+            for _ in range(2):  # the first of them compiles and captures
+                records = _decode(desk, [replace(asked[n % 4], max_draft_length=NUM_MASKS) for n in range(batch)])[0]
+                for number, record in enumerate(records):
+                    known = plain[number % 4]
+                    num_texts += 1
+                    if (record.tokens, record.logprobs) != (known.tokens, known.logprobs):
+                        changed.append(f"k={k}, batch {batch}, sequence {number}")
+                    accepted.update(_outcome(*verdict) for verdict in record.verdicts if verdict[0])
+            _check_replays(notes, worker)
+    notes.figure("exact: texts of device-resident steps that are bitwise equal", num_texts - len(changed))
+    notes.figure("exact: texts that device-resident steps changed", len(changed))
+    notes.note("exact, verdicts: " + ", ".join(f"{count} {name}" for name, count in sorted(accepted.items())))
+    if changed:
+        raise StageFailed(
+            f"{len(changed)} of {num_texts} exact texts are not plain decoding's; the first: {changed[0]}"
+        )
+    if not notes.dry and len(accepted) < 3:
+        raise StageFailed(f"of no, some and all drafts accepted there was only: {', '.join(accepted)}")
+
+
+def _outcome(drafted: int, accepted: int) -> str:
+    return "a = 0" if not accepted else "a = k" if accepted == drafted else "0 < a < k"
+
+
+def _check_replays(notes: Notebook, worker: Worker) -> None:
+    """A GPU that is given kernel after kernel gives the same texts; that it was given graphs must be looked at."""
+    if not notes.dry and not worker.num_replays:
+        raise StageFailed(f"of {worker.num_forwards} steps none replayed a graph; the log says why none was captured")
 
 
 def _judge(subject: Subject) -> Judge:

@@ -198,6 +198,7 @@ class Bench:
             turn.chosen.append(sum(s.num_drafted for s in report.sequences) / num_sequences)
             if self._probes and turn.num_steps % PROBE_EVERY == 1 and report.stats.mask_rows:
                 turn.chain_shares.append(self.model.chain_share(masks_first=bool(turn.num_steps & PROBE_EVERY)))
+                router.worker.interrupted()
         for number in numbers:
             router.release(number)
         router.step()

@@ -54,7 +54,7 @@ from space_server.energy import Meter, find_sensors
 from space_server.free_memory import FreeMemory
 from space_server.grammars import Grammars
 from space_server.host_memory import keep_freed_memory, use_one_heap
-from space_server.largest_step import take_largest_step
+from space_server.largest_step import bytes_of_graphs, take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
@@ -192,13 +192,22 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
             model, max_sequences=config.max_sequences, max_prefill_rows=MAX_PREFILL_ROWS, block_size=size
         )
         _log.info("the largest step has %d rows; %d bytes are free after it", rows, free_bytes(facts.device))
+    steps = choose_steps(config.steps, facts)
     available = free_bytes(facts.device) if lead is None else lead.free_bytes()  # the weights are in memory already
+    if facts.device.type == "cuda" and steps == "device":
+        taken = bytes_of_graphs(
+            model,
+            max_sequences=config.max_sequences,
+            block_size=size,
+            available=functools.partial(free_bytes, facts.device),
+        )
+        available -= taken
+        _log.info("steps on the device take %d bytes", taken)
     if config.num_blocks is None:
         num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     kv = model.allocate_kv(num_blocks, size)
-    steps = choose_steps(config.steps, facts)
     cost = measured_cost(config, model, kv, steps)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None

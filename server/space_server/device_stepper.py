@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from space_kernels.law_tensors import Stages
 from space_kernels.step_ops import StepOps, step_ops_for
 from space_kernels.step_state import RESULT_FIXED, result_width
 from space_kernels.step_verdict import EndCode
@@ -101,7 +102,7 @@ class DeviceStepper:
         `max_drafts`: most per sequence and step; None: as many as there are masks. `synthetic`: decrees which drafts
         come true.
         """
-        facts = model.facts
+        facts = self._facts = model.facts
         on_gpu = facts.device.type == "cuda"
         self.batch = DeviceBatch(
             facts,
@@ -139,6 +140,11 @@ class DeviceStepper:
     def num_under_way(self) -> int:
         """Steps that were launched and are not read."""
         return len(self._launched)
+
+    @property
+    def num_replays(self) -> int:
+        """Launches that replayed a graph."""
+        return 0 if self._graphs is None else self._graphs.num_replays
 
     def num_with(self, sequence: Sequence) -> int:
         """How many of them it is in."""
@@ -242,6 +248,22 @@ class DeviceStepper:
         if not kind.num_asking:
             return rows, None
         return rows, LogprobReport(launched.result[size:], kind.num_asking, kind.layout.num_drafts + 1)
+
+    def take_largest(self) -> None:
+        """The step that takes most memory, as often as it takes until its graph is captured: every line, whole mask
+        groups, samples cut by top-p, the longest page lists. Nobody is on a line, so nothing is written.
+        """
+        most, adapters = self._facts.most_masks, self._facts.adapters
+        own = len(self._facts.mask_ids) == most
+        kind = StepKind(
+            len(self.batch.lines),
+            DraftLayout.full(most, most) if most else DraftLayout.plain(),
+            Stages(samples=True, cuts=True),
+            self._max_pages,
+            adapter=None if own else next(n for n, adapter in enumerate(adapters) if adapter.num_masks == most),
+        )
+        for _ in range(3):
+            self._take(kind)
 
     def did_other_work(self) -> float | None:
         """The device has done something else behind the steps under way: the seconds since the last of them was done.

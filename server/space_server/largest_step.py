@@ -7,11 +7,13 @@ What torch took for activations it keeps, so the memory that is free afterwards 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from space_model.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 
 from space_server.controller import FixedLayout
+from space_server.device_stepper import DeviceStepper
 from space_server.introduction import PROTOCOL_MAJOR
 from space_server.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
 from space_server.step_model import StepModel
@@ -62,6 +64,27 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
         )
     stats = pb.StepStats() if report is None else report.stats
     return stats.chain_rows + stats.mask_rows + stats.prefill_rows
+
+
+def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, available: Callable[[], int]) -> int:
+    """What steps on the device take beside weights and pages: their state, and the memory of the largest graph, which
+    the others share. Whoever gives out pages has to leave that.
+
+    `available`: bytes that are free now.
+    """
+    before = available()
+    kv = model.allocate_kv(1, block_size)
+    stepper = DeviceStepper(model, kv, max_sequences=max_sequences)
+    try:
+        stepper.take_largest()
+        taken = max(0, before - available())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        taken = 0  # such steps are launched without a graph, or from the host
+    del stepper, kv
+    give_back_unused()
+    return taken
 
 
 def _admit(worker: Worker, seq_id: int, ids: list[int], pages: range, num_drafts: int) -> None:

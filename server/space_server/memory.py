@@ -14,8 +14,8 @@ _CPU_FRACTION = 0.5
 """Most of the free memory of a CPU that is taken unasked: the machine has other work."""
 _GPU_FRACTION = 0.9
 """The same of a GPU, which is ours: of what is free once the weights are in memory and the largest step has been taken,
-whose activations torch then holds already. The other tenth is for the pools of CUDA graphs, for the libraries' own
-workspaces, and for what does not fit together."""
+whose activations torch then holds already, less what the largest graph takes. The other tenth is for the further
+graphs, for the libraries' own workspaces, and for what does not fit together."""
 _DEFAULT_SEQUENCES = 64
 """Sequences of a whole window that the default has room for ..."""
 _DEFAULT_BYTES = 1024**3

@@ -226,8 +226,7 @@ class Worker:
                 self.waiting.add(sequence, message.sampling.grammar, ignores_eos=ignores_eos)
 
     def _extend(self, extend: pb.Extend) -> None:
-        sequence = self.batch.get(extend.seq_id)
-        if sequence is None:
+        if (sequence := self.batch.get(extend.seq_id)) is None:
             return
         check_pages(extend.pages, self.num_blocks, sequence.held_pages)
         sequence.extend(extend.pages)
@@ -247,6 +246,11 @@ class Worker:
     def num_forwards(self) -> int:
         """Forward passes run in this process."""
         return self.stepper.num_forwards + (self._device.stepper.num_launches if self._device is not None else 0)
+
+    @property
+    def num_replays(self) -> int:
+        """Those of them that replayed a graph of the device."""
+        return 0 if self._device is None else self._device.stepper.num_replays
 
     @property
     def has_work(self) -> bool:
@@ -315,6 +319,10 @@ class Worker:
         if report.stepped:
             report.stats.host_seconds = max(0.0, ended - started - spent)
         return report if report.stepped or report.sequences or report.released else None
+
+    def interrupted(self) -> None:
+        """Something else was done here since the last step: the time until the next one is no pause between steps."""
+        self._ended = None
 
     def _launch(self, report: pb.StepReport) -> list[StepRead]:
         """The next steps on the device; the last one is not read yet.

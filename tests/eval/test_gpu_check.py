@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from space_eval.gpu_attention import Sizes, Step
 from space_eval.gpu_check import check, main
 from space_eval.gpu_clock import covered
+from space_eval.gpu_kernels import on_any_device
 from space_eval.gpu_llama import (
     DRY,
     FIRST_MASK,
@@ -104,7 +106,7 @@ def test_a_stage_that_hangs_is_stopped_with_all_it_started_and_keeps_what_it_had
     assert record.seconds < 30
     (child,) = [int(figure.value) for figure in record.figures]
     status = Path(f"/proc/{child}/stat")
-    for _ in range(100):  # whoever adopts it takes its exit status in time
+    for _ in range(600):  # whoever adopts it takes its exit status in time
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
@@ -250,6 +252,46 @@ def test_numbers_are_written_with_three_digits() -> None:
     ]  # fmt: skip
     assert written(0.7031, "%") == "70.3 %"
     assert written(float("nan"), "ms") == "–"
+
+
+def test_kernels_are_tested_on_the_device_whatever_their_file_is_called() -> None:
+    files = on_any_device()
+    assert {"tests/kernels/test_step_state.py", "tests/kernels/test_attention_triton.py"} <= set(files)
+    tried = {file.name for file in (Path(__file__).parents[1] / "kernels").glob("test_*triton.py")}
+    assert tried <= {Path(file).name for file in files}
+
+
+SLEEPER = """
+import pathlib, time
+def sleep(notes, until):
+    pathlib.Path(__file__).with_name("asleep").touch()
+    time.sleep(600)
+"""
+
+KILLED = """
+import os, pathlib, subprocess, sys, time
+words = [sys.executable, "-m", "space_eval.gpu_stages", "sleeper", "sleeper:sleep", sys.argv[1], "600", "--dry"]
+stage = subprocess.Popen(words, start_new_session=True)
+while not pathlib.Path(sys.argv[1], "asleep").exists():
+    assert stage.poll() is None
+    time.sleep(0.05)
+print(stage.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_no_stage_outlives_a_check_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as check:
+        said, _ = check.communicate(timeout=120)
+    stage = int(said)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(stage) and psutil.Process(stage).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the stage goes on"
+        time.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------------------------- measuring

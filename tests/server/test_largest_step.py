@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch
 from space_model.paged_kv import PagedKV
-from space_server.largest_step import take_largest_step
+from space_server.device_step import StepKind
+from space_server.device_stepper import DeviceStepper
+from space_server.largest_step import bytes_of_graphs, take_largest_step
 from space_server.memory import NotEnoughMemory, is_out_of_memory
 from space_server.testing import ScriptedModel
 from torch import Tensor
@@ -48,3 +51,46 @@ def test_a_fault_that_is_not_memory_s_is_not_taken_for_it() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+# ---------------------------------------------------------------------------------------------- on the device
+
+
+@pytest.mark.parametrize(("masks", "layout"), [(0, DraftLayout.plain()), (3, DraftLayout.full(3, 3))])
+def test_the_largest_step_on_the_device_has_every_line_and_whole_groups(masks: int, layout: DraftLayout) -> None:
+    model = ScriptedModel(num_masks=masks)
+    stepper = DeviceStepper(model, model.allocate_kv(1, 16), max_sequences=6)
+    taken: list[StepKind] = []
+    take = stepper._take
+
+    def watched(kind: StepKind) -> Tensor:
+        taken.append(kind)
+        return take(kind)
+
+    stepper._take = watched
+    stepper.take_largest()
+    assert [(kind.num_lines, kind.layout) for kind in taken] == [(6, layout)] * 3  # launched, watched, captured
+    assert taken[0].num_pages * 16 >= model.facts.window
+    assert stepper.num_under_way == 0
+
+
+def test_pages_are_not_given_what_steps_on_the_device_take() -> None:
+    free = iter([1000, 700])
+    taken = bytes_of_graphs(ScriptedModel(), max_sequences=6, block_size=16, available=lambda: next(free))
+    assert taken == 300
+
+
+def test_a_largest_step_without_memory_for_it_takes_none_and_other_faults_are_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(error: Exception) -> None:
+        def take(self: DeviceStepper) -> None:
+            raise error
+
+        monkeypatch.setattr(DeviceStepper, "take_largest", take)
+
+    failing(torch.OutOfMemoryError("CUDA out of memory."))
+    assert bytes_of_graphs(ScriptedModel(), max_sequences=6, block_size=16, available=lambda: 1000) == 0
+    failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        bytes_of_graphs(ScriptedModel(), max_sequences=6, block_size=16, available=lambda: 1000)
