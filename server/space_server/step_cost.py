@@ -93,7 +93,7 @@ class StepShape(NamedTuple):
 
 
 Point = tuple[StepShape, float]
-Place = tuple[int, int, bool]
+Place = tuple[int, int, bool, int]
 
 
 class StepCost:
@@ -184,8 +184,8 @@ class StepCost:
     def _fear(self, place: Place) -> float:
         """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""
         if place not in self._fears:
-            sequences, rows, _ = place
-            distances = (max(sequences - other, rows - far) for other, far, _ in self._places)
+            sequences, rows, *_ = place
+            distances = (max(sequences - other, rows - far) for other, far, *_ in self._places)
             self._fears[place] = CAUTION * max(0, min(distances, default=0) - NEAR)
         return self._fears[place]
 
@@ -270,8 +270,14 @@ def _between(number: int, bends: Sequence[int]) -> list[float]:
 
 
 def _place(shape: StepShape) -> Place:
-    """Shapes of about the same size, to an eighth of a doubling; those that draw noise apart from those that do not."""
-    return _eighths(shape.num_sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0
+    """Shapes of about the same size, to an eighth of a doubling; those that draw noise apart from those that do not.
+
+    Of one sequence also by its chain: 2 rows with 2 masks and 1 row with 3 take different times, and a layout is made
+    of steps of one kind or the other. In a crowd they are mixed.
+    """
+    sequences = shape.num_sequences
+    chain = shape.num_chain_rows if sequences == 1 else 0
+    return _eighths(sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0, chain
 
 
 @lru_cache(maxsize=4096)
