@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,7 @@ FULL = Path("/dev/full")
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs Linux's /dev/full")
 def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exits_0(checkpoint: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "space_router", "serve", "--model", str(checkpoint), "--port", str(port)]
     with FULL.open("w") as full:
@@ -55,6 +55,14 @@ def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exit
         if server.poll() is None:
             server.kill()
             server.wait()
+
+
+def free_port() -> int:
+    """Below those that the system gives to others, which might be given this one before it is taken."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def _is_ready(url: str) -> bool:

@@ -16,7 +16,7 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.weight_files import WeightFiles
 from torch import Tensor
 
-WAIT = 10.0
+WAIT = 30.0
 
 
 class SlowFile:

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
 
 
 def test_shapes_are_measured_from_one_sequence_to_the_most(model: SpaceModel) -> None:
-    points = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, seconds=20.0)
+    points = calibrate(model, model.allocate_kv(256, 16), max_sequences=8, seconds=200.0)
     assert {shape.num_sequences for shape, _ in points} >= {1, 2, 4, 8}
     assert max(shape.num_sequences for shape, _ in points) == 8
     assert any(shape.num_mask_rows for shape, _ in points)
@@ -134,7 +134,7 @@ def test_steps_of_the_device_are_measured_where_they_are_served(
     kv = model.allocate_kv(256, 16)
     assert calibrate(model, kv, max_sequences=4, seconds=0.5)
     assert not launched
-    points = calibrate(model, kv, max_sequences=4, seconds=8.0, steps="eager")
+    points = calibrate(model, kv, max_sequences=4, seconds=200.0, steps="eager")
     assert {kind.num_lines for kind in launched} == {1, 2, 4}
     assert {kind.layout.num_masks for kind in launched} >= {0, 4}
     shapes = [shape for shape, _ in points]

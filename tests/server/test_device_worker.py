@@ -248,7 +248,7 @@ def test_the_cost_of_device_steps_is_learnt() -> None:
         (2, 8, 24),
         (1, 4, 12),
     }
-    assert all(0 < seconds < 1 for _, seconds in learnt)
+    assert all(0 < seconds < 60 for _, seconds in learnt)
 
 
 def test_a_step_that_was_compiled_or_captured_says_nothing_of_what_steps_cost() -> None:

@@ -195,7 +195,7 @@ def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_
     assert "cannot be compiled within 0.3 s and the memory for it. Make it smaller" in error_of("[a-d]{9}")
     for thread in threading.enumerate():
         if thread.name == "grammar":
-            thread.join(10)
+            thread.join(30)
             assert not thread.is_alive()
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
@@ -240,7 +240,7 @@ def test_slow_grammars_do_not_hold_up_a_known_one(byte_path: Path) -> None:
     os.kill(known.trial.pid, signal.SIGSTOP)  # whatever is tried hangs
     slow = [prepare(known, f"[a-d]{{{count}}}") for count in range(4)]
     again = prepare(known, "[a-c]{9}")
-    assert again.wait(5)
+    assert again.wait(20)
     assert again.state is not None
     assert not any(one.is_over for one in slow)
     for one in slow:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def free_port() -> int:
+    """Below those that the system gives to others, which might be given this one before it is taken."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 def launch(command: list[str], *, sharded: bool = False) -> subprocess.Popen[str]:
     """Two processes of the command. (`accelerate launch --cpu` starts several only through MPI.)"""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(port), "-m", "space_train"]
+    port = str(free_port())
+    flags = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port, "-m", "space_train"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
     environment["ACCELERATE_USE_FSDP"] = str(sharded)
     return subprocess.Popen(

@@ -47,7 +47,7 @@ def test_a_worker_that_never_gets_ready_is_given_up_and_ended(script: Callable[[
 
 def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]) -> None:
     module = script(
-        "import sys, time; print('ready', sys.argv[sys.argv.index('--listen') + 1], flush=True); time.sleep(9)"
+        "import sys, time; print('ready', sys.argv[sys.argv.index('--listen') + 1], flush=True); time.sleep(60)"
     )
     pids: list[int] = []
 
@@ -65,7 +65,7 @@ def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]
 
 def test_a_worker_that_was_killed_is_said_to_have_been(script: Callable[[str], str]) -> None:
     said = "print('step 9', file=sys.stderr, flush=True)"
-    module = script(f"import sys, time; {said}; print('ready x', flush=True); time.sleep(9)")
+    module = script(f"import sys, time; {said}; print('ready x', flush=True); time.sleep(60)")
     with WorkerProcess({}, module=module) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert process.obituary("It is gone") == "It is gone: it was ended by SIGKILL. It said last:\n    step 9"

@@ -77,7 +77,7 @@ async def test_a_worker_that_comes_back_with_other_adapters_is_not_taken(start: 
     async with start(adapters=ADAPTERS) as router:
         router.worker.script.adapters = ("code",)
         router.worker.kill()
-        for _ in range(400):
+        for _ in range(2000):
             if not router.service.engine.ready:
                 break
             await asyncio.sleep(0.005)

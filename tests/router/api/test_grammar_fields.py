@@ -135,10 +135,14 @@ async def test_what_cannot_be_followed_is_refused_before_a_stream_begins(router:
 @pytest.mark.parametrize("start", ['"', "/", ""])
 def test_what_never_ends_is_read_once(start: str, unit: str) -> None:
     """A text that is not closed was read again from each quote in it: 64 KiB kept every stream waiting for 50 s."""
-    begun = time.perf_counter()
-    with contextlib.suppress(InvalidRequest):
-        of_rules(start + unit * (200_000 // len(unit)), "grammar")
-    assert time.perf_counter() - begun < 1.0
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        with contextlib.suppress(InvalidRequest):
+            of_rules(start + unit * (200_000 // len(unit)), "grammar")
+        return time.perf_counter() - begun
+
+    assert any(seconds() < 1.0 for _ in range(3)), "the machine itself may stop now and then"
 
 
 async def test_a_right_one_is_answered(router: Any) -> None:
@@ -196,6 +200,8 @@ async def test_a_grammar_that_kills_its_checker_is_refused_and_the_next_one_chec
 
 async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody() -> None:
     check = GrammarCheck(most_seconds=1.0)
+    early = (Grammar("choice", f'["{letter}"]') for letter in "bc")
+    assert await asyncio.gather(*map(check.why_not, early)) == [None, None]  # both processes have started
     begun = time.monotonic()
     long = asyncio.ensure_future(check.why_not(LONG))
     await asyncio.sleep(0)

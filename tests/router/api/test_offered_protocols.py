@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from space_router.connection_settings import ConnectionSettings
-from space_router.testing.web_trial import serving
+from space_router.testing.web_trial import SOON, serving
 
-LIMITS = ConnectionSettings(receive_timeout=0.3)
+LIMITS = ConnectionSettings(receive_timeout=SOON)
 HTTP2 = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
 WEBSOCKET = (
     b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"

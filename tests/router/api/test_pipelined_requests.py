@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from dataclasses import replace
 
 import pytest
 from space_router.connection_settings import ConnectionSettings
@@ -84,11 +85,13 @@ async def test_a_body_that_goes_wrong_during_its_answer_is_the_end_behind_it() -
 
 
 async def test_an_empty_line_does_not_keep_a_connection_nor_end_it() -> None:
-    async with serving(LIMITS) as server, server.connect(SHORT) as client:
+    async with serving(replace(LIMITS, keep_alive=SOON)) as server, server.connect(SHORT) as client:
         await client.until(b"0\r\n\r\n")
         await client.send(b"\r\n")
         await asyncio.sleep(3 * LIMITS.receive_timeout)
         await client.send(SHORT)
+        await client.until(b"0\r\n\r\n")
+    async with serving(LIMITS) as server, server.connect(SHORT) as client:
         await client.until(b"0\r\n\r\n")
         await client.send(b"\r\n")
         assert await client.rest() == b"", "closed without a word when it was idle for too long"

@@ -122,7 +122,7 @@ class House:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Let the loop turn until something holds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110  conditions of every kind, none of which is an event
                 await asyncio.sleep(0)
 
@@ -174,6 +174,6 @@ def in_house() -> Callable[..., None]:
                 await body(house)
                 await house.quiet()
 
-        asyncio.run(asyncio.wait_for(whole(), 30))
+        asyncio.run(asyncio.wait_for(whole(), 60))
 
     return run

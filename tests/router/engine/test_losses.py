@@ -198,7 +198,7 @@ def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
         async with ScriptedWorker(Script(step_seconds=0.001)) as one, ScriptedWorker(Script()) as two:
             config = ServeConfig(worker_address=(one.address, two.address))
             async with Engine(config, Metrics()) as engine:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     while engine.load().num_workers_up < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
@@ -208,7 +208,7 @@ def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
                         return tuple([token async for delta in stream for token in delta.tokens])
 
                 texts = [asyncio.create_task(text(request)) for request in requests]
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     while not (one.figures.num_admits and two.figures.num_admits):  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 one.kill()
@@ -232,7 +232,7 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
             life = await stack.enter_async_context(AsyncExitStack())
             mortal = await life.enter_async_context(ScriptedWorker(script))
             config = ServeConfig(worker_address=(mortal.address, *(worker.address for worker in workers)))
-            engine = await stack.enter_async_context(Engine(config, Metrics()))
+            engine = await stack.enter_async_context(Engine(config, Metrics(), max_lag=500))  # no worker rests
             for place in engine.seats:
                 await place.until(lambda place=place: place.scheduler is not None)  # type: ignore[misc]
             requests = [request_of((10 + i, 11), 500, name=str(i)) for i in range(12)]  # none ends meanwhile
@@ -240,26 +240,26 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
             texts: list[tuple[int, ...]] = [()] * 12
 
             async def read(num_tokens: int) -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(40):
                     for number, stream in enumerate(streams):
                         while len(texts[number]) < num_tokens:
                             texts[number] += (await anext(aiter(stream))).tokens
 
             await read(20)
             assert mortal.figures.num_admits
-            begun = asyncio.get_running_loop().time()
+            begun = [worker.figures.num_steps for worker in workers]
             await life.aclose()
             await read(70)
-            seconds = asyncio.get_running_loop().time() - begun
+            num_steps = max(worker.figures.num_steps - steps for worker, steps in zip(workers, begun, strict=True))
             assert engine.load().num_workers_up == 2
             assert all(
                 text == answer(request, script)[: len(text)] for request, text in zip(requests, texts, strict=True)
             )
-            assert seconds < 2.5, "50 steps of 0.01 s, and the pause"
+            assert num_steps < 250, "50 for the tokens, and the pause"
         for worker in workers:
             worker.check()
 
-    asyncio.run(asyncio.wait_for(whole(), 30))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_what_a_draining_worker_hands_back_runs_elsewhere(num_workers: int, requ
         async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(step_seconds=0.001)) as two:
             addresses = (one.address, two.address)[:num_workers]
             async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     while engine.load().num_workers_up < num_workers:  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 for conversation in one._conversations:
@@ -319,7 +319,7 @@ def test_what_a_draining_worker_hands_back_runs_elsewhere(num_workers: int, requ
             one.check()
             two.check()
 
-    asyncio.run(asyncio.wait_for(whole(), 30))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def an_engine(address: str, **fields: Any) -> Engine:
@@ -360,7 +360,7 @@ def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_plac
         async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(model_hash="other")) as two:
             config = ServeConfig(worker_address=(one.address, two.address))
             async with Engine(config, Metrics()) as engine:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     while not caplog.records:  # noqa: ASYNC110
                         await asyncio.sleep(0)
                 assert engine.load().num_workers_up == 1
@@ -368,7 +368,7 @@ def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_plac
                     worker.script.model_hash = "changed"
                 one.kill()
                 two.kill()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     with pytest.raises(WorkerStartFailed, match="Give all the same model"):
                         await engine.failed()
 

@@ -23,7 +23,7 @@ from space_router.workers.supervisor import Supervisor
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
 SCRIPT = Script(eos_ids=())
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 def argv(*flags: str) -> Callable[[ServeConfig, str], Sequence[str]]:

@@ -38,7 +38,7 @@ async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
 
 
 def run(body: Any) -> None:
-    asyncio.run(asyncio.wait_for(body, 30.0))
+    asyncio.run(asyncio.wait_for(body, 60.0))
 
 
 def up(engine: Engine) -> int:

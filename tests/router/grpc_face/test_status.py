@@ -200,8 +200,9 @@ async def test_without_a_known_key_nothing_is_said_but_health(start: Start) -> N
 
 async def test_the_deadline_of_the_call_is_the_requests(start: Start) -> None:
     async with start(step_seconds=0.02) as router:
+        await router.stub.Info(generate_pb2.InfoRequest())  # the call need not wait for its connection
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.events(prompt="x", max_tokens=400, ignore_eos=True, deadline=0.3)
+            await router.events(prompt="x", max_tokens=400, ignore_eos=True, deadline=1.0)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await idle(router)
         assert router.value("spaceserve_requests_total", outcome="deadline") == 1

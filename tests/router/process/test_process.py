@@ -59,7 +59,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: Start
     with start_server(worker=slow) as server:
         place = urlsplit(server.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port)
-        body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True, "seed": 1})
+        body = json.dumps({"prompt": "x", "max_tokens": 400, "stream": True, "seed": 1})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
         first = answer.readline()
@@ -72,7 +72,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: Start
         rest = answer.read()
         connection.close()
         assert (first + rest).endswith(b"data: [DONE]\n\n")
-        assert server.router.running.wait(30) == 0
+        assert server.router.running.wait(60) == 0
 
 
 def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server: StartServer) -> None:
@@ -82,7 +82,7 @@ def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server
             "POST",
             f"{server.url}/v1/completions",
             json={"prompt": "x", "max_tokens": 1000, "stream": True},
-            timeout=30,
+            timeout=60,
         ) as answer,
     ):
         lines = answer.iter_lines()
@@ -90,7 +90,7 @@ def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server
         server.router.running.terminate()
         last = [line for line in lines if line][-1]
         assert "error" in json.loads(last.removeprefix("data: "))
-        assert server.router.running.wait(30) == 0
+        assert server.router.running.wait(60) == 0
 
 
 def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) -> None:

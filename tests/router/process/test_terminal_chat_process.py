@@ -130,7 +130,7 @@ def test_a_talk_in_a_terminal_from_the_first_word_to_ctrl_d(start_server: StartS
         chat.type("/temperature 9\nHi\n")
         chat.wait_for("`temperature` must be .*9")  # the server's own words
         chat.wait_for("› ")
-        time.sleep(0.3)  # nobody is faster; what comes before the line is being read is seen at its end
+        time.sleep(1.0)  # nobody is faster; what comes before the line is being read is seen at its end
         chat.type(CTRL_C)
         chat.wait_for("› ")
         chat.type(CTRL_D)

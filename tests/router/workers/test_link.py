@@ -26,7 +26,7 @@ def with_worker(body: Callable[[ScriptedWorker], Awaitable[None]], script: Scrip
         async with ScriptedWorker(script, **fields) as worker:
             await body(worker)
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def admit(seq_id: int) -> worker_pb2.Command:
@@ -74,9 +74,9 @@ def test_a_worker_that_dies_is_lost() -> None:
 
 def test_a_worker_that_is_silent_for_too_long_is_lost() -> None:
     async def body(worker: ScriptedWorker) -> None:
-        async with Link(worker.address, watchdog=Watchdog(0.05)) as link:
+        async with Link(worker.address, watchdog=Watchdog(0.5)) as link:
             link.send([START])
-            with pytest.raises(LinkLost, match=r"said nothing for 0\.0\d+ s"):
+            with pytest.raises(LinkLost, match=r"said nothing for 0\.[5-7]\d* s"):
                 await link.report()
 
     with_worker(body, Script(hang_after_steps=0))
@@ -123,7 +123,7 @@ def test_nothing_is_left_waiting_behind_a_link() -> None:
             worker.kill()
             with pytest.raises(LinkLost, match="died"):
                 await link.report()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while any("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -166,4 +166,4 @@ def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Path) -> 
                     pytest.fail("it was heard")
         await server.stop(grace=0)
 
-    asyncio.run(asyncio.wait_for(whole(), 20))
+    asyncio.run(asyncio.wait_for(whole(), 60))
