@@ -51,6 +51,7 @@ class ServerProcess:
         self._ready = False
 
     def __enter__(self) -> ServerProcess:
+        _unwind_when_told_to_end()
         self.start()
         try:
             if self._wait_ready:
@@ -174,6 +175,15 @@ class ServerProcess:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def _unwind_when_told_to_end() -> None:
+    """SIGTERM to this process leaves its scopes from now on, and so ends the servers it has started. Who handles the
+    signal already goes on to do so.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # another may not set handlers
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def children(pid: int) -> list[int]:
