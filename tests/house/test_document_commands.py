@@ -178,7 +178,8 @@ def smaller(words: list[str]) -> list[str]:
     spared = {flag for word in words for flag in NOT_WITH.get(word, ())} | {*words}
     added = ADDED.get(" ".join(words[1:3]), "" if words[2:3] and words[2] in BENCHMARKS else ADDED.get(words[1], ""))
     flags = [flag.split() for flag in re.findall(r"--\S+(?: [^-]\S*)?", added)]
-    return found + [word for flag in flags if flag[0] not in spared for word in flag]
+    end = found.index("--") if "--" in found else len(found)  # what follows it are flags of the server
+    return [*found[:end], *(word for flag in flags if flag[0] not in spared for word in flag), *found[end:]]
 
 
 def serves(words: list[str], folder: Path) -> None:
