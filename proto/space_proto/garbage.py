@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 _NEW_OBJECTS = 50_000
@@ -17,4 +18,5 @@ def collect_seldom() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is there at the end extensions take for lost, and print lists of it
     gc.set_threshold(_NEW_OBJECTS, 20, 50)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -51,3 +53,12 @@ def test_the_command_writes_figures_and_pictures_and_checks_bounds(
 def test_masks_that_a_model_lacks_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--batches", "1", "--drafts", "9", "--steps", "1", "--rounds", "1"]) == 2
     assert "demo has 5 masks; full(9,9) needs more" in capsys.readouterr().err
+
+
+def test_the_command_ends_without_lists_of_what_is_left() -> None:
+    words = ["--batches", "1", "--drafts", "0", "--steps", "2", "--rounds", "1"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "space_eval.host_time", *words], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "leaked" not in ran.stderr
