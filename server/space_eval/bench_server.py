@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -184,6 +186,16 @@ def _unwind_when_told_to_end() -> None:
     is_main = threading.current_thread() is threading.main_thread()  # another may not set handlers
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def free_port() -> int:
+    """For a process that must be told its port. Below those that the system gives to others, which might be given this
+    one before it is taken.
+    """
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise ServerError("no port is free")
 
 
 def children(pid: int) -> list[int]:

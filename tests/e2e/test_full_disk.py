@@ -2,15 +2,14 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from space_eval.bench_server import free_port
 
 FULL = Path("/dev/full")
 """Every write fails as on a full disk."""
@@ -55,14 +54,6 @@ def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exit
         if server.poll() is None:
             server.kill()
             server.wait()
-
-
-def free_port() -> int:
-    """Below those that the system gives to others, which might be given this one before it is taken."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_768):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def _is_ready(url: str) -> bool:

@@ -2,28 +2,19 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 import pytest
-from space_eval.bench_server import ServerProcess
+from space_eval.bench_server import ServerProcess, free_port
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]
 LONG = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-def free_port() -> int:
-    """Below those that the system gives to others, which might be given this one before it is taken."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_768):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def is_alive(pid: int) -> bool:

@@ -12,12 +12,11 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from space_eval.bench import COMMANDS as BENCHMARKS
-from space_eval.bench_server import ServerProcess
+from space_eval.bench_server import ServerProcess, free_port
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROGRAMS = Path(sys.executable).parent
@@ -161,13 +160,6 @@ def run(words: list[str], folder: Path, given: str = "") -> str:
     done = subprocess.run(words, cwd=folder, input=given, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def smaller(words: list[str]) -> list[str]:

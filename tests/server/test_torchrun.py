@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import grpc.aio
 import psutil
 import pytest
+from space_eval.bench_server import free_port
 from space_eval.host_machines import can_have_namespaces
 from space_model.load import load_model
 from space_proto import worker_pb2 as pb
@@ -144,12 +144,6 @@ class Agents:
 
     def ended(self) -> list[int]:
         return [process.wait(SECONDS) for process in self.processes]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def below(pid: int) -> list[int]:

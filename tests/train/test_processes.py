@@ -3,16 +3,15 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from space_eval.bench_server import free_port
 from space_model.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
@@ -34,14 +33,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["".join(chr(number % 26 + 97) for number in random_ids(20 + seed, seed)) for seed in range(24)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
     return file
-
-
-def free_port() -> int:
-    """Below those that the system gives to others, which might be given this one before it is taken."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_768):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def launch(command: list[str], *, sharded: bool = False) -> subprocess.Popen[str]:
