@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from space_model.model_error import ModelError
 
+from space_eval.bench_server import unwind_when_told_to_end
 from space_eval.prompts import PromptError
 
 COMMANDS = {
@@ -67,4 +68,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_when_told_to_end()
     sys.exit(main())

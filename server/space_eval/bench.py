@@ -25,7 +25,7 @@ from space_eval.bench_plots import draw
 from space_eval.bench_prompts import built_in, long_text
 from space_eval.bench_report import markdown, record, table
 from space_eval.bench_round import Round
-from space_eval.bench_server import ServerError
+from space_eval.bench_server import ServerError, unwind_when_told_to_end
 from space_eval.load_arm import Arm
 from space_eval.load_client import LoadError
 from space_eval.load_file import Recorded, load_recorded
@@ -213,4 +213,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    unwind_when_told_to_end()
     sys.exit(main())

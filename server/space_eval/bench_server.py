@@ -53,7 +53,6 @@ class ServerProcess:
         self._ready = False
 
     def __enter__(self) -> ServerProcess:
-        _unwind_when_told_to_end()
         self.start()
         try:
             if self._wait_ready:
@@ -179,13 +178,9 @@ class ServerProcess:
                 pipe.close()
 
 
-def _unwind_when_told_to_end() -> None:
-    """SIGTERM to this process leaves its scopes from now on, and so ends the servers it has started. Who handles the
-    signal already goes on to do so.
-    """
-    is_main = threading.current_thread() is threading.main_thread()  # another may not set handlers
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def unwind_when_told_to_end() -> None:
+    """For a program, before it starts servers: SIGTERM leaves its scopes from now on, and so ends them too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def free_port() -> int:

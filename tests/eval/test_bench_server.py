@@ -3,18 +3,22 @@
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
+import pytest
 from space_eval.bench_server import children
 
 BENCHMARK = """
 import sys, time
-from space_eval.bench_server import ServerProcess
+from space_eval.bench_server import ServerProcess, unwind_when_told_to_end
 
 class Sleeper(ServerProcess):
     def start(self):
         self._command = [sys.executable, "-c", "import time; time.sleep(600)"]
         super().start()
 
+unwind_when_told_to_end()
 with Sleeper([], wait_ready=False) as server:
     print(server.pid, flush=True)
     {inside}
@@ -34,3 +38,17 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind() -> None:
             benchmark.send_signal(signal.SIGTERM)
             assert benchmark.wait(60) == 128 + signal.SIGTERM
         assert subprocess.run(["kill", "-0", str(server)], check=False, capture_output=True).returncode != 0
+
+
+@pytest.mark.parametrize("program", [["space_eval.bench"], ["space_eval", "crowd"]], ids=" ".join)
+def test_programs_unwind_when_they_are_told_to_end(program: list[str]) -> None:
+    started = subprocess.Popen([sys.executable, "-m", *program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with started:
+        end = time.monotonic() + 60
+        while not (servers := children(started.pid)):
+            assert started.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(60) == 128 + signal.SIGTERM
+    assert not any(map(psutil.pid_exists, servers))

@@ -28,6 +28,10 @@ from space_router.grpc_face.values import conversation
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
 
 
+ROUNDED = 0.02
+"""What is left here, of all of it, of a deadline that has passed where it was set: gRPC rounds it up on its way."""
+
+
 class GenerateService(generate_pb2_grpc.GenerateServicer):
     """The service of one server."""
 
@@ -43,7 +47,8 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     async def _generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
         service = self._service
         async with answering(context, service.metrics), self._let_in(context):
-            asked = await read(service, self._door(context), request, context.time_remaining())
+            seconds = context.time_remaining()
+            asked = await read(service, self._door(context), request, seconds)
             events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
             async with service.run(asked.plan) as running:
                 try:
@@ -53,7 +58,8 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
                             for event in events.of(one, running):
                                 await self._write(context, event)
                 except (asyncio.CancelledError, grpc.aio.InternalError):  # the second: what was written cannot be sent
-                    if context.time_remaining() == 0:
+                    left = context.time_remaining()
+                    if left is not None and left <= ROUNDED * seconds:
                         running.overdue()
                     raise
 
