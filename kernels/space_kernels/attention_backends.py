@@ -65,7 +65,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = _HALVES
     heads: tuple[int, ...] | range = range(8, 257, 8)  # head dimensions
     page_multiple: int = 1  # of slots
-    row_invariant: bool = False  # a row's bits do not depend on its company
+    row_invariant: bool = False  # a row's bits do not depend on its company; torch's: on a CPU
     takes_stored: bool = False  # there is one for pages that hold the step's keys already: see `attend`
     float8_kv: bool = False  # takes pages of eight bits
     captures: bool = True  # in a CUDA graph whose lengths the host does not know
@@ -105,7 +105,7 @@ class Backend:
             )
         if need.float8_kv and not self.float8_kv:
             return "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"
-        if need.exact and not self.row_invariant:
+        if need.exact and not (self.row_invariant and (need.capability is None or self.capabilities is not None)):
             return "gives a row bits that depend on its company: leave out --exact"
         return None
 

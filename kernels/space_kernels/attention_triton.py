@@ -255,7 +255,8 @@ def _launch(
     if how == PARALLEL:
         shape = (num_splits, pattern.num_rows, num_heads)
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
-        tops, totals = torch.empty((2, *shape), dtype=torch.float32, device=query.device)
+        tops = torch.empty(shape, dtype=torch.float32, device=query.device)
+        totals = torch.empty_like(tops)  # apart, so that both begin where kernels compiled for aligned ones can read
         of_splits = sums, tops, totals
     key_pages, value_pages = (key, value) if pages is None else pages
     inner, outer = _score_factors(scale, softcap)

@@ -124,6 +124,8 @@ def _types(tuned: Tuned) -> tuple[dict[str, str], dict[tuple[int, ...], list[lis
             continue
         kind, _, multiple = tuned.signature[name].partition(":")
         signature[name] = kind
+        if multiple and tuned.kernel.params[number].do_not_specialize:
+            raise ValueError(f"{tuned.kernel.__name__}: {name} is not specialised, and TUNED says what it divides by.")
         if multiple or kind.startswith("*"):
             attributes[(number,)] = [["tt.divisibility", int(multiple or 16)]]
     return signature, attributes

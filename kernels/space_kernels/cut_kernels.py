@@ -155,7 +155,7 @@ def _typical_sums(
     return tl.sum(total, 0), tl.sum(number, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J"])
 def _cut(
     logits,
     top_ks,

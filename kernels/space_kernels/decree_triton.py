@@ -13,7 +13,7 @@ from space_kernels.step_verdict import StepVerdict
 from space_kernels.tuned import Tuned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "width"])
 def _decree(
     chances,
     ids,

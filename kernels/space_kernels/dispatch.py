@@ -138,6 +138,10 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, float8_kv: 
         return reference_ops(CudaLinear)
     ops = triton_ops(ExactLinear if exact else CudaLinear)
     if attention == "torch":
+        if exact:
+            raise ValueError(
+                "torch's attention on a GPU gives a row bits that depend on its company: leave out --exact"
+            )
         return replace(ops, attention="torch", space_attention=torch_attention.space_attention, attend=None)
     return ops
 

@@ -28,6 +28,8 @@ NAN = 0x7F
 _OUTPUTS = 1024
 """Outputs whose weights are in memory as float32 at the same time."""
 
+_FRACTION = GREATEST / 2**9
+
 _LEAST_EXPONENT = -100
 """Of a scale: numbers kept are then bfloat16 numbers without exception."""
 
@@ -48,10 +50,11 @@ class Float8:
             rows = slice(begin, begin + _OUTPUTS)
             part = weight[rows].detach().float()
             greatest = part.abs().amax(dim=1)
-            # greatest/448 ≤ 2^e, from the float's own exponent: greatest/448 = fraction·2^exponent, 1/2 ≤ fraction < 1
-            fraction, exponent = torch.frexp(greatest / GREATEST)
-            exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_(min=_LEAST_EXPONENT)
-            scale[rows] = torch.ldexp(torch.ones_like(greatest), exponent)
+            # greatest ≤ 448·2^e = 7/8·2^(e + 9), from the float's own exponent: greatest = fraction·2^exponent,
+            # 1/2 ≤ fraction < 1. No quotient and no power: a GPU rounds both.
+            fraction, exponent = torch.frexp(greatest)
+            exponent = torch.where(fraction <= _FRACTION, exponent - 9, exponent - 8).clamp_(min=_LEAST_EXPONENT)
+            scale[rows] = ((exponent.int() + 127) << 23).view(torch.float32)
             scale[rows] += greatest - greatest  # of what is not finite: NaN
             numbers[rows] = nearest(part / scale[rows, None])
         return cls(numbers, scale)

@@ -33,7 +33,7 @@ def _weight(z, peak, SCALE: tl.constexpr):
     return (tl.exp(z.to(tl.float64) - peak.to(tl.float64)) * SCALE + 0.5).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J"])
 def _edit(
     logits,
     bias_ids,
@@ -67,7 +67,7 @@ def _edit(
         tl.store(of_row + ids, tl.full([BLOCK], float("-inf"), tl.float32), ids >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J", "num_tail", "tail_stride"])
 def _temper(
     logits,
     allowed,
@@ -133,7 +133,7 @@ def _bin(z, peak):
     return tl.minimum((peak - z) * 4.0, _BINS - 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J"])
 def _weigh(
     logits,
     top_ks,
@@ -171,7 +171,7 @@ def _nearness(z, peak, centre):
     return _NEAREST - 1 - distance.to(tl.int64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J"])
 def _loudest(
     logits,
     keys,
@@ -232,7 +232,7 @@ def _loudest(
     tl.store(winners + row * T + tile, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J"])
 def _winner(
     greedy,
     peaks,

@@ -29,7 +29,7 @@ def _room(
     return start, running, tl.where(running, number, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "k", "num_chain_rows", "num_padded"])
 def _rows(
     lives,
     roots,
@@ -94,7 +94,7 @@ def _rows(
     tl.store(runnings + row, running.to(tl.uint8), of_batch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "most", "num_rows"])
 def _masks(
     lengths,
     ends,
@@ -135,7 +135,7 @@ def _masks(
     tl.store(counts + sequence, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "num_proposed"])
 def _advance(
     lives,
     roots,

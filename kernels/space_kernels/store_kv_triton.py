@@ -19,7 +19,7 @@ def _kept(wide, dtype: tl.constexpr):
     return narrowed(wide) if dtype == tl.uint8 else wide.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _store_kv(
     key,
     value,

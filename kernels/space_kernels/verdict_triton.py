@@ -25,7 +25,7 @@ def _leading(holds, places, PLACES: tl.constexpr):
     return tl.min(tl.where(holds, PLACES, places), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _judge(
     samples,
     usables,

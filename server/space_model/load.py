@@ -35,7 +35,7 @@ from space_model.model_error import (
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
-from space_model.precision import KV_DTYPES, choose_device, choose_dtype
+from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
 from space_model.probe import check_logits, expected_logits
 from space_model.quantized_format import read_format
 from space_model.quantized_model import read_packed, stays_packed
@@ -88,6 +88,8 @@ def load_model(
     checkpoint = Checkpoint.open(path)
     config = family.read_config(checkpoint)
     place = choose_device(device)
+    if place.type == "cuda":
+        refuse_tf32()
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights)
     if kv_dtype not in KV_DTYPES:
         raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")

@@ -23,6 +23,12 @@ def choose_device(device: str) -> torch.device:
     return place
 
 
+def refuse_tf32() -> None:
+    """float32 is IEEE's on a GPU, too, whatever the environment says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
 WEIGHTS = ("plain", "int8", "fp8")
 """How the weights of linears are held: as the dtype says, in whole numbers of eight bits and scales, or in numbers of
 eight bits with a floating point and scales (on a CPU these save nothing: see float8_model.py)."""

@@ -175,7 +175,7 @@ def _fastest(
     fallback: Backend,
     clock: Callable[[], float],
 ) -> AttentionChoice:
-    """The candidate with the best score; the fallback where none is left."""
+    """The candidate with the best score; the fallback where none is left. Raises UnusableAttention."""
     loaded: dict[str, Attention] = {}
     seconds: dict[str, dict[Case, float]] = {}
     try:
@@ -184,6 +184,7 @@ def _fastest(
     except torch.OutOfMemoryError:
         usual = next((one for one in candidates if one.name == "triton"), fallback)
         absent |= {one.name: "no memory to try it in" for one in candidates if one is not usual}
+        _refuse_unfit(usual, need, absent)
         return AttentionChoice(usual, usual.load(need), {}, absent)
     for backend in candidates:
         try:
@@ -195,10 +196,18 @@ def _fastest(
         except Exception as error:  # libraries compile and load at the first call, and may raise anything
             absent[backend.name] = f"failed: {type(error).__name__}: {_first_line(error)}"
     if not loaded:
+        _refuse_unfit(fallback, need, absent)
         return AttentionChoice(fallback, fallback.load(need), {}, absent)
     scored = scores(seconds)
     best = min(loaded, key=lambda name: scored[name])  # the first of equal ones
     return AttentionChoice(next(one for one in candidates if one.name == best), loaded[best], seconds, absent)
+
+
+def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str]) -> None:
+    """Raise UnusableAttention where the one that is left gives less than was asked for."""
+    if need.exact and (why := last.refusal(need, installed_version)) is not None:
+        others = "; ".join(f"{name}: {what}" for name, what in absent.items() if name != last.name)
+        raise UnusableAttention(f"No attention is left. {last.name} {why}. The others: {others or 'none'}.")
 
 
 def scores(seconds: Mapping[str, Mapping[Case, float]]) -> dict[str, float]:

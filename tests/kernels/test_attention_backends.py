@@ -61,6 +61,7 @@ def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
         ("flash-attn-2", {"head_dim": 512}, "takes head sizes in steps of 8 up to 256; the model has 512"),
         ("flash-attn-2", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
         ("flashinfer", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
+        ("torch", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
         ("flashinfer", {"capability": None, "device": "cpu"}, "needs an NVIDIA GPU; the model is on cpu"),
     ],
 )

@@ -58,6 +58,8 @@ def test_a_gpu_may_attend_by_the_reference() -> None:
     ops = ops_for("cuda", attention="torch")
     assert (ops.attention, ops.space_attention, ops.attend) == ("torch", attention.space_attention, None)
     assert ops.swiglu is ops_for("cuda").swiglu
+    with pytest.raises(ValueError, match="leave out --exact"):
+        ops_for("cuda", attention="torch", exact=True)
 
 
 def test_without_triton_a_gpu_gets_the_references_and_the_log_says_so_once(

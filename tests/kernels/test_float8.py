@@ -18,6 +18,16 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 """The interpreter does not round to bfloat16, and multiplies matrices of it bit by bit."""
 
 
+def test_a_gpu_finds_the_same_scales() -> None:
+    weight = torch.randn(300, 48, generator=torch.Generator().manual_seed(2))
+    weight *= 2.0 ** torch.arange(-120, 110).repeat(2)[:300, None]
+    weight[::7] = GREATEST * 2.0 ** torch.arange(-40, 3)[:, None]
+    here, there = Float8.of(weight), Float8.of(weight.to(DEVICE))
+    assert all(math.frexp(scale)[0] == 0.5 for scale in there.scale.tolist())
+    assert torch.equal(here.scale, there.scale.cpu())
+    assert torch.equal(here.numbers.view(torch.uint8), there.numbers.cpu().view(torch.uint8))
+
+
 def draw(rows: int, out: int, width: int) -> tuple[Tensor, Float8, Tensor]:
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(rows, width, generator=generator)

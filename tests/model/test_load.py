@@ -18,7 +18,7 @@ from space_model.checkpoint import Checkpoint
 from space_model.forward_batch import ForwardBatch, Segment
 from space_model.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
-from space_model.precision import choose_dtype
+from space_model.precision import choose_dtype, refuse_tf32
 from space_model.testing import FIRST_MASK, tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -341,3 +341,15 @@ def test_the_tiny_tokenizer_gives_text_back(vocab_size: int, tmp_path: Path) -> 
     assert tokenizer.decode(ids) == "def f(x):\n  return x"
     assert max(ids) < vocab_size
     assert tokenizer.token_to_id("<|mask_1|>") == FIRST_MASK
+
+
+def test_a_gpu_multiplies_float32_as_ieee_has_it() -> None:
+    """NVIDIA's images ask for TF32 in the environment."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        refuse_tf32()
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -132,6 +132,12 @@ def test_where_nobody_is_left_it_is_torch() -> None:
     assert (choice.name, choice.absent) == ("torch", {"broken": "failed: ImportError: gone"})
 
 
+def test_rather_none_than_one_that_breaks_the_promise() -> None:
+    need = dataclasses.replace(NEED, exact=True)
+    with pytest.raises(UnusableAttention, match=r"No attention is left\. torch .* leave out --exact.*broken: failed"):
+        auto(Clock(), dataclasses.replace(fake("broken", ImportError("gone")), row_invariant=True), need=need)
+
+
 def test_where_there_is_no_memory_to_measure_in_it_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     fakes = [fake(name, taking(clock, lambda masks: 1e-3)) for name in ("fast", "triton")]
