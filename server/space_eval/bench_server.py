@@ -183,12 +183,18 @@ def unwind_when_told_to_end() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """For a process that must be told its port. Below those that the system gives to others, which might be given this
-    one before it is taken.
+    """For a process that must be told its port: never the same twice. Below those that the system gives to others,
+    which might be given this one before it is taken.
     """
     for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        if port in _given_ports:
+            continue
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given_ports.add(port)
             return port
     raise ServerError("no port is free")
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from space_eval.bench_server import children
+from space_eval.bench_server import children, free_port
 
 BENCHMARK = """
 import sys, time
@@ -52,3 +52,7 @@ def test_programs_unwind_when_they_are_told_to_end(program: list[str]) -> None:
         started.send_signal(signal.SIGTERM)
         assert started.wait(60) == 128 + signal.SIGTERM
     assert not any(map(psutil.pid_exists, servers))
+
+
+def test_two_who_ask_for_a_port_before_either_takes_it_get_two() -> None:
+    assert free_port() != free_port()
