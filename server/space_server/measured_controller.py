@@ -41,6 +41,12 @@ EVERY, SELDOM = 16, 64
 plain, ever more of them, up to the second, and a crowd of another size waits for the first.
 """
 
+HOPELESS = 0.9
+"""The share of plain decoding below which drafting is known not to pay in a larger crowd either: rows of more sequences
+cost more. Under load every crowd is of another size than the last, and a look costs a tenth of such a step. Where the
+first rules fall so far short the others are not asked.
+"""
+
 PATIENCE = 24
 """Steps of plain decoding before speculation is taken up again: taking it up costs a step of masks alone."""
 
@@ -85,6 +91,9 @@ RULES = (
 )
 """Those tried. Prices treat different sequences best; bounds find what lies below a machine's ridge."""
 
+FIRST_RULES = RULES[::4]
+"""Of all sizes: none of the others is far better than all of these."""
+
 
 @lru_cache(maxsize=8192)
 def chosen(kind: Kind, rule: Rule) -> Worth:
@@ -126,6 +135,9 @@ class MeasuredController:
         self._num_surprises = 0  # of the cost, when it was looked at
         self._num_since = 0  # steps since it was looked at
         self._num_to_look = EVERY  # steps between two looks
+        self._hopeless = math.inf  # sequences from which on drafting is far from paying, as of the last look
+        self._nobody = False  # of that crowd may have masks
+        self._priced = 0, 0  # sequences, and surprises of the cost, that `row_price` is of
         self._trials = Trials()
         self._num_plain = PATIENCE  # steps of plain decoding in a row
         self._num_unprobed = 0  # steps that speculated since plain decoding was measured
@@ -154,13 +166,15 @@ class MeasuredController:
         self._proposals.stepped(len(rooms), num_read, by_masks=self._rule is not None)
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
-        has_changed = 8 * abs(len(rooms) - self._num_sequences) > self._num_sequences
-        if has_changed or self._rule is not None:
+        has_changed = _differ(len(rooms), self._num_sequences)
+        is_hopeless = self._rule is None and len(rooms) >= self._hopeless
+        if self._num_since >= EVERY and (self._rule is not None or (has_changed and not is_hopeless)):
             self._num_to_look = EVERY
         has_others = any(room.chances for room in rooms)
         # Who drafts must know at once whether that pays in another crowd; plain decoding can wait for its turn.
-        drafts = self._rule is not None or has_others or not self._num_sequences  # nothing is known at first
-        is_due = (drafts and (surprised or has_changed)) or self._num_since >= self._num_to_look
+        is_anew = self._rule is not None or not self._num_sequences  # nothing is known at first
+        is_due = (is_anew and (surprised or has_changed)) or self._num_since >= self._num_to_look
+        is_due = is_due or (self._nobody and any(_may_have_masks(room) for room in rooms))
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
             self._watched = False
@@ -170,6 +184,8 @@ class MeasuredController:
             self._choose(Crowd.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
             self._num_surprises = self.cost.num_surprises
+        elif has_others:
+            self._price(len(rooms), load)
         rule = self._rule
         # Masks of one step alone bring nothing: where the next one decodes plainly, its drafts would be dropped.
         if load.num_prefill_rows and rule is not None:
@@ -219,9 +235,11 @@ class MeasuredController:
     def _choose(self, crowd: Crowd, load: Load) -> None:
         is_known = self._promise.look_back(self._num_since * self._num_sequences)
         load = Load(num_context=load.num_context)
-        self.row_price = self._row_price(crowd.size, load)
+        self._price(crowd.size, load, anew=True)
         plain = (1.0 + self._proposals.gain) * self._expected(None, crowd, load).rate
-        rates = self._rates(crowd, load)
+        rates = self._rates(crowd, load, FIRST_RULES) if self._rule is None else {}
+        if not rates or max(rates.values()) > HOPELESS * plain:
+            rates = self._rates(crowd, load, RULES)
         best = max(rates, key=rates.__getitem__, default=None)
         most = 0.0 if best is None else rates[best]
         if best is None:  # nobody may draft: nothing is learnt of it, and no trial comes nearer
@@ -229,6 +247,8 @@ class MeasuredController:
         elif self._rule is None and not is_known:
             self._promise.forgive(self._num_since / self._trials.rarity)
         self._advantage = most / plain - 1.0
+        self._nobody = not any(kind.max_masks for kind in crowd.kinds)
+        self._hopeless = crowd.size if best is not None and most < HOPELESS * plain else math.inf
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, SELDOM)
@@ -250,12 +270,14 @@ class MeasuredController:
         self._rate = plain if self._rule is None else rates[self._rule]
         self._promise.give(self._rate / self._promise.share, self._expected(self._rule, crowd, load).seconds)
 
-    def _rates(self, crowd: Crowd, load: Load) -> dict[Rule, float]:
-        """Tokens per second of each rule by which somebody has masks, as far as promises are kept."""
+    def _rates(self, crowd: Crowd, load: Load, rules: Sequence[Rule]) -> dict[Rule, float]:
+        """Tokens per second of each of the rules by which somebody has masks, as far as promises are kept."""
         kinds = [kind for kind in crowd.kinds if kind.max_masks]
+        if not kinds:
+            return {}
         known: dict[tuple[Worth, ...], float] = {}  # several rules choose the same
         rates: dict[Rule, float] = {}
-        for rule in RULES:
+        for rule in rules:
             worths_of = tuple([chosen(kind, rule) for kind in kinds])
             if all(not worth.mask_rows for worth in worths_of):
                 continue
@@ -267,7 +289,7 @@ class MeasuredController:
     def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
         """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""
         found: dict[Rule | None, float] = {}
-        for rule in {None, self._rule, *RULES[::4]}:
+        for rule in {None, self._rule, *FIRST_RULES}:
             expected = self._expected(rule, crowd, load)
             found[rule] = expected.tokens - self._rate * expected.seconds
         return max(found, key=found.__getitem__)
@@ -310,18 +332,23 @@ class MeasuredController:
             seconds += share * self.cost.seconds(shape)
         return Expected(worth.tokens, seconds / total + self._promise.pause)
 
-    def _row_price(self, num_sequences: int, load: Load) -> float:
-        """At what a token costs now, with a margin for the host's part in proposing and judging.
+    def _price(self, num_sequences: int, load: Load, *, anew: bool = False) -> None:
+        """A row at what a token costs now, with a margin for the host's part in proposing and judging; where nothing
+        has changed only `anew`.
 
         By the dearest of the steps that such drafts make: of one sequence or two, as they come, and of all. What these
         were found to cost is known better than what lies between, for they are taken.
         """
+        size, num_surprises = self._priced
+        if not (anew or num_surprises != self.cost.num_surprises or _differ(num_sequences, size)):
+            return
+        self._priced = num_sequences, self.cost.num_surprises
         before = self.cost.seconds(StepShape.plain(num_sequences, load.num_context))
         dearest = 0.0
         for rows in (*PROPOSED_ROWS, 4 * num_sequences):
             more = StepShape(num_sequences, num_sequences + rows, num_context=load.num_context)
             dearest = max(dearest, (self.cost.seconds(more) - before) / rows)
-        return PROPOSAL_MARGIN * dearest * num_sequences / (before + self._promise.pause)
+        self.row_price = PROPOSAL_MARGIN * dearest * num_sequences / (before + self._promise.pause)
 
     def _is_probe(self) -> bool:
         """Once in a while, more often where plain decoding is nearly as good: what it costs must stay known."""
@@ -344,6 +371,15 @@ class MeasuredController:
             num_drafts += 1
         groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
         return DraftLayout.of(num_drafts, groups)
+
+
+def _differ(size: int, known: int) -> bool:
+    """Whether a crowd is of another size than the one something is known of."""
+    return 8 * abs(size - known) > known
+
+
+def _may_have_masks(room: Room) -> bool:
+    return room.acceptance is not None and room.max_masks > 0
 
 
 def _kind(room: Room) -> Kind:

@@ -163,6 +163,25 @@ def test_a_restless_machine_has_nobody_look_more_often(per_row: float, looks: in
     assert controller.num_looks - before == looks
 
 
+def test_crowds_far_too_large_for_drafts_are_looked_at_in_their_turn_however_their_size_changes() -> None:
+    controller = Watched(Machine(1.0, 0.3, ridge=4))
+    assert settled(controller, [room()] * 16) == [DraftLayout.plain()] * 16
+    before = controller.num_looks
+    for number in range(8 * SELDOM):
+        assert not controller.layouts([room()] * (12, 16, 24, 9)[number % 4], Load())[0].num_masks
+    assert controller.num_looks - before <= 16
+    laid_out = [next_layout(controller, [room()]).num_masks for _ in range(EVERY + 1)]  # one alone is no such crowd
+    assert laid_out[-1] > 0
+
+
+def test_who_may_draft_need_not_wait_behind_others_who_may_not() -> None:
+    controller = MeasuredController(Machine(1.0, 0.0))
+    plain = Room(1, 0, 0, ROOM_ENOUGH)
+    assert settled(controller, [plain]) == [DraftLayout.plain()]
+    assert controller.layouts([plain], Load()) == [DraftLayout.plain()]
+    assert next_layout(controller, [room()]) == DraftLayout.full(5, 5)
+
+
 def test_at_the_threshold_the_choice_does_not_swing() -> None:
     """Costs that tell two layouts apart by less than the margin, in turn one and the other."""
     machine = Machine(1.0, 0.02, ridge=16)
