@@ -92,17 +92,21 @@ class StepGraphs:
         it, this one is not.
         """
         begun, stream = time.perf_counter(), torch.cuda.current_stream()
-        graph = torch.cuda.CUDAGraph()
+        graph, said, wants_memory = torch.cuda.CUDAGraph(), None, False
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._into_result(kind)
         except RuntimeError as error:
             self._let_go(stream)
-            if is_out_of_memory(error) or (error.__context__ is not None and is_out_of_memory(error.__context__)):
+            said, cause = str(error), error.__context__
+            wants_memory = is_out_of_memory(error) or (cause is not None and is_out_of_memory(cause))
+        if said is not None:  # only here the error has let go of what was recorded
+            graph.reset()
+            if wants_memory:
                 self._make_room(kind)
             else:
                 self._captures = False
-                _log.warning("steps are launched one kernel at a time, for they cannot be captured: %s", error)
+                _log.warning("steps are launched one kernel at a time, for they cannot be captured: %s", said)
             return None
         self._graphs[kind] = graph
         if len(self._graphs) > self._most:
@@ -126,13 +130,23 @@ class StepGraphs:
         with suppress(RuntimeError):  # it is over already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
+    def _is_held(self) -> bool:
+        """Whether a part of the pool in which nothing lies could not be given back, though no graph has it: a capture
+        that fails holds its pool for good, in torch without pytorch/pytorch#190348.
+        """
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return any(segment["segment_pool_id"] == self._pool and not segment["active_size"] for segment in segments)
+
     def _make_room(self, kind: StepKind) -> None:
         """Take this kind eagerly from now on, and let go of all graphs: those that are needed are captured again."""
         self._eager.add(kind)
         torch.cuda.synchronize()  # some may run
         self._graphs.clear()
-        self._pool = _new_pool()
         give_back_unused()
+        if self._is_held():
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
+            give_back_unused()
+        self._pool = _new_pool()
         _log.warning(
             "there is no memory to capture a step of %d lines: it is launched kernel by kernel", kind.num_lines
         )

@@ -14,6 +14,7 @@ from space_kernels.law_tensors import Stages
 from space_model.draft_layout import DraftLayout
 from space_model.load import load_model
 from space_proto import worker_pb2 as pb
+from space_server import device_graphs
 from space_server.controller import FixedLayout
 from space_server.device_graphs import StepGraphs
 from space_server.device_step import StepKind
@@ -24,6 +25,9 @@ from torch import Tensor
 
 def kind(num_lines: int) -> StepKind:
     return StepKind(num_lines, DraftLayout.plain(), Stages(), 16)
+
+
+POOL = (0, 7)
 
 
 class Failed(RuntimeError):
@@ -42,6 +46,9 @@ class Recorder:
     error: Exception | None = None  # of steps that are captured
     debug: str = "default"
     has_noticed: bool = False
+    ends_itself: bool = False  # a capture whose end fails tells the allocator that it is over
+    releases_itself: bool = False  # a graph whose capture has failed gives its pool up
+    num_holding: int = 0  # captures and graphs that hold their pool
 
     def set_debug(self, mode: str) -> None:
         """As torch does: with a notice about itself the first time in a process."""
@@ -74,12 +81,16 @@ class Recorder:
         assert "pool" in settings
         assert not self.underway
         before, self.stream, self.recording, self.underway = self.stream, "capturing", graph.holds, True
+        self.num_holding += 1
+        graph.has_ended = self.releases_itself
         try:
             yield
         finally:
             self.recording = None
-            if self.error is not None and not isinstance(self.error, torch.OutOfMemoryError):
+            if self.error is not None:
+                self.underway = not self.ends_itself
                 raise Failed("operation failed due to a previous error during capture")
+            graph.has_ended = True
             self.stream, self.underway = before, False
 
     def end_allocating(self, device: int, pool: object) -> None:
@@ -87,11 +98,30 @@ class Recorder:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.underway = False
 
+    def release_pool(self, device: int, pool: object) -> None:
+        self.num_holding -= 1
+        if self.num_holding < 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: uc >= 0")
 
-@dataclass
+    def snapshot(self) -> list[dict[str, object]]:
+        """Memory that was not given back: of another pool, and of the graphs' a part in which something lies."""
+        kept = [((0, 0), 0), (POOL, 64), *([(POOL, 0)] if self.num_holding else [])]
+        return [{"segment_pool_id": pool, "active_size": size} for pool, size in kept]
+
+
+@dataclass(eq=False)
 class Graph:
     recorder: Recorder
     holds: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+    def reset(self) -> None:
+        if self.has_ended:
+            self.has_ended = False
+            self.recorder.release_pool(0, POOL)
+
+    def __del__(self) -> None:
+        self.reset()
 
     def replay(self) -> None:
         self.recorder.taken.append(f"replay {self.holds[0]}")
@@ -107,7 +137,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.set_debug)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", found.snapshot)
+    monkeypatch.setattr(device_graphs, "_new_pool", lambda: POOL)
     monkeypatch.setitem(torch._C.__dict__, "_cuda_endAllocateToPool", found.end_allocating)
+    monkeypatch.setitem(torch._C.__dict__, "_cuda_releasePool", found.release_pool)
     return found
 
 
@@ -172,16 +205,26 @@ def test_steps_that_cannot_be_captured_are_launched_where_the_others_are(
     assert any("cannot be captured" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("ends_itself", "releases_itself"),
+    [
+        pytest.param(False, False, id="torch-2.11"),
+        pytest.param(True, False, id="with-180395"),
+        pytest.param(True, True, id="with-190348"),
+    ],
+)
 def test_a_step_there_is_no_memory_to_capture_is_launched_and_others_are_captured_again(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, ends_itself: bool, releases_itself: bool
 ) -> None:
+    """And nobody holds the pool in which there was none: its memory can be had again."""
+    recorder.ends_itself, recorder.releases_itself = ends_itself, releases_itself
     graphs = graphs_of(recorder)
     for number in (1, 1, 1, 2):
         graphs(kind(number))
     recorder.error = torch.OutOfMemoryError("CUDA out of memory.")
     recorder.taken.clear()
     graphs(kind(2))
-    assert len(graphs) == 0
+    assert len(graphs) == recorder.num_holding == 0
     recorder.error = None
     for number in (2, 1, 1, 2):
         graphs(kind(number))
@@ -251,3 +294,21 @@ def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: b
     for _ in range(4):
         assert graphs(kind(3)).tolist() == [0, 1, 2]
     assert graphs.num_replays == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_capture_took_that_found_no_more_memory_is_given_back() -> None:
+    def take(of: StepKind) -> Tensor:
+        found = torch.arange(of.num_lines, dtype=torch.int32, device="cuda")
+        if torch.cuda.is_current_stream_capturing():
+            held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            return torch.cat([held, torch.empty(1 << 46, dtype=torch.uint8, device="cuda")])
+        return found
+
+    graphs = StepGraphs(take, torch.zeros(8, dtype=torch.int32, device="cuda"))
+    graphs._captures, pool = True, graphs._pool
+    for _ in range(3):
+        assert graphs(kind(3)).tolist() == [0, 1, 2]
+    assert graphs._captures  # it was for memory
+    assert pool not in [segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()]  # type: ignore[no-untyped-call]
