@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -53,12 +53,13 @@ class ServerProcess:
         self._ready = False
 
     def __enter__(self) -> ServerProcess:
-        self.start()
         try:
+            self.start()
             if self._wait_ready:
                 self.wait_ready()
         except BaseException:
-            self.kill()
+            if self._process is not None:
+                self.kill()
             raise
         return self
 
@@ -98,21 +99,22 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start without waiting; its process group is its own, so that a Ctrl-C here is not one there."""
-        self._process = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._readers = [
-            threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("stdout", "stderr")
-        ]
-        for reader in self._readers:
-            reader.start()
+        with _unbroken():
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._readers = [
+                threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("stdout", "stderr")
+            ]
+            for reader in self._readers:
+                reader.start()
 
     def wait_ready(self) -> None:
         """Until the model is loaded. Raises ServerError if the process ends, or takes too long, before that."""
@@ -176,6 +178,28 @@ class ServerProcess:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Signals that end this process by an exception do so after the block: there is no moment then in which a process
+    runs and nobody knows of it. A mask would be handed on to that process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the exceptions are that one's
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+    for came in arrived:
+        signal.raise_signal(came)
 
 
 def unwind_when_told_to_end() -> None:

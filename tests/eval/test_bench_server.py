@@ -40,6 +40,30 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind() -> None:
         assert subprocess.run(["kill", "-0", str(server)], check=False, capture_output=True).returncode != 0
 
 
+HURRIED = """
+import os, signal, subprocess, sys
+from space_eval import bench_server
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **settings):
+        super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **settings)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+bench_server.unwind_when_told_to_end()
+bench_server.subprocess.Popen = Popen
+with bench_server.ServerProcess([], wait_ready=False) as server:
+    print("not to be reached", flush=True)
+"""
+
+
+def test_a_benchmark_that_is_told_to_end_while_it_starts_a_server_leaves_none_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", HURRIED], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    (server,) = done.stdout.split()
+    assert not psutil.pid_exists(int(server))
+
+
 @pytest.mark.parametrize("program", [["space_eval.bench"], ["space_eval", "crowd"]], ids=" ".join)
 def test_programs_unwind_when_they_are_told_to_end(program: list[str]) -> None:
     started = subprocess.Popen([sys.executable, "-m", *program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
