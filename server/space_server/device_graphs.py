@@ -98,8 +98,8 @@ class StepGraphs:
                 self._into_result(kind)
         except RuntimeError as error:
             self._let_go(stream)
-            said, cause = str(error), error.__context__
-            wants_memory = is_out_of_memory(error) or (cause is not None and is_out_of_memory(cause))
+            said = str(error)
+            wants_memory = any(is_out_of_memory(one) for one in (error, error.__context__) if one is not None)
         if said is not None:  # only here the error has let go of what was recorded
             graph.reset()
             if wants_memory:

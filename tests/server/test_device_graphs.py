@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Recorder:
     ends_itself: bool = False  # a capture whose end fails tells the allocator that it is over
     releases_itself: bool = False  # a graph whose capture has failed gives its pool up
     num_holding: int = 0  # captures and graphs that hold their pool
+    recorded: weakref.ref[Tensor] | None = None  # what the last step that was captured had made when it failed
+    was_left: list[bool] = field(default_factory=list)  # each time that unused memory was given back: it was there yet
 
     def set_debug(self, mode: str) -> None:
         """As torch does: with a notice about itself the first time in a process."""
@@ -69,7 +72,9 @@ class Recorder:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         if self.recording is not None:
             if self.error is not None:
-                raise self.error
+                made = torch.zeros(8)
+                self.recorded = weakref.ref(made)
+                raise type(self.error)(*self.error.args)
             self.recording.append(of.num_lines)
         return torch.full((of.num_lines, 1), of.num_lines, dtype=torch.int32)
 
@@ -103,6 +108,9 @@ class Recorder:
         self.num_holding -= 1
         if self.num_holding < 0:
             raise RuntimeError("INTERNAL ASSERT FAILED: uc >= 0")
+
+    def give_back(self) -> None:
+        self.was_left.append(self.recorded is not None and self.recorded() is not None)
 
     def snapshot(self) -> list[dict[str, object]]:
         """Memory that was not given back: of another pool, and of the graphs' a part in which something lies."""
@@ -140,6 +148,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", found.snapshot)
     monkeypatch.setattr(device_graphs, "_new_pool", lambda: POOL)
+    monkeypatch.setattr(device_graphs, "give_back_unused", found.give_back)
     monkeypatch.setitem(torch._C.__dict__, "_cuda_endAllocateToPool", found.end_allocating)
     monkeypatch.setitem(torch._C.__dict__, "_cuda_releasePool", found.release_pool)
     return found
@@ -228,6 +237,8 @@ def test_a_step_there_is_no_memory_to_capture_is_launched_and_others_are_capture
     recorder.taken.clear()
     graphs(kind(2))
     assert len(graphs) == recorder.num_holding == 0
+    assert recorder.was_left
+    assert not any(recorder.was_left)
     recorder.error = None
     for number in (2, 1, 1, 2):
         graphs(kind(number))
