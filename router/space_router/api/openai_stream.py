@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_GOES_ON = {"finish_reason": None, "stop_reason": None}
 
 
 class Shape(Protocol):
@@ -67,8 +68,8 @@ class OpenAIAnswer:
             ranked = most_probable(group) if len(group) > self.plan.num_shown else group
             for one in ranked[: self.plan.num_shown]:
                 body = self.shape.whole(one, group[0])
-                self._add_extensions(body, one, group[0].prompt_logprobs, first=True)
-                reasons = self._reasons(one.progress.finish, one.progress.stop_reason)
+                self.add_extensions(body, one, group[0].prompt_logprobs, first=True)
+                reasons = self.reasons(one.progress.finish, one.progress.stop_reason)
                 choices.append({"index": len(choices), **reasons, **body})
         return {
             "id": self.plan.request_id,
@@ -83,68 +84,22 @@ class OpenAIAnswer:
 
     async def events(self, running: Running) -> AsyncGenerator[bytes]:
         """One event per step and choice; those of one moment as one chunk; an error is the last event."""
+        steps = running.steps()
+        written = _Events(self, running)
         try:
-            async with aclosing(self._events(running)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
+                yield b"".join([written.event(progress, delta) for progress, delta in step])
+            yield written.last()
         except ApiError as error:
             yield b"data: " + event_json(openai_error(error)) + b"\n\n"
         except Exception as error:
             yield b"data: " + event_json(openai_error(unforeseen(error))) + b"\n\n"
 
-    async def _events(self, running: Running) -> AsyncGenerator[bytes]:
-        options = self.options.stream_options
-        usage_at_end = options is not None and bool(options.include_usage)
-        usage_always = options is not None and bool(options.continuous_usage_stats)
-        head = {"id": self.plan.request_id, "object": self.shape.chunk_object, "created": self.created}
-        head |= {"model": self.model, "system_fingerprint": running.fingerprint}
-        prefix = b"data: " + event_json(head)[:-1]
-        obfuscate = options is not None and bool(options.include_obfuscation)
-        event_steps = EventSteps() if options is not None and options.include_steps else None
-        started: set[int] = set()
-        num_open = len(running.choices)
-        extended = self._extended
-        steps = running.steps()
-        async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
-            chunk = bytearray()
-            for progress, delta in step:
-                index = progress.choice.index
-                first = index not in started
-                body = self.shape.piece(progress, delta, first=first)
-                if extended:
-                    written = Written(progress, tokens=list(delta.tokens))
-                    self._add_extensions(body, written, delta.prompt_logprobs, first=first)
-                started.add(index)
-                event: dict[str, Any] = {
-                    "choices": [{"index": index, **self._reasons(delta.finish, delta.stop_reason), **body}]
-                }
-                if usage_always:
-                    event["usage"] = usage(self.plan, running.choices)
-                elif usage_at_end:
-                    event["usage"] = None
-                num_open -= delta.finish is not None
-                if not num_open:
-                    event["spaceserve"] = statistics(self.plan, running.choices)
-                if event_steps is not None and self.plan.answered:
-                    event["spaceserve"] = event.get("spaceserve", {}) | event_steps.of(progress, delta)
-                data = prefix + b"," + event_json(event)[1:] + b"\n\n"
-                chunk += obfuscated(data) if obfuscate else data
-            yield bytes(chunk)
-        last = bytearray()
-        if usage_at_end:
-            tail = {
-                "choices": [],
-                "usage": usage(self.plan, running.choices),
-                "spaceserve": statistics(self.plan, running.choices),
-            }
-            last += prefix + b"," + event_json(tail)[1:] + b"\n\n"
-        yield bytes(last + DONE)
-
     @property
-    def _extended(self) -> bool:
+    def extended(self) -> bool:
         return bool(self.options.return_token_ids) or self.options.prompt_logprobs is not None
 
-    def _add_extensions(
+    def add_extensions(
         self, body: dict[str, Any], written: Written, prompt: Sequence[TokenLogprobs], *, first: bool
     ) -> None:
         """What OpenAI's choices do not have: ids, and log-probabilities of the prompt; `written` may be a piece."""
@@ -156,11 +111,64 @@ class OpenAIAnswer:
             tokenizer, count = self.shape.tokenizer, self.options.prompt_logprobs
             body["prompt_logprobs"] = prompt_logprobs(tokenizer, prompt, count, first=first)
 
-    def _reasons(self, finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
+    def reasons(self, finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
         if finish is not None and not self.plan.answered:  # it is the limit of 0 that ended it, whatever the engine's
             finish, stop_reason = FinishReason.LENGTH, None  # one token was
         name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
         return {"finish_reason": name, "stop_reason": stop_reason}
+
+
+class _Events:
+    """The events of one answer, in order."""
+
+    def __init__(self, reply: OpenAIAnswer, running: Running) -> None:
+        options = reply.options.stream_options
+        self._reply, self._running = reply, running
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._obfuscate = options is not None and bool(options.include_obfuscation)
+        self._steps = EventSteps() if options is not None and options.include_steps else None
+        self._extended = reply.extended
+        head = {"id": reply.plan.request_id, "object": reply.shape.chunk_object, "created": reply.created}
+        head |= {"model": reply.model, "system_fingerprint": running.fingerprint}
+        self._prefix = b"data: " + event_json(head)[:-1] + b","  # the same in all of them
+        self._begun: set[int] = set()  # choices
+        self._num_open = len(running.choices)
+
+    def event(self, progress: Progress, delta: TextDelta) -> bytes:
+        """A piece of one choice."""
+        reply, index = self._reply, progress.choice.index
+        first = index not in self._begun
+        if first:
+            self._begun.add(index)
+        body = reply.shape.piece(progress, delta, first=first)
+        if self._extended:
+            written = Written(progress, tokens=list(delta.tokens))
+            reply.add_extensions(body, written, delta.prompt_logprobs, first=first)
+        reasons = _GOES_ON if delta.finish is None else reply.reasons(delta.finish, delta.stop_reason)
+        event: dict[str, Any] = {"choices": [{"index": index, **reasons, **body}]}
+        if self._usage_always:
+            event["usage"] = usage(reply.plan, self._running.choices)
+        elif self._usage_at_end:
+            event["usage"] = None
+        self._num_open -= delta.finish is not None
+        if not self._num_open:
+            event["spaceserve"] = statistics(reply.plan, self._running.choices)
+        if self._steps is not None and reply.plan.answered:
+            event["spaceserve"] = event.get("spaceserve", {}) | self._steps.of(progress, delta)
+        data = self._line(event)
+        return obfuscated(data) if self._obfuscate else data
+
+    def last(self) -> bytes:
+        """Usage, where it is wanted, and the end."""
+        if not self._usage_at_end:
+            return DONE
+        plan, choices = self._reply.plan, self._running.choices
+        tail = {"choices": [], "usage": usage(plan, choices), "spaceserve": statistics(plan, choices)}
+        return self._line(tail) + DONE
+
+    def _line(self, event: dict[str, Any]) -> bytes:
+        return b"%b%b\n\n" % (self._prefix, event_json(event)[1:])
 
 
 async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:

@@ -1,7 +1,6 @@
 """Log-probabilities of prompts in streams: computed for the first choice of a prompt, and told with each."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from space_router.api.plan import Plan
 from space_router.api.running import Progress
@@ -36,7 +35,7 @@ async def with_prompts(steps: AsyncIterator[Step], plan: Plan) -> AsyncIterator[
             for other, held in given:
                 values = () if other.choice.index in told else tuple(known[place])
                 told.add(other.choice.index)
-                ready.append((other, replace(held, prompt_logprobs=values)))
+                ready.append((other, held._replace(prompt_logprobs=values)))
             if given is waiting[place]:
                 waiting[place] = []
         if ready:

@@ -58,7 +58,7 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
 def _of_prompt(delta: TextDelta) -> TextDelta:
     """Its tokens are the prompt's, too."""
     known = tuple(token.logprobs for token in delta.tokens if token.logprobs is not None)
-    return replace(delta, text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
+    return delta._replace(text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
 
 
 @dataclass
@@ -204,12 +204,19 @@ class Running:
         return written
 
     async def _read(self, progress: Progress) -> AsyncIterator[TextDelta]:
-        async for delta in progress.text_stream.read(progress.stream):
+        """One delta for each of the engine's that made something certain."""
+        ends_in_prompt = progress.choice.ends_in_prompt
+        async for step in progress.stream:
+            delta = progress.text_stream.feed(step)
+            if delta is None:
+                continue
             if delta.finish is not None:
                 progress.finish, progress.stop_reason = delta.finish, delta.stop_reason
                 # The pages are of no use any more, whatever the other choices still do.
                 await progress.scope.aclose()
-            yield _of_prompt(delta) if progress.choice.ends_in_prompt else delta
+            yield _of_prompt(delta) if ends_in_prompt else delta
+            if delta.finish is not None:
+                return
 
     async def _merge(self) -> AsyncIterator[list[tuple[Progress, TextDelta]]]:
         """The choices' deltas in the order they come; those that are there together come together."""

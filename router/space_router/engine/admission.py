@@ -91,7 +91,7 @@ class Admission:
         """Park a request behind the one that is computing its prefix, if there is one."""
         if live.num_waits >= MAX_WAITS:
             return False
-        asked = (scheduler.promise(live) for scheduler in schedulers if not scheduler.is_blocked(live))
+        asked = (scheduler.promises.to(live) for scheduler in schedulers if not scheduler.is_blocked(live))
         promises = [promise for promise in asked if promise is not None]
         if not promises:
             return False

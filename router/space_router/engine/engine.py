@@ -10,7 +10,6 @@ from types import TracebackType
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
-from space_router.engine import wire
 from space_router.engine.admission import Admission, Admitted
 from space_router.engine.door import LoadFigures, allowed_tokens, worth_waiting
 from space_router.engine.errors import (
@@ -260,8 +259,8 @@ class Engine:
             self._trials.advanced(advance.live, seat.scheduler, now)
         for live in outcome.readmit:
             self._wait_again(live)
-        self._pace.learn(report, now)
-        self._observer.step(report, seat)
+        self._pace.learn(report, outcome.decoded, now)
+        self._observer.step(report, outcome, seat)
         self._schedule()
         if seat.scheduler.num_preemptions > num_preemptions:
             self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
@@ -311,22 +310,21 @@ class Engine:
 
     def _deliver(self, advance: Advance, now: float) -> None:
         """Hand a reader what a report says, unless its request has ended."""
-        live, part = advance.live, advance.report
+        live, delta, part = advance
         stream = live.stream
         if stream is None or stream not in self._open:
             return
         if part.finish == worker_pb2.FINISH_ERROR:
             self._break_off(live, RequestFailed(part.error or "The worker could not go on with this request."))
             return
-        if part.tokens:
-            self._observer.tokens(live, len(part.tokens), now)
+        if delta.tokens:
+            self._observer.tokens(live, len(delta.tokens), now)
             live.last_token = now
-        live.statistics.add(part, now - live.submitted)
-        delta = wire.delta(part, advance.num_prompt_logprobs_known)
+        live.statistics.add(delta, now - live.submitted)
         if delta.tokens or delta.prompt_logprobs or delta.finish:
             stream.push(delta)
         if live.followers:
-            self._release_followers(live, None if part.tokens else part.num_computed)
+            self._release_followers(live, None if delta.tokens else part.num_computed)
         if delta.finish is not None:
             self._forget(live)
 

@@ -26,6 +26,7 @@ class LiveRequest:
 
     def __init__(self, request: ValidRequest, max_tokens: int, age: int, submitted: float) -> None:
         self.request = request
+        self.num_prompt = len(request.prompt_ids)
         self.max_tokens = max_tokens  # cut to what fits
         self.age = age  # order of arrival: the lowest is the oldest
         self.submitted = submitted  # seconds on the engine's clock
@@ -41,13 +42,9 @@ class LiveRequest:
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs the reader has
         self.last_token: float | None = None  # seconds on the engine's clock
         self.deadline: Timer | None = None
-        self.statistics = Statistics(num_prompt=len(request.prompt_ids))
+        self.statistics = Statistics(num_prompt=self.num_prompt)
         self.stream: Stream | None = None  # the reader's end; None only in tests of the schedule
         self._keys: dict[int, BlockKeys] = {}
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

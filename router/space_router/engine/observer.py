@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from space_proto import worker_pb2
 
 from space_router.engine.energy import EnergyShare
 from space_router.engine.live_request import LiveRequest
+from space_router.engine.outcome import Advance, Outcome
 from space_router.engine.pace import step_seconds
 from space_router.engine.pages import PagePool
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
@@ -34,35 +35,45 @@ class Observer:
         self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
         self._spent_seconds = 0.0  # what their steps did cost, fading
 
-    def step(self, report: worker_pb2.StepReport, worker: object = None) -> None:
-        """One report of a worker: rows, seconds, what speculation brought, and the energy that was drawn."""
+    def step(self, report: worker_pb2.StepReport, outcome: Outcome, worker: object = None) -> None:
+        """One report of a worker, and what it meant: rows, seconds, what speculation brought, and the energy that was
+        drawn.
+        """
         metrics = self._metrics
-        for device, joules in self._energy.counted(worker, report.energy):
-            metrics.energy_joules_total.labels(device=device).inc(joules)
-        decoded = [part for part in report.sequences if part.decoded]
+        if report.energy:
+            for device, joules in self._energy.counted(worker, report.energy):
+                metrics.energy_joules_total.labels(device=device).inc(joules)
+        for number in outcome.decoded:
+            metrics.tokens_per_step.observe(number)
+        if drafting := [advance for advance in outcome.advances if advance.delta.decoded and advance.delta.drafted]:
+            self._drafts(drafting)
+        if num_tokens := sum(len(advance.delta.tokens) for advance in outcome.advances):
+            metrics.generated_tokens_total.inc(num_tokens)
+        if report.stepped:
+            self._stats(report.stats)
+            self._speedup(report.stats, len(outcome.decoded), sum(outcome.decoded))
+
+    def _drafts(self, drafting: Sequence[Advance]) -> None:
+        """What came of the drafts of one step."""
         accepted = [0] * len(self._positions)
-        for part in decoded:
-            metrics.tokens_per_step.observe(len(part.tokens))
-            for i in range(min(part.num_accepted, len(accepted))):
+        num_drafted = num_accepted = 0
+        for advance in drafting:
+            num_drafted += advance.delta.drafted
+            num_accepted += advance.delta.accepted
+            for i in range(min(advance.delta.accepted, len(accepted))):
                 accepted[i] += 1
         for series, number in zip(self._positions, accepted, strict=True):
             if not number:
                 break  # who accepted no draft here accepted none behind it
             series.inc(number)
-        if num_drafted := sum(part.num_drafted for part in decoded):
-            metrics.drafted_tokens_total.inc(num_drafted)
-            metrics.accepted_tokens_total.inc(sum(part.num_accepted for part in decoded))
-            self._by_source(decoded)
-        if num_tokens := sum(len(part.tokens) for part in report.sequences):
-            metrics.generated_tokens_total.inc(num_tokens)
-        if report.stepped:
-            self._stats(report.stats)
-            self._speedup(report.stats, len(decoded), sum(len(part.tokens) for part in decoded))
+        self._metrics.drafted_tokens_total.inc(num_drafted)
+        self._metrics.accepted_tokens_total.inc(num_accepted)
+        self._by_source([advance.part for advance in drafting])
 
-    def _by_source(self, decoded: Iterable[worker_pb2.SequenceReport]) -> None:
+    def _by_source(self, drafting: Iterable[worker_pb2.SequenceReport]) -> None:
         """Drafts of masks, lookup and predictions; a chain may begin with masks' and go on with another's."""
         drafted, accepted = [0] * len(SOURCES), [0] * len(SOURCES)
-        for part in decoded:
+        for part in drafting:
             source, masks = int(part.draft_source), part.num_mask_drafts
             if not 0 < source < len(SOURCES):
                 source, masks = 0, part.num_drafted

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from space_proto import worker_pb2
 
 from space_router.engine.live_request import LiveRequest
+from space_router.engine.request import Delta
 
 
-@dataclass(frozen=True)
-class Advance:
+class Advance(NamedTuple):
     """What one report says about one request."""
 
     live: LiveRequest
-    report: worker_pb2.SequenceReport
-    num_prompt_logprobs_known: int  # leading ones of the report's that the reader has from an earlier admission
+    delta: Delta  # without the prompt's logprobs that the reader has from an earlier admission
+    part: worker_pb2.SequenceReport  # the message, for what is seldom asked
 
 
 @dataclass
@@ -23,4 +24,5 @@ class Outcome:
     """What one report means for the requests."""
 
     advances: list[Advance] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)  # tokens of each advance that is a decode step
     readmit: list[LiveRequest] = field(default_factory=list)  # preempted and acknowledged: may be queued again

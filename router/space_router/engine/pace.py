@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from space_proto import worker_pb2
 
@@ -51,12 +52,11 @@ class Pace:
         self.tokens = Rate()  # of one stream
         self._max_prefill_rows = max_prefill_rows
 
-    def learn(self, report: worker_pb2.StepReport, now: float) -> None:
-        """One more step; `now` in seconds on the engine's clock."""
+    def learn(self, report: worker_pb2.StepReport, decoded: Sequence[int], now: float) -> None:
+        """One more step; `decoded`: tokens of each that decodes in it; `now` in seconds on the engine's clock."""
         if not report.stepped:
             return
         stats, seconds = report.stats, step_seconds(report.stats)
-        decoded = [len(part.tokens) for part in report.sequences if part.decoded and part.tokens]
         if stats.prefill_rows > stats.chain_rows + stats.mask_rows:
             num_rows = stats.prefill_rows + stats.chain_rows + stats.mask_rows
             self.prompts.learn(seconds, num_rows, now, full=self._max_prefill_rows)

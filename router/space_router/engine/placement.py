@@ -1,10 +1,8 @@
-"""Where a request would stand on a worker, and what it could share there."""
+"""Where a request would stand on a worker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from space_router.engine.live_request import LiveRequest
 
 
 @dataclass(frozen=True)
@@ -13,11 +11,3 @@ class Placement:
 
     shared: list[int]  # known blocks of its prefix
     num_fresh: int  # blocks it needs besides
-
-
-@dataclass(frozen=True)
-class Promise:
-    """A running request's prefill is about to compute a prefix that another could share."""
-
-    leader: LiveRequest
-    num_ids: int  # leading ids, in whole blocks, that both have in common

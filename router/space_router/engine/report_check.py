@@ -6,6 +6,7 @@ from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
 from space_router.engine.model_facts import ModelFacts
+from space_router.engine.request import Delta
 from space_router.engine.sequence import Sequence, Step
 
 
@@ -29,11 +30,15 @@ def check_released(seq_id: int, sequence: Sequence | None) -> Sequence:
     return sequence
 
 
-def check_sequence(part: worker_pb2.SequenceReport, sequence: Sequence | None, facts: ModelFacts) -> Sequence:
-    """The sequence that a part of a report is about; raises ProtocolViolation where the two do not fit."""
+def check_sequence(
+    part: worker_pb2.SequenceReport, delta: Delta, sequence: Sequence | None, facts: ModelFacts
+) -> Sequence:
+    """The sequence that a part of a report is about; `delta`: the part as it was read. Raises ProtocolViolation where
+    the two do not fit.
+    """
     if sequence is None:
         raise ProtocolViolation(f"a report about sequence {part.seq_id}, which does not run")
-    live, num_tokens = sequence.live, len(part.tokens)
+    live, num_tokens = sequence.live, len(delta.tokens)
     num_ids, num_computed = len(live.ids) + num_tokens, part.num_computed
     bound = min(num_ids - 1, sequence.num_slots)
     wrong = None
@@ -41,18 +46,16 @@ def check_sequence(part: worker_pb2.SequenceReport, sequence: Sequence | None, f
         wrong = "goes on after its end"
     elif num_ids > live.num_prompt + live.max_tokens:
         wrong = f"emitted {num_ids - live.num_prompt} ids, {live.max_tokens} are allowed"
-    elif num_tokens and max(part.tokens) >= facts.vocab_size:
-        wrong = f"emitted id {max(part.tokens)}; there are {facts.vocab_size}"
+    elif num_tokens and max(delta.tokens) >= facts.vocab_size:
+        wrong = f"emitted id {max(delta.tokens)}; there are {facts.vocab_size}"
     elif num_computed > bound:
         wrong = f"has computed {num_computed} ids; at most {bound} are possible"
-    elif num_computed < sequence.computed and (num_tokens or part.decoded):
+    elif num_computed < sequence.computed and (num_tokens or delta.decoded):
         wrong = f"has computed {num_computed} ids after {sequence.computed}"
-    elif part.num_accepted > part.num_drafted or (part.decoded and num_tokens > part.num_accepted + 1):
-        wrong = f"emitted {num_tokens} ids where {part.num_accepted} of {part.num_drafted} drafts were accepted"
-    elif live.request.want_logprobs and len(part.logprobs) != num_tokens:
-        wrong = f"has {len(part.logprobs)} logprobs for {num_tokens} ids"
-    elif any(len(entry.top_ids) != len(entry.top_logprobs) for entry in (*part.logprobs, *part.prompt_logprobs)):
-        wrong = "has alternatives without logprobs"
+    elif delta.accepted > delta.drafted or (delta.decoded and num_tokens > delta.accepted + 1):
+        wrong = f"emitted {num_tokens} ids where {delta.accepted} of {delta.drafted} drafts were accepted"
+    elif live.request.want_logprobs and len(delta.logprobs) != num_tokens:
+        wrong = f"has {len(delta.logprobs)} logprobs for {num_tokens} ids"
     if wrong is not None:
         raise ProtocolViolation(f"sequence {part.seq_id} {wrong}")
     return sequence

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
-
-from space_proto import worker_pb2
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from space_router.engine.request_trace import RequestTrace
@@ -92,8 +90,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (id, logprob), most probable first
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step added to one request."""
 
     tokens: tuple[int, ...]  # may be empty where only prompt logprobs arrived
@@ -123,19 +120,19 @@ class Statistics:
     first_token_seconds: float | None = None  # from submit to the first token; None before it
     seconds: float = 0.0  # from submit to the latest token
 
-    def add(self, report: worker_pb2.SequenceReport, seconds: float) -> None:
-        """One more report, so many seconds after submit."""
-        num_tokens = len(report.tokens)
+    def add(self, delta: Delta, seconds: float) -> None:
+        """One more step, so many seconds after submit."""
+        num_tokens = len(delta.tokens)
         if num_tokens:
             self.num_generated += num_tokens
             self.seconds = seconds
             if self.first_token_seconds is None:
                 self.first_token_seconds = seconds
-        if report.decoded:
+        if delta.decoded:
             self.num_steps += 1
             self.num_decoded += num_tokens
-            self.num_drafted += report.num_drafted
-            self.num_accepted += report.num_accepted
+            self.num_drafted += delta.drafted
+            self.num_accepted += delta.accepted
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -12,8 +12,10 @@ from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
 from space_router.engine.outcome import Advance, Outcome
 from space_router.engine.pages import PagePool
-from space_router.engine.placement import Placement, Promise
+from space_router.engine.placement import Placement
+from space_router.engine.promises import Promises
 from space_router.engine.report_check import check_distinct, check_released, check_report_no, check_sequence
+from space_router.engine.request import Delta
 from space_router.engine.sequence import MAX_BLOCKS_AHEAD, Sequence, Step
 
 FORGETTING = 0.02  # weight of one decode step in the average of drafts
@@ -31,6 +33,7 @@ class Scheduler:
         """`max_prefill_rows`: prompt rows per step; `max_draft_length`: the server's bound, None for the worker's."""
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
+        self.promises = Promises(self.pool, facts.block_size)
         self.sequences: dict[int, Sequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # those that are not released
         self.num_preemptions = 0
@@ -44,7 +47,6 @@ class Scheduler:
         self._last_report_no = 0
         self._hungry: dict[int, Sequence] = {}  # want more pages than they have
         self._by_request: dict[LiveRequest, Sequence] = {}
-        self._promised: dict[bytes, Sequence] = {}  # keys of blocks that a prefill under way is to compute
         self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
         self._blocked: LiveRequest | None = None  # found no room since pages last came back
         self._grammars = KnownGrammars()
@@ -105,19 +107,6 @@ class Scheduler:
         """Ids whose keys and values the request would find."""
         return len(placement.shared) * self.facts.block_size
 
-    def promise(self, live: LiveRequest) -> Promise | None:
-        """Whose prefill will compute blocks that `live` could share, beyond those that are known; None: nobody's."""
-        if not self._promised or not live.request.share_prefix or live.wants_prompt_logprobs:
-            return None
-        size = self.facts.block_size
-        num_whole = (len(live.ids) - 1) // size
-        keys = live.keys(size, num_whole)
-        start = num_promised = len(self.pool.known(keys[:num_whole]))
-        leader = self._promised.get(keys[start]) if start < num_whole else None
-        while leader and num_promised < num_whole and self._promised.get(keys[num_promised]) is leader:
-            num_promised += 1
-        return Promise(leader.live, num_promised * size) if leader else None
-
     def admit(self, live: LiveRequest, placement: Placement) -> Sequence:
         """Run a request where `placement` said just now."""
         self.pool.hold(placement.shared)
@@ -138,7 +127,7 @@ class Scheduler:
         self._by_request[live] = sequence
         self.num_running += 1
         self._prefill_ahead += self._share(sequence)
-        self._promise(sequence)
+        self.promises.make(sequence)
         live.phase = Phase.RUNNING
         self._commands.append(wire.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
         self._want(sequence)
@@ -153,76 +142,71 @@ class Scheduler:
         self._last_report_no = report.report_no
         # All is checked before anything is taken in: ids that a request keeps must reach its reader, too, and of a
         # report that violates the contract nothing does.
-        parts = [(check_sequence(part, self.sequences.get(part.seq_id), self.facts), part) for part in report.sequences]
+        parts = []
+        for part in report.sequences:
+            delta = wire.delta(part)
+            parts.append((check_sequence(part, delta, self.sequences.get(part.seq_id), self.facts), delta, part))
         released = [check_released(seq_id, self.sequences.get(seq_id)) for seq_id in report.released]
         outcome = Outcome()
-        for sequence, part in parts:
+        for sequence, delta, part in parts:
             if part.finish == worker_pb2.FINISH_RETURNED:
                 self.closing = True
                 self.recall(sequence.live)
             else:
-                outcome.advances.append(self._advance(sequence, part))
+                outcome.advances.append(self._advance(sequence, delta, part))
+                if delta.decoded:
+                    outcome.decoded.append(len(delta.tokens))
         for sequence in released:
             self._released(sequence, outcome)
         self.feed()
         return outcome
 
-    def _advance(self, sequence: Sequence, part: worker_pb2.SequenceReport) -> Advance:
+    def _advance(self, sequence: Sequence, delta: Delta, part: worker_pb2.SequenceReport) -> Advance:
         live = sequence.live
-        live.ids.extend(part.tokens)
-        num_prefill_left, share = sequence.num_prefill_left, self._share(sequence)
-        if sequence.awaits_grammar and part.num_computed > sequence.computed:
-            sequence.awaits_grammar = False
-            self._grammars.add(live.request.sampling.grammar)
-        sequence.computed = max(sequence.computed, part.num_computed)
-        if part.tokens and sequence.step is Step.PREFILL:
-            sequence.step = Step.DECODE
-        if sequence.num_prefill_left < num_prefill_left:  # it has begun, at the latest
-            self._prefill_ahead += self._share(sequence) - share
-            self._blocked = None
-        self._publish(sequence)
-        if part.decoded:
-            sequence.drafted(part.num_drafted)
-            self._num_drafted += (part.num_drafted - self._num_drafted) * FORGETTING
+        live.ids.extend(delta.tokens)
+        if sequence.step is Step.DECODE:
+            sequence.computed = max(sequence.computed, part.num_computed)
+        else:
+            self._computed(sequence, part.num_computed, decodes=bool(delta.tokens))
+        num_whole = sequence.computed // self.facts.block_size
+        if num_whole > sequence.num_published and live.request.share_prefix:
+            self._publish(sequence, num_whole)
+        if delta.decoded:
+            sequence.drafted(delta.drafted)
+            self._num_drafted += (delta.drafted - self._num_drafted) * FORGETTING
         if part.finish:
             sequence.finished = True
             self._release(sequence)
             live.phase = Phase.ENDED
         else:
             self._want(sequence)
-        known = max(0, live.num_prompt_logprobs - sequence.num_prompt_logprobs)
-        sequence.num_prompt_logprobs += len(part.prompt_logprobs)
-        live.num_prompt_logprobs = max(live.num_prompt_logprobs, sequence.num_prompt_logprobs)
-        return Advance(live, part, known)
+        if delta.prompt_logprobs:
+            known = max(0, live.num_prompt_logprobs - sequence.num_prompt_logprobs)
+            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
+            live.num_prompt_logprobs = max(live.num_prompt_logprobs, sequence.num_prompt_logprobs)
+            delta = delta._replace(prompt_logprobs=delta.prompt_logprobs[known:])
+        return Advance(live, delta, part)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Whole computed blocks become known."""
-        live, num_whole = sequence.live, sequence.computed // self.facts.block_size
-        if live.request.share_prefix and num_whole > sequence.num_published:
-            keys = live.keys(self.facts.block_size, num_whole)
-            for i in range(sequence.num_published, num_whole):
-                self.pool.publish(sequence.pages[i], keys[i])
-            self._unpromise(sequence, num_whole)
-            sequence.num_published = num_whole
+    def _computed(self, sequence: Sequence, num_computed: int, *, decodes: bool) -> None:
+        """More of its prompt is computed, perhaps all of it: then it decodes."""
+        num_prefill_left, share = sequence.num_prefill_left, self._share(sequence)
+        if sequence.awaits_grammar and (decodes or num_computed > sequence.computed):
+            sequence.awaits_grammar = False
+            self._grammars.add(sequence.live.request.sampling.grammar)
+        sequence.computed = max(sequence.computed, num_computed)
+        if decodes and sequence.step is Step.PREFILL:
+            sequence.step = Step.DECODE
+        if sequence.num_prefill_left < num_prefill_left:  # it has begun, at the latest
+            self._prefill_ahead += self._share(sequence) - share
+            self._blocked = None
 
-    def _promise(self, sequence: Sequence) -> None:
-        """Whole blocks of the prompt will be known."""
-        live, size = sequence.live, self.facts.block_size
-        if not live.request.share_prefix or sequence.awaits_grammar:
-            return
-        sequence.num_promised = sequence.num_admitted // size
-        for key in live.keys(size, sequence.num_promised)[sequence.num_published : sequence.num_promised]:
-            self._promised.setdefault(key, sequence)
-
-    def _unpromise(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first blocks are known now, or will not be computed here any more."""
-        num_blocks = min(num_blocks, sequence.num_promised)
-        if num_blocks <= sequence.num_published:
-            return
-        keys = sequence.live.keys(self.facts.block_size, num_blocks)
-        for key in keys[sequence.num_published : num_blocks]:
-            if self._promised.get(key) is sequence:
-                del self._promised[key]
+    def _publish(self, sequence: Sequence, num_whole: int) -> None:
+        """So many whole blocks are computed: they become known."""
+        keys = sequence.live.keys(self.facts.block_size, num_whole)
+        for i in range(sequence.num_published, num_whole):
+            self.pool.publish(sequence.pages[i], keys[i])
+        self.promises.end(sequence, num_whole)
+        sequence.num_published = num_whole
 
     def _released(self, sequence: Sequence, outcome: Outcome) -> None:
         """No launched step refers to the pages any more: they may be used again."""
@@ -262,7 +246,7 @@ class Scheduler:
 
     def _want(self, sequence: Sequence) -> None:
         """Pages beyond its ids are of use once the next step may be the last of its prompt."""
-        if sequence.step is Step.RELEASED or sequence.num_prefill_left > self._max_prefill_rows:
+        if sequence.at_ease or sequence.step is Step.RELEASED or sequence.num_prefill_left > self._max_prefill_rows:
             return
         if sequence.num_wanted(scarce=self._scarce):
             self._hungry[sequence.seq_id] = sequence
@@ -323,7 +307,7 @@ class Scheduler:
         if sequence.step is Step.RELEASED:
             return
         self._prefill_ahead -= self._share(sequence)
-        self._unpromise(sequence, sequence.num_promised)
+        self.promises.end(sequence, sequence.num_promised)
         sequence.step = Step.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
         self._num_expected += sequence.num_expected
@@ -371,8 +355,7 @@ class Scheduler:
         running = self.running
         if self.num_running != len(running) or self._prefill_ahead != sum(self._share(s) for s in running):
             raise ValueError("the counts of running sequences or of their prompts are wrong")
-        if any(s.step is Step.RELEASED for s in self._promised.values()):
-            raise ValueError("a sequence that was released still promises blocks")
+        self.promises.check()
 
     def _share(self, sequence: Sequence) -> int:
         """What a sequence's prompt takes of the rows to be computed next: nothing while its grammar may be compiled."""

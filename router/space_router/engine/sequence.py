@@ -79,6 +79,12 @@ class Sequence:
         """
         return min(STEPS_AHEAD * (self._num_drafted + 1), MAX_BLOCKS_AHEAD * self._block_size)
 
+    @property
+    def at_ease(self) -> bool:
+        """It has the slots that it would be granted if there were plenty."""
+        num_slots = len(self.pages) * self._block_size
+        return len(self.live.ids) + self.slots_ahead <= num_slots or self._most_slots <= num_slots
+
     def num_wanted(self, *, scarce: bool) -> int:
         """Blocks to add, so that the worker can go on while a report is being read: fewer where pages are scarce, none
         for a reader that lags.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from space_proto import worker_pb2
 
+from space_router.engine.errors import ProtocolViolation
 from space_router.engine.live_request import LiveRequest
 from space_router.engine.request import Delta, Finish, Grammar, Sampling, TokenLogprobs
 
@@ -57,21 +58,28 @@ def release(seq_id: int) -> worker_pb2.Command:
     return worker_pb2.Command(release=worker_pb2.Release(seq_id=seq_id))
 
 
-def delta(report: worker_pb2.SequenceReport, known: int) -> Delta:
-    """What a report says to the reader; `known`: leading prompt logprobs that it has from an earlier admission."""
+def delta(part: worker_pb2.SequenceReport) -> Delta:
+    """What a report says of one sequence. A message's fields are dear to read: they are, here, once. Raises
+    ProtocolViolation.
+    """
+    logprobs, prompt_logprobs, predicted = part.logprobs, part.prompt_logprobs, part.num_predicted
     return Delta(
-        tokens=tuple(report.tokens),
-        logprobs=_logprobs(report.logprobs) if report.logprobs else (),
-        prompt_logprobs=_logprobs(report.prompt_logprobs[known:]) if report.prompt_logprobs else (),
-        finish=FINISH.get(report.finish),
-        drafted=report.num_drafted,
-        accepted=report.num_accepted,
-        decoded=report.decoded,
-        predicted=tuple(report.num_predicted),
+        tuple(part.tokens),
+        _logprobs(part, logprobs) if logprobs else (),
+        _logprobs(part, prompt_logprobs) if prompt_logprobs else (),
+        FINISH.get(part.finish),
+        part.num_drafted,
+        part.num_accepted,
+        part.decoded,
+        tuple(predicted) if predicted else (),
     )
 
 
-def _logprobs(messages: Iterable[worker_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(
+    part: worker_pb2.SequenceReport, messages: Sequence[worker_pb2.TokenLogprobs]
+) -> tuple[TokenLogprobs, ...]:
+    if any(len(m.top_ids) != len(m.top_logprobs) for m in messages):
+        raise ProtocolViolation(f"sequence {part.seq_id} has alternatives without logprobs")
     return tuple(
         TokenLogprobs(id=m.id, logprob=m.logprob, top=tuple(zip(m.top_ids, m.top_logprobs, strict=True)))
         for m in messages

@@ -40,13 +40,13 @@ async def _best(running: Running) -> list[Shown]:
         for progress, delta in step:
             index = progress.choice.index
             known[index // running.plan.per_prompt] += delta.prompt_logprobs
-            kept[index].append(replace(delta, prompt_logprobs=()))
+            kept[index].append(delta._replace(prompt_logprobs=()))
     found: list[Shown] = []
     for place, prompt in enumerate(known):
         start = place * running.plan.per_prompt
         group = range(start, start + running.plan.per_prompt)
         ranked = sorted(group, key=lambda one: _score(kept[one]), reverse=True)[: running.plan.num_shown]
-        kept[ranked[0]][0] = replace(kept[ranked[0]][0], prompt_logprobs=tuple(prompt))
+        kept[ranked[0]][0] = kept[ranked[0]][0]._replace(prompt_logprobs=tuple(prompt))
         for rank, one in enumerate(ranked, start=place * running.plan.num_shown):
             found += [Shown(rank, running.choices[one], delta, False) for delta in kept[one]]
     return [*found[:-1], replace(found[-1], last=True)]

@@ -1,7 +1,7 @@
 """One engine stream as text: detokenised, cut at stop strings, with the tokens that belong to each piece."""
 
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -27,10 +27,10 @@ class TextToken(NamedTuple):
     logprobs: TokenLogprobs | None
     step: int = 0  # which of its stream's steps gave it; 0 is the prefill
     draft: bool = False  # it was a draft that came true, and not the step's own token
+    num_predicted: int = 0  # ids of the request's prediction that appeared with it
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What became certain with one step: a piece of text and the tokens that begin in it."""
 
     text: str
@@ -52,14 +52,6 @@ class TextStatistics:
     num_predicted: int = 0  # ids of the request's prediction that appeared
 
 
-class _Step(NamedTuple):
-    """One delta of the engine, until it is known how many of its tokens stay."""
-
-    num_tokens: int
-    accepted: int
-    decoded: bool
-
-
 @dataclass(frozen=True)
 class TextRules:
     """How ids become text, and where the text ends."""
@@ -73,7 +65,7 @@ class TextRules:
 
 @dataclass
 class TextStream:
-    """Iterates TextDeltas. Ends by itself at a stop string: the engine's stream is left to its owner to close."""
+    """Deltas in, TextDeltas out. Ends by itself at a stop string: the engine's stream is left to its owner to close."""
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
@@ -94,18 +86,8 @@ class TextStream:
         self._tokens: deque[TextToken] = deque()  # tokens that are not given out yet
         self._num_seen = 0
         self._num_stepped = 0  # deltas with tokens
-        self._steps: list[_Step] = []
-        self._predicted: deque[int] = deque()  # of each token that is not given out yet, and of those behind the cut
-
-    async def read(self, stream: AsyncIterable[Delta]) -> AsyncIterator[TextDelta]:
-        """The deltas of a stream as text; one for each that made something certain."""
-        async for delta in stream:
-            made = self.feed(delta)
-            if made is None:
-                continue
-            yield made
-            if made.finish is not None:
-                return
+        self._uncounted: deque[Delta] = deque()  # not all of their tokens are given out yet
+        self._num_uncounted = 0  # tokens of these that are
 
     def feed(self, delta: Delta) -> TextDelta | None:
         """What one delta makes certain; None where that is nothing. No more deltas after one with `finish`."""
@@ -130,7 +112,8 @@ class TextStream:
             else:
                 piece, span = "", TokenSpan(id_, self._length, self._length)
             logprobs = delta.logprobs[i] if delta.logprobs else None
-            self._tokens.append(TextToken(span, logprobs, self._num_stepped, i < delta.accepted))
+            num_predicted = delta.predicted[i] if delta.predicted else 0
+            self._tokens.append(TextToken(span, logprobs, self._num_stepped, i < delta.accepted, num_predicted))
             if match := self._grow(piece):
                 return match
         self._num_stepped += bool(delta.tokens)
@@ -179,28 +162,30 @@ class TextStream:
         text = self._text[: end - self._given]
         self._text = self._text[len(text) :]
         self._given += len(text)
-        tokens = []
-        while self._tokens and (
-            self._tokens[0].span.start == self._tokens[0].span.end or self._tokens[0].span.start < end
-        ):
-            tokens.append(self._tokens.popleft())
-        return TextDelta(text, tuple(tokens), prompt_logprobs)
+        waiting = self._tokens
+        if waiting and waiting[-1].span.start < end:
+            tokens = tuple(waiting)
+            waiting.clear()
+            return TextDelta(text, tokens, prompt_logprobs)
+        given = []
+        while waiting and (waiting[0].span.start == waiting[0].span.end or waiting[0].span.start < end):
+            given.append(waiting.popleft())
+        return TextDelta(text, tuple(given), prompt_logprobs)
 
     def _count(self, delta: Delta, made: TextDelta) -> None:
         count = self.statistics
-        count.num_tokens += len(made.tokens)
-        self._steps.append(_Step(len(delta.tokens), delta.accepted, delta.decoded))
-        self._predicted.extend(delta.predicted or (0,) * len(delta.tokens))
-        count.num_predicted += sum(self._predicted.popleft() for _ in made.tokens)
         count.num_drafted += delta.drafted
         count.num_steps += delta.decoded
-        if made.finish is None:
-            return
-        left = count.num_tokens
-        for step in self._steps:
-            kept = min(left, step.num_tokens)
-            left -= kept
+        count.num_tokens += len(made.tokens)
+        for token in made.tokens:
+            count.num_predicted += token.num_predicted
+        waiting = self._uncounted
+        waiting.append(delta)
+        self._num_uncounted += len(made.tokens)
+        while waiting and (len(waiting[0].tokens) <= self._num_uncounted or made.finish is not None):
+            step = waiting.popleft()
+            kept = min(self._num_uncounted, len(step.tokens))
+            self._num_uncounted -= kept
             if step.decoded:
                 count.num_decoded += kept
                 count.num_accepted += min(step.accepted, kept)
-        self._steps.clear()

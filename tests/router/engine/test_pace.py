@@ -22,8 +22,7 @@ def prompt_step(num_rows: int, seconds: float) -> worker_pb2.StepReport:
 
 def decode_step(num_tokens: int, seconds: float) -> worker_pb2.StepReport:
     stats = worker_pb2.StepStats(chain_rows=num_tokens, forward_seconds=seconds)
-    part = worker_pb2.SequenceReport(decoded=True, tokens=[5] * num_tokens)
-    return worker_pb2.StepReport(stepped=True, stats=stats, sequences=[part])
+    return worker_pb2.StepReport(stepped=True, stats=stats)
 
 
 def is_hopeless(pace: Pace, request: ValidRequest, now: float) -> bool:
@@ -35,28 +34,28 @@ def is_hopeless(pace: Pace, request: ValidRequest, now: float) -> bool:
 def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> None:
     pace = Pace(512)
     for _ in range(50):
-        pace.learn(prompt_step(9, 0.015), 0.0)
+        pace.learn(prompt_step(9, 0.015), [1], 0.0)
     assert not is_hopeless(pace, request_of(32_000, 9, deadline=20.0), 0.0)
     for _ in range(RECENT):
-        pace.learn(prompt_step(511, 0.9), 0.0)
+        pace.learn(prompt_step(511, 0.9), [1], 0.0)
     assert is_hopeless(pace, request_of(32_000, 9, deadline=20.0), 0.0)
 
 
 def test_a_step_counts_by_the_ids_that_it_computed() -> None:
     pace = Pace(512)
     for _ in range(50):
-        pace.learn(prompt_step(9, 0.015), 0.0)
-        pace.learn(prompt_step(499, 0.095), 0.0)
+        pace.learn(prompt_step(9, 0.015), [1], 0.0)
+        pace.learn(prompt_step(499, 0.095), [1], 0.0)
     assert 0.0001 < pace.seconds(1, 0) < 0.0003
 
 
 def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: Make) -> None:
     pace = Pace(512)
-    pace.learn(decode_step(1, 10.0), 0.0)
+    pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
     for _ in range(KNOWN):
-        pace.learn(decode_step(1, 0.01), 0.0)
-    pace.learn(decode_step(1, 10.0), 0.0)
+        pace.learn(decode_step(1, 0.01), [1], 0.0)
+    pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
     assert is_hopeless(pace, request_of(9, 200, deadline=0.9), 0.0)
 
@@ -64,8 +63,8 @@ def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: M
 def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever(request_of: Make) -> None:
     pace, asked = Pace(512), request_of(9, 200, deadline=20.0)
     for _ in range(KNOWN):
-        pace.learn(decode_step(1, 10.0), 0.0)
+        pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert is_hopeless(pace, asked, 1.0)
     for second in range(1, 300):
-        pace.learn(prompt_step(9, 0.015), float(second))
+        pace.learn(prompt_step(9, 0.015), [1], float(second))
     assert not is_hopeless(pace, asked, 10 * FADING)

@@ -74,7 +74,7 @@ def in_steps(ids: list[int], sizes: list[int], finish: Finish) -> list[Delta]:
         decoded = begin > 0
         deltas.append(Delta(part, logprobs, decoded=decoded, drafted=5, accepted=len(part) - 1, predicted=predicted))
         begin += len(part)
-    deltas[-1] = replace(deltas[-1], finish=finish)
+    deltas[-1] = deltas[-1]._replace(finish=finish)
     return deltas
 
 

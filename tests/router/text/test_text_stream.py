@@ -1,7 +1,5 @@
 """However the ids come, the same text, the same tokens, the same end."""
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_router.engine.request import Delta, Finish, TokenLogprobs
@@ -29,7 +27,7 @@ def in_steps(ids: list[int], sizes: list[int], finish: Finish | None = Finish.LE
         deltas.append(Delta(part, logprobs, decoded=begin > 0, drafted=4, accepted=len(part) - 1))
         begin += size
     if deltas and finish is not None:
-        deltas[-1] = replace(deltas[-1], finish=finish)
+        deltas[-1] = deltas[-1]._replace(finish=finish)
     return deltas
 
 
