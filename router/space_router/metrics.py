@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
+from space_router.tally import Tally
+
 MAX_POSITION = 16
 """Most draft positions with a series of their own; `accepted_by_position_total` has labels 1..MAX_POSITION."""
 
@@ -52,7 +54,10 @@ class Metrics:
         def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
             return Histogram(f"spaceserve_{name}", help_, labels, buckets=buckets, registry=registry)
 
-        self.tokens_per_step = histogram(
+        def tally(name: str, help_: str, buckets: tuple[float, ...]) -> Tally:
+            return Tally(f"spaceserve_{name}", help_, buckets, registry)
+
+        self.tokens_per_step = tally(
             "tokens_per_step", "Tokens emitted by one sequence in one decode step, after the cut", _TOKENS
         )
         self.drafted_tokens_total = counter("drafted_tokens_total", "Draft tokens verified")
@@ -66,7 +71,7 @@ class Metrics:
         self.accepted_tokens_by_source_total = counter(
             "accepted_tokens_by_source_total", "Draft tokens accepted, by who proposed them", ("source",)
         )
-        self.draft_length = histogram("draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS)
+        self.draft_length = tally("draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS)
         self.rows_total = counter("rows_total", "Rows that went through the model", ("kind",))
         self.speculation_speedup = gauge(
             "speculation_speedup", "Tokens per second with speculation over the measured cost of plain decoding"
@@ -82,7 +87,7 @@ class Metrics:
         self.time_to_first_token_seconds = histogram(
             "time_to_first_token_seconds", "From submission to the first token", _WHOLE_SECONDS
         )
-        self.inter_token_latency_seconds = histogram(
+        self.inter_token_latency_seconds = tally(
             "inter_token_latency_seconds", "Gap between steps that gave a request tokens, per token", _GAP_SECONDS
         )
         self.request_seconds = histogram("request_seconds", "From submission to the end of a request", _WHOLE_SECONDS)

@@ -89,8 +89,8 @@ class Observer:
 
     def _stats(self, stats: worker_pb2.StepStats) -> None:
         for length, number in enumerate(stats.draft_length_counts):
-            for _ in range(number):
-                self._metrics.draft_length.observe(length)
+            if number:
+                self._metrics.draft_length.observe(length, number)
         for kind, number in (("chain", stats.chain_rows), ("mask", stats.mask_rows), ("prefill", stats.prefill_rows)):
             if number:
                 self._rows[kind].inc(number)
