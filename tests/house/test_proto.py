@@ -24,12 +24,17 @@ def test_the_committed_stubs_are_fresh(root: Path, generated: Path) -> None:
     assert stale == [], "run python proto/space_proto/generate.py"
 
 
-def test_the_stubs_are_imported_with_the_oldest_packages_that_are_promised(root: Path) -> None:
+def test_stubs_and_router_are_imported_with_the_oldest_packages_that_are_promised(root: Path) -> None:
     code = """
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+import grpc_reflection.v1alpha.reflection  # these check protobuf against what they were made with
+for name in ("HealthListRequest", "HealthListResponse"):  # since 1.85
+    vars(health_pb2).pop(name, None)
 import google.protobuf.runtime_version as protobuf, grpc
 protobuf.MAJOR, protobuf.MINOR, protobuf.PATCH = 6, 33, 0
 grpc.__version__ = "1.80.0"
 from space_proto import generate_pb2, generate_pb2_grpc, worker_pb2, worker_pb2_grpc
+import space_router.grpc_face.server
 report = worker_pb2.StepReport(sequences=[worker_pb2.SequenceReport(seq_id=7, tokens=[1, 2])])
 print(worker_pb2.StepReport.FromString(report.SerializeToString()) == report)
 """
@@ -37,6 +42,7 @@ print(worker_pb2.StepReport.FromString(report.SerializeToString()) == report)
     assert (run.stdout.strip(), run.stderr) == ("True", "")
     promised = (root / "pyproject.toml").read_text()
     assert '"grpcio>=1.80"' in promised
+    assert '"grpcio-health-checking>=1.80"' in promised
     assert '"protobuf>=6.33"' in promised
 
 

@@ -1,5 +1,7 @@
 """`grpc.health.v1.Health`: what `/readyz` says, for gRPC's own probes."""
 
+from __future__ import annotations  # packages before 1.85 have no `List` and none of its messages
+
 import asyncio
 from collections.abc import Sequence
 from typing import TypeAlias
