@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz audit lock
+.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz audit lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,3 +70,8 @@ gpu-check:  ## what only a GPU can show, and one report (DRY=1: every stage, tin
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade
+
+oldest:  ## the server's tests with the oldest packages that pyproject.toml promises (ONLY="tests/router"; a package index is needed)
+	@docker/locks/oldest.sh .venv-oldest
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" \
+		$(or $(ONLY),tests/router tests/server tests/model tests/exactness tests/e2e)

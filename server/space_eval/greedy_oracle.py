@@ -34,7 +34,10 @@ class GreedyOracle:
 
     def __init__(self, path: Path, *, banned_ids: Sequence[int] = ()) -> None:
         """`banned_ids` are never generated; EOS is an id like others."""
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        # eager: sdpa leaves out a soft cap of the scores, and not every version of transformers avoids it by itself
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
         self.model.eval()
         self.model.generation_config.eos_token_id = None
         self.banned_ids = list(banned_ids)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_path: Path) -> None:
     """Prefill in chunks, then SPACE rows of one sequence beside plain rows of another; chain and mask rows both."""
     path = tiny_checkpoint(tmp_path, family)
-    dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model = load_model(path, dtype="float32")
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(16, 128, (60,), generator=generator).tolist()

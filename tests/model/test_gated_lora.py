@@ -184,9 +184,14 @@ def test_off_the_cpu_a_delta_is_two_plain_products() -> None:
     assert (delta.shape, delta.device.type) == ((5, 6), "meta")
 
 
+def plain(path: Path) -> nn.Module:
+    """The transformers model; eager attention, which alone knows soft caps in every version."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
 def merged(path: Path, adapter: GatedLora) -> nn.Module:
     """The transformers model with the adapter in its weights, everywhere; its masks alone enter the first layer."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = plain(path)
     for name, (a, b) in adapter.pairs.items():
         model.get_submodule(name).weight.data += adapter.scale * b @ a
 
@@ -205,7 +210,7 @@ def test_mask_rows_are_those_of_merged_weights_behind_the_base_s_keys_and_values
     model = load_model(path, dtype="float32", adapters={"one": folder})
     batch, hidden = step(model, 0, (None, 0))
     adapter = GatedLora.load(folder / "gated_lora.safetensors", num_masks=None, hidden_size=64, dtype=torch.float32)
-    base, dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), merged(path, adapter)
+    base, dense = plain(path), merged(path, adapter)
     ids = ids_of(0, 24)
     for g, rows in enumerate(batch.mask_rows[0]):
         prefix = torch.tensor([ids[: SEEN + 1 + g]])
