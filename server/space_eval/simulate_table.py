@@ -42,7 +42,7 @@ class _Series:
     def inc(self, amount: float = 1) -> None:
         pass
 
-    def observe(self, amount: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         pass
 
     def set(self, value: float) -> None:
