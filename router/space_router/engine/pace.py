@@ -60,8 +60,8 @@ class Pace:
         if stats.prefill_rows > stats.chain_rows + stats.mask_rows:
             num_rows = stats.prefill_rows + stats.chain_rows + stats.mask_rows
             self.prompts.learn(seconds, num_rows, now, full=self._max_prefill_rows)
-        elif decoded:
-            self.tokens.learn(seconds, sum(decoded) / len(decoded), now)
+        elif given := [number for number in decoded if number]:  # who failed got none
+            self.tokens.learn(seconds, sum(given) / len(given), now)
 
     def seconds(self, num_prompt_ids: int, num_tokens: float) -> float:
         """What computing a prompt and generating so many ids takes at this pace."""

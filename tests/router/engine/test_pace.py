@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from space_proto import worker_pb2
 from space_router.engine.admission import Admission
 from space_router.engine.live_request import LiveRequest
@@ -47,6 +48,14 @@ def test_a_step_counts_by_the_ids_that_it_computed() -> None:
         pace.learn(prompt_step(9, 0.015), [1], 0.0)
         pace.learn(prompt_step(499, 0.095), [1], 0.0)
     assert 0.0001 < pace.seconds(1, 0) < 0.0003
+
+
+def test_a_decode_step_that_gives_nobody_a_token_teaches_nothing() -> None:
+    pace = Pace(512)
+    pace.learn(decode_step(1, 0.01), [0], 0.0)  # the one that ran failed
+    assert pace.seconds(0, 1) == 0
+    pace.learn(decode_step(2, 0.01), [0, 2], 0.0)
+    assert pace.seconds(0, 2) == pytest.approx(0.01)
 
 
 def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: Make) -> None:
