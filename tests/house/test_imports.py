@@ -12,15 +12,16 @@ import pytest
 
 ROOMS = {
     "space_proto": ("proto", set()),
+    "space_common": ("proto", {"space_proto"}),
     "space_kernels": ("kernels", set()),
     "space_demo": ("server", set()),
-    "space_router": ("router", {"space_proto"}),
-    "space_model": ("server", {"space_kernels"}),
-    "space_server": ("server", {"space_model", "space_kernels", "space_proto"}),
-    "space_train": ("server", {"space_model", "space_kernels", "space_proto"}),  # it talks to a worker of its own
+    "space_router": ("router", {"space_common", "space_proto"}),
+    "space_model": ("server", {"space_common", "space_kernels"}),
+    "space_server": ("server", {"space_common", "space_model", "space_kernels", "space_proto"}),
+    "space_train": ("server", {"space_common", "space_model", "space_kernels", "space_proto"}),
     "space_eval": (
         "server",
-        {"space_router", "space_server", "space_train", "space_model", "space_kernels", "space_proto"},
+        {"space_router", "space_server", "space_train", "space_model", "space_kernels", "space_common", "space_proto"},
     ),
 }  # fmt: skip
 DISTRIBUTIONS = {

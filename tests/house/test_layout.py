@@ -8,7 +8,6 @@ TOP_LEVEL = {
     "proto", "pyproject.toml", "router", "server", "tests",
 }  # fmt: skip
 MACHINE = re.compile(r"/(?:work|root|home|Users)/[a-z]|/opt/(?:wheels|pypi)")
-LONGEST = 400
 
 
 def test_the_top_level_holds_the_rooms_and_nothing_else(files: list[Path]) -> None:
@@ -35,12 +34,6 @@ def test_no_file_names_a_folder_of_one_machine(root: Path, files: list[Path]) ->
             if MACHINE.search(line):
                 found.append(f"{path}:{number}: {line.strip()}")
     assert found == []
-
-
-def test_files_stay_readable_at_one_sitting(root: Path, files: list[Path]) -> None:
-    sources = [path for path in files if path.suffix == ".py" and "_pb2" not in path.name]
-    long = {str(path): n for path in sources if (n := len((root / path).read_text().splitlines())) > LONGEST}
-    assert long == {}
 
 
 def test_nothing_is_left_for_later(root: Path, files: list[Path]) -> None:

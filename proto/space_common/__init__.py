@@ -1,0 +1,1 @@
+"""What router and server share besides the protocol."""
