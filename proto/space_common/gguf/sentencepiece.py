@@ -1,0 +1,71 @@
+"""SentencePiece's BPE (`tokenizer.ggml.model` llama) as the model, normalizer and decoder of a tokenizer.json.
+
+SentencePiece merges the two neighbours whose joint text is the token with the highest score, the leftmost of equals.
+The `tokenizers` library merges by a ranked list of pairs instead: here every pair of tokens whose joint text is a
+token, by the score of that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from space_common.gguf.errors import GgufError
+from space_common.gguf.vocabulary import Vocabulary
+
+_SPACE = "▁"
+
+
+def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+    """normalizer, pre_tokenizer, decoder and model of tokenizer.json. Raises GgufError."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) < len(vocabulary.tokens):
+        raise GgufError(
+            f"tokenizer.ggml.scores has {0 if scores is None else len(scores)} entries for {len(vocabulary.tokens)} "
+            "tokens; SentencePiece merges by score. Convert the original checkpoint again with a current "
+            "convert_hf_to_gguf.py, or serve it as it is."
+        )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    merges = merges_of(vocabulary, scores)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefixed else replace,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None if vocabulary.unknown is None else vocabulary.tokens[vocabulary.unknown],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary.entries({left + right for left, right in merges}),
+            "merges": merges,
+        },
+    }
+
+
+def merges_of(vocabulary: Vocabulary, scores: Any) -> list[tuple[str, str]]:
+    """The pairs of tokens that are a token together, the highest score first, then the lowest id.
+
+    Of one token's pairs the one with the longest left part comes first. Where two of them overlap in a text ("ab", "a",
+    "ba" for the token "aba"), the left one has the longer left part, and SentencePiece takes the left one.
+    """
+    ids = vocabulary.ids
+    order = sorted(range(len(vocabulary.tokens)), key=lambda id_: (-scores[id_], id_))
+    return [
+        (left, right)
+        for token in map(vocabulary.tokens.__getitem__, order)
+        for cut in range(len(token) - 1, 0, -1)
+        if (left := token[:cut]) in ids and (right := token[cut:]) in ids
+    ]
