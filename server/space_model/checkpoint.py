@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_model.model_error import CheckpointNotFound, UnsupportedModel
+from space_model.json_file import read_object
+from space_model.model_error import CheckpointNotFound
+from space_model.peft_folder import PEFT_CONFIG, refuse_as_model
+from space_model.weight_index import INDEX, indexed_files
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -43,18 +45,14 @@ class Checkpoint:
         fetch = fetch or _from_the_hub
         folder = _folder(str(path), fetch)
         config_file = folder / "config.json"
-        if not config_file.is_file():
-            raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
-        config = _object(config_file)
+        config = read_object(config_file) if config_file.is_file() else {}
         section = config.get("space")
         if isinstance(section, dict) and section.get("base") is not None:
             return cls._on_base(str(path), folder, section, fetch)
-        if "auto_map" in config:
-            raise UnsupportedModel(
-                f"The checkpoint {path} brings its own code (auto_map in config.json); remote code is never run. "
-                "Use a checkpoint of an architecture that transformers has."
-            )
-        return cls(str(path), folder, config, _weights(folder), folder)
+        refuse_as_model(folder, section)
+        if not config_file.is_file():
+            raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
+        return cls(str(path), folder, with_quantization(folder, config), _weights(folder), folder)
 
     @classmethod
     def _on_base(cls, name: str, home: Path, section: dict[str, Any], fetch: Fetch) -> Checkpoint:
@@ -77,14 +75,17 @@ class Checkpoint:
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; empty where it is absent."""
         file = self.folder / name
-        return _object(file) if file.is_file() else {}
+        return read_object(file) if file.is_file() else {}
 
     def model_hash(self) -> str:
         """Over config.json and the headers of the weights (names, dtypes, shapes, offsets): cheap, and seen by eye."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for file in self.weights:
             with file.open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
+                start = stream.read(8)
+                if len(start) < 8:
+                    raise CheckpointNotFound(f"{file} is empty, or cut short. Fetch it again.")
+                (length,) = struct.unpack("<Q", start)
                 digest.update(stream.read(length))
         return digest.hexdigest()
 
@@ -105,22 +106,37 @@ class Checkpoint:
 def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """The folder of a gated adapter, and its config; a folder as peft writes it needs no config.json."""
     folder = _folder(str(path), _from_the_hub)
-    if (folder / "config.json").is_file():
-        return folder, _object(folder / "config.json")
-    if (folder / "adapter_config.json").is_file():
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    section = config.get("space")
+    declares = isinstance(section, dict) and section.get("adapter") is not None
+    if (folder / PEFT_CONFIG).is_file() and not declares:
         return folder, {"space": {"adapter": "."}}
+    if config:
+        return folder, config
     raise CheckpointNotFound(f"{folder} has neither config.json nor adapter_config.json; give an adapter's folder.")
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in this file."""
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointNotFound(f"{file} is not JSON: {error}. Was it copied whole?") from error
-    if not isinstance(loaded, dict):
-        raise CheckpointNotFound(f"{file} holds no JSON object.")
-    return loaded
+_QUANTIZATION_FILES = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quant_config.json": ("awq", None),
+    "quantize_config.json": ("gptq", None),
+}
+"""Files beside config.json in which older checkpoints say how they are quantised: the method, and the key of what they
+say (None: the whole file)."""
+
+
+def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The config, with a quantization_config where another field or another file of the checkpoint has it."""
+    if config.get("quantization_config") is not None:
+        return config
+    if isinstance(said := config.get("compression_config"), dict):  # compressed-tensors before its version 0.4
+        return config | {"quantization_config": {"quant_method": "compressed-tensors"} | said}
+    for name, (method, key) in _QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            whole = read_object(folder / name)
+            section = whole if key is None else whole.get(key)
+            return config | {"quantization_config": {**(section or {}), "quant_method": method}}
+    return config
 
 
 def _folder(path: str, fetch: Fetch) -> Path:
@@ -144,15 +160,9 @@ def _from_the_hub(path: str) -> Path:
 
 
 def _weights(folder: Path) -> tuple[Path, ...]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
-        names = sorted(set(_object(index).get("weight_map", {}).values()))
-        if not names:
-            raise CheckpointNotFound(f"{index} names no files.")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointNotFound(f"{index} names {missing[0]}, which is not there ({len(missing)} files missing).")
-        return tuple(folder / name for name in names)
+        return indexed_files(index)
     if (folder / "model.safetensors").is_file():
         return (folder / "model.safetensors",)
     pickled = sorted(folder.glob("pytorch_model*.bin"))
@@ -160,5 +170,10 @@ def _weights(folder: Path) -> tuple[Path, ...]:
         raise CheckpointNotFound(
             f"{folder} has its weights as {pickled[0].name}, which can run code when it is opened. "
             f"Turn it into safetensors first: spaceserve convert {folder} NEW_FOLDER"
+        )
+    parts = sorted(folder.glob("*-of-*.safetensors"))
+    if parts:
+        raise CheckpointNotFound(
+            f"{folder} has {parts[0].name} and no {index.name}, which says what is in which file. Fetch it, too."
         )
     raise CheckpointNotFound(f"{folder} has no model.safetensors (and no model.safetensors.index.json).")

@@ -21,14 +21,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from space_model import family
+from space_model.checkpoint import Checkpoint, with_quantization
 from space_model.convert_source import ConvertError, SourceWeights, TensorEntry
 from space_model.convert_target import converted_folder, write_shards
 from space_model.convert_vocabulary import Vocabulary
+from space_model.json_file import read_object
 from space_model.model_error import CheckpointNotFound, ModelError
+from space_model.peft_folder import refuse_as_model
+from space_model.quantized_format import read_format
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "COPYING")
 _MOST_MASKS = 16
+_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of older tokenizers, which become tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,12 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     if source.resolve() == target.resolve():
         raise ConvertError(f"Source and target are both {source}; give another target.")
     config = _read_config(source)
+    form = read_format(with_quantization(source, config), str(source))
+    if form is not None and wish.dtype is not None:
+        raise ConvertError(
+            f"{source} is quantised ({form.name}): its numbers mean something in their own dtype only. Leave out "
+            "--dtype."
+        )
     weights = SourceWeights.open(source)
     vocabulary = Vocabulary.find(source, weights, num_added=wish.add_masks)
     entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
@@ -75,16 +88,16 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
 
 
 def _read_config(source: Path) -> dict[str, Any]:
+    """config.json without what names code: that stays behind, and what is served needs none."""
     file = source / "config.json"
+    config = read_object(file) if file.is_file() else {}
+    refuse_as_model(source, config.get("space"))
     if not file.is_file():
         raise CheckpointNotFound(f"{source} has no config.json; give the folder of a checkpoint.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConvertError(f"{file} is no JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
+    if not isinstance(config.get("vocab_size"), int):
         raise ConvertError(f"{file} does not say `vocab_size`; only text decoders can be converted.")
-    return config
+    family.parse_config(config, str(source))  # refuses models that only their own code can run
+    return {field: value for field, value in config.items() if field != "auto_map"}
 
 
 def _space_section(config: dict[str, Any], wish: Wish, vocabulary: Vocabulary) -> dict[str, Any] | None:
@@ -145,6 +158,10 @@ def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> Non
         wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in (head, adapter)
         if file.is_file() and wanted and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in (said := read_object(settings)):
+        del said["auto_map"]
+        settings.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_config(
@@ -165,7 +182,7 @@ def _write_config(
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
     """tokenizer.json from the older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
-    if not any((source / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+    if not any((source / name).is_file() for name in _TOKENIZERS):
         return
     from transformers import AutoTokenizer
 
@@ -175,6 +192,21 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     except (ValueError, OSError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConvertError(f"The tokenizer of {source} cannot be turned into tokenizer.json: {reason}") from error
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Why the converted checkpoint is not served as it is, and what to do; None: it is."""
+    try:
+        family.read_config(Checkpoint.open(folder))
+    except ModelError as error:
+        return str(error)
+    if not (folder / "tokenizer.json").is_file():
+        return (
+            f"it has no tokenizer, for SRC had none of tokenizer.json, {', '.join(_TOKENIZERS)}. Copy tokenizer.json "
+            f"and tokenizer_config.json of the same model (or the one it was trained from) to {folder}; from a model's "
+            f"repository on the hub: hf download OWNER/NAME tokenizer.json tokenizer_config.json --local-dir {folder}"
+        )
+    return None
 
 
 def _ids(text: str) -> list[int]:
@@ -249,6 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert(options.source, options.target, wish, progress=True)
     except (ModelError, OSError) as error:
         print(f"spaceserve convert: {error}", file=sys.stderr)
+        return 1
+    lacks = what_is_missing(options.target)
+    if lacks:
+        print(f"spaceserve convert: {options.target} is written, and is not ready: {lacks}", file=sys.stderr)
         return 1
     print(f"{options.target} is ready: spaceserve serve --model {options.target}")
     return 0

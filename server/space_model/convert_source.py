@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(f"{index} is no index of weight files: {error!r}") from error
     for name in names:

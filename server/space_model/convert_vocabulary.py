@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from space_model.convert_source import ConvertError, SourceWeights
+from space_model.json_file import read_object
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follows from config.json
 
@@ -29,10 +30,12 @@ class Vocabulary:
     @classmethod
     def find(cls, source: Path, weights: SourceWeights, *, num_added: int) -> Vocabulary:
         """Build the architecture without numbers, and hold every tensor's shape against it. Raises ConvertError."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
+        from space_model import family
+
+        config = family.parse_config(read_object(source / "config.json"), str(source))
         try:
-            config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, local_files_only=True)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from space_model.checkpoint import Checkpoint
+from space_model.config_check import refuse_config
 from space_model.model_error import UnsupportedModel
 from space_model.quantized_format import read_format
-
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
-_UNSERVED_ROPE = {"dynamic", "longrope"}
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The checkpoint's config as transformers sees it; an UnsupportedModel says why it cannot be served."""
-    kind = checkpoint.config.get("model_type")
-    try:
-        config = AutoConfig.from_pretrained(str(checkpoint.folder), trust_remote_code=False, local_files_only=True)
-    except (AttributeError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"transformers cannot read the config of {checkpoint.name}: {error}") from error
+    config = parse_config(checkpoint.config, checkpoint.name)
     read_format(checkpoint.config, checkpoint.name)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
-        raise UnsupportedModel(f"Models of type {kind!r} are no causal language models in transformers.")
-    _refuse_layers(kind, config)
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
-            "so its keys and values cannot be paged."
-        )
-    for rope in _rope_types(config):
-        if rope in _UNSERVED_ROPE:
-            raise UnsupportedModel(
-                f"{checkpoint.name} scales its rotary positions by {rope!r}: the angles would depend on the longest "
-                "sequence of the batch. Use a checkpoint with linear, llama3 or yarn scaling, or none."
-            )
+        raise UnsupportedModel(f"Models of type {config.model_type!r} are no causal language models in transformers.")
+    first = model_class[0] if isinstance(model_class, list | tuple) else model_class
+    refuse_config(checkpoint.name, checkpoint.config, config, first)
     return config
 
 
-def _refuse_layers(kind: str | None, config: PreTrainedConfig) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-    if others:
+def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
+    """config.json as transformers reads it; code that the checkpoint `name` brings (auto_map) is never run.
+
+    Raises UnsupportedModel for a model that transformers does not have.
+    """
+    kind = said.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise UnsupportedModel(f"The config.json of {name} has no model_type: it does not say what model this is.")
+    classes = said.get("auto_map")
+    if kind not in CONFIG_MAPPING:
+        code = "; the code that the checkpoint brings (auto_map in config.json) is never run" if classes else ""
         raise UnsupportedModel(
-            f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
+            f"transformers {transformers.__version__} has no models of type {kind!r}{code}. Use a checkpoint of an "
+            "architecture that transformers has, or a newer transformers if that has it."
         )
-    if kind in {"gpt_oss"}:
-        raise UnsupportedModel(f"Models of type {kind!r} have attention sinks, which paged attention does not do.")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"Models of type {kind!r} have an encoder; only decoders are served.")
-
-
-def _rope_types(config: PreTrainedConfig) -> list[str]:
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return [str(part["rope_type"]) for part in [rope, *nested] if "rope_type" in part]
+    native = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    names = [native] if isinstance(native, str) else list(native)
+    own = str(classes.get("AutoModelForCausalLM") or "") if isinstance(classes, Mapping) else ""
+    own = own.rpartition(".")[2]
+    if own and names and own.lower() not in {each.lower() for each in names}:
+        raise UnsupportedModel(
+            f"{name} brings its own code (auto_map in config.json: {own}), which is never run, and transformers' "
+            f"models of type {kind!r} are {names[0]}: the same weights would say something else. Use a checkpoint of "
+            f"{names[0]}."
+        )
+    fields = {field: value for field, value in said.items() if field not in ("auto_map", "space")}
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # for AutoConfig reads files, and does more than the class does
+            Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config.name_or_path = name
+        return config
+    except (AttributeError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as error:
+        words = " ".join(str(error).split())[:300].rstrip(".")
+        raise UnsupportedModel(
+            f"transformers cannot read the config of {name}: {words}. Fetch the config.json of the original checkpoint."
+        ) from error
 
 
 def head_scale(config: PreTrainedConfig) -> float:
@@ -78,6 +88,8 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
     """Query heads, key-value heads, head dimension."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if getattr(config, "multi_query", False):
+        kv_heads = 1  # GPTBigCode
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, kv_heads, int(head_dim)
 
@@ -88,3 +100,17 @@ def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == base.config.num_hidden_layers:
             return path, module
     raise UnsupportedModel(f"{type(base).__name__} has no list of {base.config.num_hidden_layers} decoder layers.")
+
+
+def refuse_more_head(model: PreTrainedModel) -> None:
+    """Logits are one linear behind the base, a scale and a cap; a model with more weights there says something else.
+
+    Raises UnsupportedModel.
+    """
+    known = {id(weight) for part in (model.base_model, model.get_output_embeddings()) for weight in part.parameters()}
+    others = [path for path, weight in model.named_parameters() if id(weight) not in known]
+    if others:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has weights between its last layer and its output head ({others[0]}); only models "
+            "whose head is one linear are served."
+        )

@@ -22,15 +22,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from space_model.model_error import InvalidSpaceSection
+from space_model.json_file import read_object
+from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
+from space_model.peft_folder import (
+    PEFT_CONFIG,
+    PEFT_MASKS,
+    PEFT_WEIGHTS,
+    describe_peft,
+    how_to_merge,
+    is_gated,
+)
 
 FORMAT = "space-gated-lora-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
-PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "mask_embeddings.safetensors",
-)
 
 _MASKS = "gated_lora.mask_embeddings"
 _OURS = ("gated_lora.", ".a", ".b")  # what stands before a module's path, and behind it
@@ -167,10 +171,15 @@ def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, st
 
 def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
     file = folder / PEFT_CONFIG
+    if file.is_file() and not is_gated(folder):
+        raise InvalidSpaceSection(
+            f"{folder} is {describe_peft(folder)}, which changes the text of the model. An adapter here is a gated "
+            f"one, which only drafts: it has {PEFT_MASKS} beside it. {how_to_merge(folder)}"
+        )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_object(file)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (CheckpointNotFound, OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidSpaceSection(f"{file} is no config of a LoRA with r and lora_alpha: {error!r}") from error
     if config.get("peft_type") != "LORA" or rank < 1 or not math.isfinite(alpha):
         raise InvalidSpaceSection(f"{file} has peft_type {config.get('peft_type')!r} and r {rank}; LORA is read.")

@@ -45,6 +45,8 @@ from space_model.space_section import SpaceSection, load_draft_head
 from space_model.tensor_parallel import Ranks, Share
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.uncompiled import without_compiler
+from space_model.unused_tensors import check_found
+from space_model.weight_values import refuse_odd_values
 from space_model.whole_model import settle, stream_model
 
 _log = logging.getLogger(__name__)
@@ -251,9 +253,9 @@ def _read_weights(
             raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
         except (RuntimeError, ValueError, ImportError) as error:
             raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
-    if found["missing_keys"]:
-        missing = sorted(found["missing_keys"])
-        raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
+    check_found(checkpoint, model, found)
+    family.refuse_more_head(model)
+    refuse_odd_values(checkpoint.name, model, packed=packed is not None)
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     if weights == "fp8":

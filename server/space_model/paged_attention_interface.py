@@ -40,10 +40,27 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    space_step: Step,
+    space_step: Step | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D]."""
+    if space_step is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} is not handed what its model is called with (keywords of forward), so its keys "
+            "and values cannot be paged."
+        )
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends to later tokens, too: the model is no causal language model, and writes "
+            "no text. Use a checkpoint of one."
+        )
+    _, heads, _, size = space_step.kv.keys[0].shape
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1] == size or key.shape[1] != heads:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "
+            f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
+            "hold keys and values of one size, the same in all layers."
+        )
     asked = {name for name, value in others.items() if value is not None and value is not False}
     unknown = sorted(asked - _MEANINGLESS_HERE)
     if unknown or attention_mask is not None or dropout:

@@ -40,7 +40,7 @@ def expected_logits(model: PreTrainedModel, facts: ModelFacts) -> Tensor:
     step = Step(batch, kv)
     try:
         out = model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on paged attention: {error}") from error
     if step.layers_seen != list(range(facts.num_layers)):
         raise UnsupportedModel(

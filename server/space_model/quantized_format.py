@@ -3,7 +3,7 @@
 AWQ                 W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = i // group size
 GPTQ                W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = g_idx[i]; version 1 keeps z - 1
 compressed-tensors  W[o, i] = (q[o, i] - z[o, g]) · s[o, g]          one g, one per row, per group, or per block
-fp8 blocks          W[o, i] = q[o, i] · s[o // 128, i // 128]
+fp8                 W[o, i] = q[o, i] · s[o // 128, i // 128]    one s per block, per row, or one
 bitsandbytes 4-bit  W = code[q] · absmax[n // block size]            n: the flat index; absmax may be quantised, too
 bitsandbytes 8-bit  W[o, i] = q[o, i] · s[o] / 127
 """
@@ -24,7 +24,10 @@ from space_model.quantized_bits import halves, unpack, unpack_awq
 Read = Callable[[str], Tensor]
 """A tensor of a module by what stands behind the module's path, such as `qweight`."""
 
-CURE = "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8 or bitsandbytes format."
+CURE = (
+    "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8, ModelOpt FP8 or bitsandbytes "
+    "format."
+)
 
 
 class QuantizedFormat(Protocol):
@@ -45,6 +48,11 @@ class QuantizedFormat(Protocol):
         """What may stand behind a module's path besides `weight` and `bias`."""
         ...
 
+    @property
+    def needless(self) -> frozenset[str]:
+        """Of the parts, those that say nothing of the weight: scales of activations, keys and values."""
+        ...
+
     def marks(self, part: str) -> bool:
         """A module with this tensor has a quantised weight."""
         ...
@@ -62,6 +70,7 @@ class Awq:
     name: str = "AWQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales"})
+    needless: frozenset[str] = frozenset()
 
     def marks(self, part: str) -> bool:
         return part == "qweight"
@@ -84,6 +93,7 @@ class Gptq:
     name: str = "GPTQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    needless: frozenset[str] = frozenset()
 
     def marks(self, part: str) -> bool:
         return part == "qweight"
@@ -110,6 +120,7 @@ class CompressedTensors:
         for of in ("weight", "input", "output", "k", "v", "q")
         for what in ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
     )
+    needless: frozenset[str] = frozenset(part for part in parts if not part.startswith("weight_"))
 
     def marks(self, part: str) -> bool:
         return part == "weight_scale"
@@ -155,25 +166,39 @@ class CompressedTensors:
         return of_part.repeat_interleave(-(-columns // of_part.shape[1]), 1)[:, :columns]
 
 
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
 @dataclass(frozen=True)
 class BlockFp8:
-    """float8 weights with a scale per block, as DeepSeek publishes them."""
+    """float8 weights with a scale per block, as DeepSeek publishes them, per row, or one, as ModelOpt does."""
 
     block: tuple[int, int]
     name: str = "fp8"
-    library: str = "kernels"
-    parts: frozenset[str] = frozenset({"weight_scale_inv", "activation_scale"})
+    library: str = "kernels"  # "": none
+    parts: frozenset[str] = frozenset(
+        {"weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "output_scale", "k_scale", "v_scale"}
+    )
+    needless: frozenset[str] = parts - {"weight_scale_inv", "weight_scale"}
 
     def marks(self, part: str) -> bool:
-        return part == "weight_scale_inv"
+        return part in ("weight_scale_inv", "weight_scale")
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
-        q = read("weight").float()
-        scale = read("weight_scale_inv").float()
+        q, scale = read("weight"), read("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale").float()
+        if q.dtype not in _FLOAT8:
+            raise ValueError(f"its numbers are {q.dtype}, which is no float of eight bits")
         if scale.numel() == 1:
-            return q * scale.view(1, 1)
+            return q.float() * scale.view(1, 1)
+        if scale.numel() == len(q):
+            return q.float() * scale.view(-1, 1)
         high, wide = self.block
-        return q * scale.repeat_interleave(high, 0)[: q.shape[0]].repeat_interleave(wide, 1)[:, : q.shape[1]]
+        spread = scale.repeat_interleave(high, 0)[: q.shape[0]].repeat_interleave(wide, 1)[:, : q.shape[1]]
+        if spread.shape != q.shape:
+            raise ValueError(
+                f"it has {tuple(scale.shape)} scales for {tuple(q.shape)} numbers in blocks of {self.block}"
+            )
+        return q.float() * spread
 
 
 @dataclass(frozen=True)
@@ -196,6 +221,7 @@ class Bitsandbytes:
             )
         }
     )
+    needless: frozenset[str] = frozenset({"weight_format"})
 
     def marks(self, part: str) -> bool:
         return part == "SCB" or part.startswith("weight.quant_state.")
@@ -235,6 +261,8 @@ def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
             case "fp8":
                 high, wide = said.get("weight_block_size") or (1, 1)
                 return BlockFp8((int(high), int(wide)))
+            case "modelopt":
+                return _modelopt(said, name)
             case "bitsandbytes":
                 return Bitsandbytes()
     except (KeyError, TypeError, ValueError) as error:
@@ -247,6 +275,15 @@ def _awq(said: Mapping[str, Any], name: str) -> Awq:
     if version != "gemm" or bits != 4:
         raise UnsupportedModel(f"{name} is quantised as AWQ {version} with {bits} bits; gemm with 4 is read. {CURE}")
     return Awq(int(said.get("group_size", said.get("q_group_size", 128))))
+
+
+def _modelopt(said: Mapping[str, Any], name: str) -> BlockFp8:
+    """NVIDIA's ModelOpt: in hf_quant_config.json, or since 0.29 in config.json, too."""
+    nested = said.get("quantization")
+    algorithm = str((nested if isinstance(nested, Mapping) else said).get("quant_algo") or "")
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise UnsupportedModel(f"{name} is quantised by ModelOpt as {algorithm or dict(said)}; FP8 is read. {CURE}")
+    return BlockFp8((1, 1), name="ModelOpt FP8", library="")
 
 
 def _gptq(said: Mapping[str, Any], name: str) -> Gptq:

@@ -40,7 +40,10 @@ def read_packed(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
+        ends = tuple(f".{part}" for part in form.needless)
+        found["unexpected_keys"] = {name for name in found["unexpected_keys"] if not name.endswith(ends)}
     except (ImportError, RuntimeError, ValueError) as error:
         _log.warning("%s: %s cannot multiply by its %s weights: %s", checkpoint.name, form.library, form.name, error)
         return None
@@ -62,16 +65,17 @@ def say_dense(
     checkpoint: Checkpoint, form: QuantizedFormat, count: int, kept: int, held: int, dtype: torch.dtype
 ) -> None:
     """What it costs that weights are not multiplied by as they are kept."""
+    packed = f". On a GPU with {form.library} installed they stay packed" if form.library else ""
     _log.warning(
         "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at every "
-        "step. On a GPU with %s installed they stay packed",
+        "step%s",
         checkpoint.name,
         count,
         form.name,
         str(dtype).removeprefix("torch."),
         held / 2**20,
         kept / 2**20,
-        form.library,
+        packed,
     )
 
 

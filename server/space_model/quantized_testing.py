@@ -199,6 +199,8 @@ KINDS: Mapping[str, tuple[Callable[[Tensor, torch.Generator], Packed], Mapping[s
         _float_blocks("weight_scale_inv"),
         {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"},
     ),
+    "fp8 per tensor as vLLM has it": (_floats, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "ModelOpt fp8": (_floats, {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": None}),
     "bitsandbytes nf4": (
         _half_bytes(nested=False),
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

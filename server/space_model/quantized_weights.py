@@ -21,6 +21,7 @@ class QuantizedWeights(WeightFiles):
         super().__init__(files.name, files.opened, files.size)
         self.form = form
         self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> what it has
+        self._read: set[str] = set()  # tensors of the files that weights were made of
         aside: set[str] = set()
         found: dict[str, set[str]] = {}
         marked: set[str] = set()
@@ -37,6 +38,7 @@ class QuantizedWeights(WeightFiles):
                 "is. Remove quantization_config from it if they are plain numbers."
             )
         self._parts = {path: frozenset(found[path]) for path in marked}
+        self._aside = aside
         self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -60,6 +62,10 @@ class QuantizedWeights(WeightFiles):
         """Weights that are made from others."""
         return len(self._parts)
 
+    def unused(self) -> list[str]:
+        """Parts of quantised weights that no weight was made of, when all have been read."""
+        return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor; a quantised one is made for it."""
         return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
@@ -69,9 +75,14 @@ class QuantizedWeights(WeightFiles):
         if not self._is_quantized(name):
             return super().whole(name)
         path = name.removesuffix(".weight")
-        read = super().whole
+        whole = super().whole
+
+        def read(part: str) -> Tensor:
+            self._read.add(f"{path}.{part}")
+            return whole(f"{path}.{part}")
+
         try:
-            return self.form.dense(lambda part: read(f"{path}.{part}"), self._parts[path])
+            return self.form.dense(read, self._parts[path])
         except (IndexError, KeyError, RuntimeError, ValueError) as error:
             raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
 
@@ -97,4 +108,4 @@ def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
 
 def has_kernels(form: QuantizedFormat) -> bool:
     """The library that multiplies by such weights as they are is installed."""
-    return importlib.util.find_spec(form.library) is not None
+    return bool(form.library) and importlib.util.find_spec(form.library) is not None

@@ -27,8 +27,10 @@ from space_model.sharded_head import ShardedHead
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import BY_COLUMNS, BY_ROWS, Ranks, Share, SummedLinear
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.unused_tensors import refuse_unused
 from space_model.weight_files import WeightFiles
 from space_model.weight_stream import WeightStream, send
+from space_model.weight_values import refuse_odd_values
 
 _log = logging.getLogger(__name__)
 
@@ -48,16 +50,21 @@ def read_part(
     joined = JoinedRows({path: len(parameter) for path, parameter in parameters.items()}.get)
     with open_weights(checkpoint) as files:
         stream = WeightStream(files, device, joined=joined)
+        read = {HEAD}  # which is read apart
         for path, parameter in parameters.items():
-            weight = _part(files, f"{model.base_model_prefix}.{path}", share)
+            name = _name(files, f"{model.base_model_prefix}.{path}")
+            read.add(name)
+            weight = _part(files, name, share)
             if weight.shape != parameter.shape:
                 raise UnsupportedModel(
                     f"{path} of {checkpoint.name} has a part of {tuple(weight.shape)} for rank {share.rank}; its "
                     f"config says {tuple(parameter.shape)}."
                 )
-            parent, _, name = path.rpartition(".")
+            parent, _, last = path.rpartition(".")
             fitted = nn.Parameter(stream.put(path, weight, dtype), requires_grad=False)
-            setattr(base.get_submodule(parent), name, fitted)
+            setattr(base.get_submodule(parent), last, fitted)
+        refuse_unused(checkpoint, model, set(files.names) - read | set(files.unused()))
+        refuse_odd_values(checkpoint.name, base)
         _log.info("rank %d of %d read %d bytes of weights", share.rank, share.size, files.num_bytes)
         if isinstance(files, QuantizedWeights):
             held = sum(parameter.nbytes for parameter in base.parameters())
@@ -67,10 +74,14 @@ def read_part(
     return model.eval()
 
 
-def _part(files: WeightFiles, path: str, share: Share) -> Tensor:
-    """What a rank has of the weight that the whole model has at `path`."""
-    name = path if path in files else path.partition(".")[2]  # some checkpoints are of the base alone
-    linear, kind = path.split(".")[-2:]
+def _name(files: WeightFiles, path: str) -> str:
+    """What the files call the weight that the whole model has at `path`."""
+    return path if path in files else path.partition(".")[2]  # some checkpoints are of the base alone
+
+
+def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
+    """What a rank has of the weight `name`."""
+    linear, kind = name.split(".")[-2:]
     if linear in BY_ROWS:
         return files.rows(name, share.of(files.shape(name)[0]))
     if linear in BY_COLUMNS and kind == "weight":
@@ -128,9 +139,9 @@ def _head(
     ids = share.of_vocabulary(facts.vocab_size)
     whole: Tensor | None = None
     with open_weights(checkpoint) as files:
-        if config.tie_word_embeddings or HEAD not in files:
-            if not config.tie_word_embeddings:
-                raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
+        if HEAD not in files and not config.tie_word_embeddings:
+            raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
+        if HEAD not in files or (config.tie_word_embeddings and _is_embedding(files, embedding)):
             whole, part = embedding, embedding[ids]
         elif rescores and share.rank == 0:
             whole = WeightStream(files, facts.device).whole(HEAD, facts.dtype)
@@ -140,7 +151,20 @@ def _head(
         width = share.vocabulary_width(facts.vocab_size)
         own = torch.zeros(width, part.shape[1], dtype=facts.dtype, device=facts.device)
         send(part, own[: len(part)])
+        if not bool(own.isfinite().all()):
+            raise UnsupportedModel(
+                f"{HEAD} of {checkpoint.name} has numbers that are not finite. Fetch the file again."
+            )
     rows = None
     if whole is not None and rescores and share.rank == 0:
         rows = OutputHead(whole, None, packed=False)
     return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks)
+
+
+def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:
+    """The head that the files have beside a tied embedding is that embedding; another one is meant, as in transformers.
+
+    So every rank reads the head once; checkpoints of tied models have none as a rule.
+    """
+    head = files.whole(HEAD)
+    return head.shape == embedding.shape and torch.equal(head.to(embedding), embedding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
+from space_model.weight_index import INDEX, read_index
 
 
 class OpenFiles:
@@ -68,13 +70,23 @@ class WeightFiles:
     def open(cls, checkpoint: Checkpoint) -> Iterator[WeightFiles]:
         """The files of a checkpoint, open as long as the block lasts."""
         with ExitStack() as stack:
-            handles = {}
-            try:
-                for file in checkpoint.weights:
+            handles: dict[str, Any] = {}
+            files: dict[str, Path] = {}
+            for file in checkpoint.weights:
+                try:
                     handle = stack.enter_context(safe_open(file, framework="pt"))
-                    handles.update(dict.fromkeys(handle.keys(), handle))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
+                    names = list(handle.keys())
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointNotFound(_cut_short(file, error)) from error
+                for name in names:
+                    if name in files:
+                        raise CheckpointNotFound(
+                            f"{name} of {checkpoint.name} is in {files[name].name} and in {file.name}; one of them is "
+                            "of another checkpoint. Fetch it again into an empty folder."
+                        )
+                    files[name] = file
+                handles.update(dict.fromkeys(names, handle))
+            _check_index(checkpoint, files)
             opened = OpenFiles(checkpoint.name, handles)
             stack.callback(opened.finish)
             yield cls(checkpoint.name, opened, sum(file.stat().st_size for file in checkpoint.weights))
@@ -86,6 +98,10 @@ class WeightFiles:
     def names(self) -> list[str]:
         """Of all tensors."""
         return sorted(self.opened.handles)
+
+    def unused(self) -> list[str]:
+        """Tensors that are no model's and were not needed for one either, when all have been read."""
+        return []
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, from the header."""
@@ -111,3 +127,28 @@ class WeightFiles:
         with self._lock:
             self.num_bytes += tensor.nbytes
         return tensor
+
+
+def _cut_short(file: Path, error: Exception) -> str:
+    size = file.stat().st_size if file.is_file() else 0
+    what = "is empty" if not size else f"({size} bytes) is no safetensors file, or it is cut short: {error}"
+    return f"{file} {what}. Fetch it again."
+
+
+def _check_index(checkpoint: Checkpoint, files: Mapping[str, Path]) -> None:
+    """What the index says of the files is so: a tensor in none of them is one that was lost."""
+    index = checkpoint.folder / INDEX
+    if not index.is_file() or (checkpoint.folder / "model.safetensors") in checkpoint.weights:
+        return
+    wrong = {
+        name: file
+        for name, file in read_index(index).items()
+        if name not in files or files[name] != checkpoint.folder / file
+    }
+    if wrong:
+        name = min(wrong)
+        there = f"it is in {files[name].name}" if name in files else "no file has it"
+        raise CheckpointNotFound(
+            f"{index} says that {name} is in {wrong[name]}, and {there} ({len(wrong)} tensors). The files are of "
+            "several checkpoints, or one is cut short: fetch them again into an empty folder."
+        )

@@ -47,7 +47,9 @@ def stream_model(
             state_dict=stream.unread(),
             dtype=dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # it says which they are, and no more than that there are any without
         )
+        found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
         if isinstance(files, QuantizedWeights):
             held = sum(parameter.nbytes for parameter in model.parameters())
             say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)

@@ -16,7 +16,8 @@ from space_kernels import cpu_library
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
 from space_kernels.cache_folder import cache_folder
 from space_model import family
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint import Checkpoint, with_quantization
+from space_model.json_file import read_object
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device, choose_dtype
@@ -153,7 +154,7 @@ def _without_weights(name: str, folder: Path) -> Checkpoint:
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointNotFound(f"{name} has no config.json.")
-    return Checkpoint(name, folder, json.loads(file.read_text(encoding="utf-8")), (), folder)
+    return Checkpoint(name, folder, with_quantization(folder, read_object(file)), (), folder)
 
 
 def _download(model: str, missing: Missing) -> Finding:

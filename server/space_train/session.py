@@ -16,6 +16,8 @@ from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
+from space_model.quantized_format import read_format
+from space_model.unused_tensors import check_found
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from space_train.data_error import UnusableTokenizer
@@ -157,17 +159,22 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
     config = family.read_config(checkpoint)
     as_saved = not plan.trains_base and plan.precision == "bf16" and torch.cuda.is_available()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
             dtype="auto" if as_saved else torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise UnsupportedModel(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-    return model
+    form = read_format(checkpoint.config, checkpoint.name)
+    check_found(checkpoint, model, found, () if form is None else [f".{part}" for part in form.needless])
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,20 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         if family not in made:
             made[family] = tiny_checkpoint(tmp_path_factory.mktemp(family), family)
         return made[family]
+
+    return make
+
+
+@pytest.fixture
+def copy_of(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the tiny Llama whose config.json has other fields (None: the field goes)."""
+
+    def make(**fields: Any) -> Path:
+        shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+        file = tmp_path / "config.json"
+        config = {name: value for name, value in (json.loads(file.read_text()) | fields).items() if value is not None}
+        file.write_text(json.dumps(config))
+        return tmp_path
 
     return make
 

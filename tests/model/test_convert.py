@@ -13,9 +13,15 @@ from safetensors.torch import save_file
 from space_model.convert import Wish, convert, main
 from space_model.convert_source import ConvertError
 from space_model.load import load_model
-from space_model.model_error import CheckpointNotFound
+from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXJapaneseConfig,
+    GPTNeoXJapaneseForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCAB = 32003  # the released Vicuna-7B SPACE model: 32000, and three added ids of which the last is the mask
 MASK = 32002
@@ -257,7 +263,70 @@ def test_too_small_a_disk_is_found_before_the_first_byte(released, tmp_path, mon
 
 def test_the_command_says_what_to_do_next(released, tmp_path, capsys) -> None:
     source, target = publish(released, tmp_path / "src"), tmp_path / "dst"
+    (source / "tokenizer.json").write_text("{}")
     assert main([str(source), str(target), "--mask-ids", "32002", "--num-masks", "5"]) == 0
     assert f"spaceserve serve --model {target}" in capsys.readouterr().out
     assert main([str(source), str(target)]) == 1
     assert "--force" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_tokenizer_is_not_called_ready(released, tmp_path, capsys) -> None:
+    source, target = publish(released, tmp_path / "src"), tmp_path / "dst"
+    assert main([str(source), str(target)]) == 1
+    said = capsys.readouterr()
+    assert "is ready" not in said.out
+    assert "is written, and is not ready: it has no tokenizer" in said.err
+    assert f"hf download OWNER/NAME tokenizer.json tokenizer_config.json --local-dir {target}" in said.err
+    assert (target / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_a_family_that_is_not_served_is_not_called_ready(tmp_path, capsys) -> None:
+    config = GPTNeoXJapaneseConfig(
+        vocab_size=40, hidden_size=16, intermediate_multiple_size=2, num_hidden_layers=1, num_attention_heads=2
+    )
+    source = publish(GPTNeoXJapaneseForCausalLM(config), tmp_path / "src")
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(tmp_path / "dst")]) == 1
+    assert "is not ready: GPTNeoXJapaneseForCausalLM computes its attention by itself" in capsys.readouterr().err
+
+
+def test_what_names_code_stays_behind_with_the_code(released, tmp_path, capsys) -> None:
+    classes = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "m.LlamaForCausalLM"}
+    source = publish(released, tmp_path / "src", auto_map=classes)
+    (source / "m.py").write_text("raise SystemExit('this code ran')")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["t.T", None]}, "a": 1}))
+    assert main([str(source), str(tmp_path / "dst")]) == 0
+    assert "auto_map" not in json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert json.loads((tmp_path / "dst" / "tokenizer_config.json").read_text()) == {"a": 1}
+    load_model(tmp_path / "dst")
+
+
+def test_a_model_that_only_its_own_code_can_run_is_not_converted(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+    with pytest.raises(UnsupportedModel, match=r"no models of type 'own'; the code that the checkpoint brings"):
+        convert(source, tmp_path / "dst", Wish())
+    assert [file.name for file in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_byte_order_mark_in_the_source_is_skipped(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src", "several safetensors")
+    for name in ("config.json", "model.safetensors.index.json"):
+        (source / name).write_bytes(b"\xef\xbb\xbf" + (source / name).read_bytes())
+    convert(source, tmp_path / "dst", RELEASED)
+    load_model(tmp_path / "dst")
+
+
+def test_quantised_numbers_keep_their_dtype(released, tmp_path) -> None:
+    source = publish(released, tmp_path / "src")
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(ConvertError, match=r"is quantised \(ModelOpt FP8\).* Leave out --dtype"):
+        convert(source, tmp_path / "dst", Wish(dtype=torch.bfloat16))
+
+
+def test_an_adapter_is_not_converted_and_says_what_it_is(tmp_path) -> None:
+    (tmp_path / "src").mkdir()
+    said = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (tmp_path / "src" / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointNotFound, match="is a LoRA adapter of peft for owner/base, and no model"):
+        convert(tmp_path / "src", tmp_path / "dst", Wish())

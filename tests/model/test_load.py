@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,6 @@ from space_model.precision import choose_dtype, refuse_tf32
 from space_model.testing import FIRST_MASK, tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-
-
-@pytest.fixture
-def copy_of(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the tiny Llama whose config.json has other fields (None: the field goes)."""
-
-    def make(**fields: Any) -> Path:
-        shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
-        file = tmp_path / "config.json"
-        config = {name: value for name, value in (json.loads(file.read_text()) | fields).items() if value is not None}
-        file.write_text(json.dumps(config))
-        return tmp_path
-
-    return make
 
 
 def test_facts_say_what_the_checkpoint_is(checkpoint_of: Callable[[str], Path]) -> None:
@@ -163,12 +148,14 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
     ("fields", "message"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by 'dynamic'"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "remote code is never run"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "are LlamaForCausalLM: .* Use a checkpoint of Llama"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "brings .auto_map .* is never run"),
         ({"model_type": "falcon", "head_dim": None}, "FalconForCausalLM computes its attention by itself"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"model_type": "qwen3_next"}, "linear_attention layers"),
         ({"model_type": "t5"}, "no causal language models"),
-        ({"model_type": "nonesuch"}, "cannot read the config"),
+        ({"model_type": "nonesuch"}, "has no models of type 'nonesuch'"),
+        ({"model_type": None}, "has no model_type"),
         ({"hidden_size": "wide"}, "cannot read the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised as GPTQ, and none of them is"),
         ({"hidden_act": "relu2"}, "The activation"),

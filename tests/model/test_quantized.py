@@ -20,7 +20,7 @@ from space_model.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.quantized_format import Bitsandbytes
 from space_model.quantized_model import stays_packed
-from space_model.quantized_testing import KINDS, write_quantized
+from space_model.quantized_testing import GROUP, KINDS, write_quantized
 from space_model.quantized_weights import QuantizedWeights, open_weights
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
@@ -111,6 +111,7 @@ def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
         ({"quant_method": "gptq", "bits": 3}, "GPTQ gptq with 3 bits; gptq and gptq_v2 with 2, 4 or 8 are read"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ marlin with 4 bits"),
         ({"quant_method": "gptq"}, "cannot be read as gptq: KeyError"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantised by ModelOpt as NVFP4; FP8 is read. Use the"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized, which is"),
         (
             {
@@ -130,6 +131,72 @@ def test_a_format_that_is_not_read_is_refused_by_name_with_a_cure(
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     with pytest.raises(UnsupportedModel, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "kind"),
+    [
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "ModelOpt fp8",
+        ),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}, "awq"),
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}, "gptq 4 bits"),
+    ],
+)
+def test_a_checkpoint_that_says_so_in_another_file_says_what_the_same_numbers_say(
+    file: str, said: Any, kind: str, pair: Pair
+) -> None:
+    packed, plain = pair(kind)
+    config = json.loads((packed / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (packed / "config.json").write_text(json.dumps(config))
+    assert section.get("group_size", GROUP) == GROUP
+    (packed / file).write_text(json.dumps(said))
+    found, wanted = load_model(packed, dtype="float32"), load_model(plain, dtype="float32")
+    assert torch.equal(logits(found), logits(wanted))
+
+
+def test_compressed_tensors_of_before_quantization_config_say_what_the_same_numbers_say(pair: Pair) -> None:
+    packed, plain = pair("int4 in groups")
+    config = json.loads((packed / "config.json").read_text())
+    section = config.pop("quantization_config")
+    del section["quant_method"]
+    (packed / "config.json").write_text(json.dumps(config | {"compression_config": section}))
+    found, wanted = load_model(packed, dtype="float32"), load_model(plain, dtype="float32")
+    assert torch.equal(logits(found), logits(wanted))
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq 4 bits", "int8 per row", "ModelOpt fp8", "bitsandbytes int8"])
+def test_quantised_weights_of_which_no_file_says_how_are_refused(kind: str, pair: Pair) -> None:
+    packed, _ = pair(kind)
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.down_proj\..*quantised.*\(quantization_config\)"):
+        load_model(packed)
+
+
+def test_a_scale_of_which_no_weight_was_made_is_named(pair: Pair) -> None:
+    packed, _ = pair("fp8 per tensor")
+    tensors = load_file(packed / "model.safetensors")
+    odd = {"model.layers.1.mlp.up_proj.weight_global_scale": torch.ones(1)}
+    save_file(tensors | odd, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"has model\.layers\.1\.mlp\.up_proj\.weight_global_scale in model"):
+        load_model(packed)
+    odd = {"model.layers.1.self_attn.k_scale": torch.ones(1), "model.layers.1.mlp.up_proj.output_scale": torch.ones(1)}
+    save_file(tensors | odd, packed / "model.safetensors", {"format": "pt"})
+    load_model(packed)  # they say nothing of weights
+
+
+def test_numbers_that_are_not_of_the_formats_kind_are_named(pair: Pair) -> None:
+    packed, _ = pair("ModelOpt fp8")
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: torch.zeros(128, 32, dtype=torch.uint8)}, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"up_proj of .* is no ModelOpt FP8 weight: its numbers are torch.uint8"):
+        load_model(packed)
 
 
 def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:

@@ -1,0 +1,220 @@
+"""A checkpoint whose files are cut short, mixed up, elsewhere or of another kind is refused by the file's name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from space_model.checkpoint import Checkpoint
+from space_model.gated_lora import GatedLora
+from space_model.load import load_model
+from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
+from space_model.testing import tiny_checkpoint
+from space_model.weight_files import WeightFiles
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def sharded(copy_of: Callable[..., Path]) -> Path:
+    """The tiny Llama in two files."""
+    path = copy_of()
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    weight_map = {}
+    for file, names in ((FIRST, sorted(tensors)[::2]), (SECOND, sorted(tensors)[1::2])):
+        save_file({name: tensors[name] for name in names}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def change(index: Path, **entries: object) -> None:
+    """Other entries of the weight_map; None: the entry goes."""
+    said = json.loads(index.read_text())
+    said["weight_map"] = {name: file for name, file in (said["weight_map"] | entries).items() if file is not None}
+    index.write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1])
+@pytest.mark.parametrize("file", [FIRST, SECOND])
+def test_a_file_that_is_cut_short_or_empty_is_named(file: str, kept: int, sharded: Path) -> None:
+    whole = (sharded / file).read_bytes()
+    (sharded / file).write_bytes(whole[:kept])
+    with pytest.raises(
+        CheckpointNotFound, match=rf"{file} (is empty|\(\d+ bytes\) is no .* cut short).*Fetch it again"
+    ):
+        load_model(sharded)
+    if kept in (0, 4):
+        with pytest.raises(CheckpointNotFound, match=rf"{file} is empty, or cut short"):
+            Checkpoint.open(sharded).model_hash()
+
+
+def test_another_file_under_the_name_of_weights_is_named(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    (path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(CheckpointNotFound, match=r"model\.safetensors \(\d+ bytes\) is no safetensors file"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("name", ["../{0}/secret.safetensors", "{0}/../../secret", "/etc/passwd", "a\\..\\b"])
+def test_an_index_that_leads_out_of_its_folder_is_refused(name: str, sharded: Path) -> None:
+    there = name.format(sharded.name)
+    change(sharded / INDEX, **{"model.norm.weight": there})
+    with pytest.raises(CheckpointNotFound, match=rf"{INDEX} names {re.escape(repr(there))}, which is outside"):
+        load_model(sharded)
+
+
+def test_a_link_out_of_the_folder_is_refused_and_those_of_the_hubs_cache_are_not(sharded: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (sharded / SECOND).rename(elsewhere / "secret")
+    (sharded / SECOND).symlink_to(elsewhere / "secret")
+    with pytest.raises(CheckpointNotFound, match=rf"{SECOND} is a link to .*secret, outside its folder. Copy"):
+        load_model(sharded)
+    cache = elsewhere / "models--owner--name"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (sharded / SECOND).unlink()
+    (elsewhere / "secret").rename(sharded / SECOND)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        (cache / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (cache / "snapshots" / "abc" / file.name).symlink_to(Path("../../blobs", str(number)))
+    load_model(cache / "snapshots" / "abc")
+
+
+def test_a_folder_that_is_a_link_itself_is_served(sharded: Path, tmp_path: Path) -> None:
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(sharded)
+    load_model(link)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model.lost.weight": FIRST}, rf"says that model\.lost\.weight is in {FIRST}, and no file has it"),
+        ({"model.norm.weight": FIRST}, rf"says that model\.norm\.weight is in {FIRST}, and it is in {SECOND}"),
+        ({"model.norm.weight": 7}, r"says that model\.norm\.weight is in 7, which is no file"),
+    ],
+)
+def test_an_index_that_its_files_contradict_is_refused(entries: dict[str, object], message: str, sharded: Path) -> None:
+    if entries == {"model.norm.weight": FIRST} and "model.norm.weight" in load_file(sharded / FIRST):
+        entries, message = {"model.norm.weight": SECOND}, message.replace(FIRST, "X").replace(SECOND, FIRST)
+        message = message.replace("X", SECOND)
+    change(sharded / INDEX, **entries)
+    with pytest.raises(CheckpointNotFound, match=message):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("said", [{"weight_map": []}, {"weight_map": None}, {"weight_map": {}}, {}])
+def test_an_index_without_a_map_is_refused(said: object, sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps(said))
+    with pytest.raises(CheckpointNotFound, match=rf"{INDEX} names no files"):
+        load_model(sharded)
+
+
+def test_a_tensor_that_is_in_two_files_is_named_with_both(sharded: Path) -> None:
+    both = load_file(sharded / FIRST)
+    name = min(both)
+    save_file(load_file(sharded / SECOND) | {name: both[name]}, sharded / SECOND, metadata={"format": "pt"})
+    with pytest.raises(CheckpointNotFound, match=rf"{name} of .* is in {FIRST} and in {SECOND}"):
+        load_model(sharded)
+
+
+def test_files_without_their_index_are_named_with_what_is_missing(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(CheckpointNotFound, match=rf"has {FIRST} and no {INDEX}, .* Fetch it, too"):
+        load_model(sharded)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_read_from_its_file(sharded: Path) -> None:
+    change(sharded / INDEX, **{"model.norm.weight": None})
+    with WeightFiles.open(Checkpoint.open(sharded)) as files:
+        assert "model.norm.weight" in files
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
+def test_a_byte_order_mark_is_skipped(name: str, sharded: Path) -> None:
+    (sharded / "generation_config.json").write_text('{"eos_token_id": 9}')
+    (sharded / name).write_bytes(b"\xef\xbb\xbf" + (sharded / name).read_bytes())
+    assert load_model(sharded).facts.eos_ids == (9,)
+
+
+# ------------------------------------------------------------------------------------------ adapters that peft wrote
+
+
+def peft_folder(path: Path, **fields: object) -> Path:
+    """A folder as peft writes it for an ordinary adapter."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "owner/base"} | fields
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = {f"{name}.lora_A.weight": torch.zeros(2, 64), f"{name}.lora_B.weight": torch.zeros(64, 2)}
+    save_file(pair, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+KINDS = [
+    ({}, "a LoRA adapter of peft for owner/base", r"merge_and_unload\(\)"),
+    ({"use_dora": True}, "a DoRA adapter of peft for owner/base", r"merge_and_unload\(\)"),
+    ({"peft_type": "IA3"}, "an adapter of type IA3 of peft for owner/base", r"merge_and_unload\(\)"),
+    ({"peft_type": "PROMPT_TUNING"}, "an adapter of type PROMPT_TUNING of peft", "cannot be merged"),
+    ({"base_model_name_or_path": None}, "a LoRA adapter of peft for its base", r"merge_and_unload\(\)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "what", "cure"), KINDS)
+def test_an_ordinary_adapter_given_as_a_model_is_named_with_what_to_do(
+    fields: dict[str, object], what: str, cure: str, tmp_path: Path
+) -> None:
+    path = peft_folder(tmp_path, **fields)
+    with pytest.raises(CheckpointNotFound, match=rf"is {what}.*, and no model: it has no weights of its own.*{cure}"):
+        load_model(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointNotFound, match=f"is {what}.*, and no model"):
+        load_model(path)
+
+
+def test_a_folder_with_a_model_and_an_adapter_is_refused(copy_of: Callable[..., Path]) -> None:
+    path = peft_folder(copy_of())
+    with pytest.raises(
+        CheckpointNotFound, match=r"a model and a LoRA adapter .* beside it, which is not applied.*move"
+    ):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("fields", "what", "cure"), KINDS)
+def test_an_ordinary_adapter_given_as_a_gated_one_is_named_with_what_to_do(
+    fields: dict[str, object], what: str, cure: str, tmp_path: Path
+) -> None:
+    base, path = tiny_checkpoint(tmp_path / "base"), peft_folder(tmp_path / "adapter", **fields)
+    message = (
+        rf"Adapter mine: .* is {what}.*, which changes the text .* gated one.*mask_embeddings\.safetensors.*{cure}"
+    )
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(base, adapters={"mine": path})
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InvalidSpaceSection, match=message):
+        load_model(base, adapters={"mine": path})
+
+
+def test_a_gated_adapter_given_as_a_model_is_told_how_it_is_given(tmp_path: Path) -> None:
+    pair = torch.zeros(2, 64), torch.zeros(64, 2)
+    gated = GatedLora(torch.ones(3, 64), {"model.layers.0.self_attn.q_proj": pair}, scale=1.0)
+    gated.save_peft(tmp_path, base="owner/base")
+    with pytest.raises(CheckpointNotFound, match=rf"no model: .* --model owner/base --adapter NAME={tmp_path}"):
+        load_model(tmp_path)
+
+
+def test_a_model_whose_section_names_the_adapter_beside_it_is_served_with_it(copy_of: Callable[..., Path]) -> None:
+    path = copy_of(space={"adapter": "."})
+    pair = torch.zeros(2, 64), torch.zeros(64, 2)
+    gated = GatedLora(torch.ones(3, 64), {"model.layers.0.self_attn.q_proj": pair}, scale=1.0)
+    gated.save_peft(path, base="owner/base")
+    assert load_model(path).facts.num_masks == 3
