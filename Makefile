@@ -46,7 +46,7 @@ dashboard: install  ## a real Prometheus scrapes a real server, every panel is a
 		$(PYTEST) -m slow tests/dashboard tests/house/test_alerts.py
 
 fuzz: install  ## 101,000 hostile inputs: requests, messages, checkpoints, templates, grammars (FLAGS="--seed 7 --count 1000 --only templates")
-	@$(PYTHON_IN_VENV) -m space_eval.fuzz $(FLAGS)
+	@$(PYTHON_IN_VENV) -P -m space_eval.fuzz $(FLAGS)
 
 audit: install  ## what is known against the pinned packages: licences, yanked versions, vulnerabilities (FLAGS=--where-reachable)
 	@$(PYTHON_IN_VENV) docker/locks/audit.py $(FLAGS)
@@ -66,7 +66,7 @@ faults: install  ## kill, stop and crash the worker 200 times under 32 streams: 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
 gpu-check: export PYTHONPATH := kernels:proto:server$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:  ## what only a GPU can show, and one report (DRY=1: every stage, tiny, on the CPU; FLAGS="--stages … --minutes …")
-	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -m space_eval.gpu_check $(if $(DRY),--dry) $(FLAGS)
+	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m space_eval.gpu_check $(if $(DRY),--dry) $(FLAGS)
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade

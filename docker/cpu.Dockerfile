@@ -25,7 +25,7 @@ RUN docker/install.sh --venv /opt/spaceserve --device cpu --stages project --no-
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && /opt/spaceserve/bin/python -m space_kernels.cpu_library
+    && /opt/spaceserve/bin/python -P -m space_kernels.cpu_library
 
 FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin spaceserve \
@@ -36,6 +36,7 @@ COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/entrypoint.sh
 ENV PATH=/opt/spaceserve/bin:$PATH \
     HF_HOME=/data/huggingface \
     PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1
 VOLUME /data
 WORKDIR /data

@@ -16,7 +16,7 @@ case $1 in
         exec spaceserve "$@"
         ;;
     train)
-        if ! python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("accelerate"))'; then
+        if ! python -P -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("accelerate"))'; then
             echo "entrypoint.sh: this image does not train: it has no packages for it. Train where" \
                 "'docker/install.sh --dev' of the repository has installed them, and serve OUT/model here." >&2
             exit 2
@@ -28,7 +28,7 @@ case $1 in
         ;;
     healthcheck)
         shift
-        exec python -m space_router.healthcheck "$@"
+        exec python -P -m space_router.healthcheck "$@"
         ;;
     *)
         exec "$@"

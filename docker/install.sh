@@ -107,7 +107,7 @@ is_complete() {
 
 # pip, with its complaints kept for the case that it fails.
 pip() {
-    "$python" -m pip --disable-pip-version-check --no-input "$@" 2>"$log"
+    "$python" -P -m pip --disable-pip-version-check --no-input "$@" 2>"$log"
 }
 
 # One line per package becomes one counter.
@@ -155,7 +155,7 @@ find_python() {
 }
 
 stage_environment() {
-    if [ -x "$python" ] && supported "$python" && "$python" -m pip --version >/dev/null 2>&1 && [ ! -e "$venv/.installing-environment" ]; then
+    if [ -x "$python" ] && supported "$python" && "$python" -P -m pip --version >/dev/null 2>&1 && [ ! -e "$venv/.installing-environment" ]; then
         return
     fi
     local base
@@ -167,7 +167,7 @@ stage_environment() {
     rm -rf "$venv"
     mkdir -p "$venv"
     : >"$venv/.installing-environment"
-    "$base" -m venv "$venv"
+    "$base" -P -m venv "$venv"
     end environment
 }
 
@@ -217,7 +217,7 @@ $(cat "$log")
         say "dependencies: optional GPU packages, built from source: this can take half an hour"
         # Unquoted on purpose: one word per package.
         # shellcheck disable=SC2046
-        pip install --no-build-isolation $("$python" -c 'import sys, tomllib
+        pip install --no-build-isolation $("$python" -P -c 'import sys, tomllib
 extras = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
 print(*(line.split(";")[0].replace(" ", "") for line in extras["gpu"]))' "$ROOT/pyproject.toml") || fail "the GPU packages could not be installed; pip says:
 $(cat "$log")

@@ -22,7 +22,7 @@ class GrammarProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "space_proto.grammar"],
+            [sys.executable, "-P", "-m", "space_proto.grammar"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from space_common.python_process import module_command, safe_environment
+
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings
 from space_router.errors import ConfigError
 
@@ -101,7 +103,7 @@ def _serve(config: ServeConfig) -> int:
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process, so that signals and exit codes are the program's own."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    os.execve(sys.executable, module_command(module, *arguments), safe_environment())
 
 
 def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:

@@ -9,8 +9,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 
+from space_common.python_process import safe_environment
+from space_common.version import version
 from space_proto.finding import Finding
 
 from space_router.config import ServeConfig, build
@@ -47,7 +48,7 @@ def examine(
     said = [name for name, value in flags.items() if value is not None]
     variables = sorted(name for name in environment if name.startswith("SPACESERVE_"))
     told = ", ".join([*(f"--{name.replace('_', '-')}" for name in said), *variables]) or "none: all are defaults"
-    yield Finding("settings", "ok", f"spaceserve {version('spaceserve')}; settings given: {told}")
+    yield Finding("settings", "ok", f"spaceserve {version()}; settings given: {told}")
     yield from _text(config)
     yield from _ports(config)
     yield _open_files(config.max_connections)
@@ -119,7 +120,7 @@ def _worker(config: ServeConfig) -> Sequence[Finding]:
     """What the worker's own process finds: only it may import torch."""
     command = worker_command(config, "unix:/nowhere", module="space_server.doctor")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS, env=safe_environment())
         return [Finding(**found) for found in json.loads(done.stdout)]
     except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
         words = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().splitlines()
@@ -156,4 +157,4 @@ def _paragraph(head: str, text: str, width: int) -> list[str]:
 
 def _json(findings: Sequence[Finding]) -> str:
     told = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
-    return json.dumps({"version": version("spaceserve"), **told}, indent=1)
+    return json.dumps({"version": version(), **told}, indent=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from space_common.version import version
 from space_server.synthetic import label
 
 _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
@@ -20,7 +20,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """`info`: the server's /info. The machine is the one this runs on."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": importlib.metadata.version("spaceserve"),
+        "version": version(),
         "commit": commit(),
         "machine": machine(),
         "python": platform.python_version(),

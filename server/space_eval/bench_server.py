@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from space_common.python_process import module_command, safe_environment
+
 STOP_SECONDS = 60.0
 """From SIGTERM to SIGKILL: longer than a server may need to drain and end its workers."""
 
@@ -43,8 +45,8 @@ class ServerProcess:
         self.url = ""  # http://host:port, once it listens
         self.grpc_address = ""  # host:port, once it listens there, with --grpc-port
         self.lines: collections.deque[str] = collections.deque(maxlen=400)  # what it said last, both pipes
-        self._command = [sys.executable, "-m", "space_router", "serve", *flags, *free_port]
-        self._environment = {**os.environ, **environment}
+        self._command = module_command("space_router", "serve", *flags, *free_port)
+        self._environment = safe_environment(environment)
         self._start_seconds = start_seconds
         self._wait_ready = wait_ready
         self._process: subprocess.Popen[str] | None = None

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from space_common.python_process import module_command
+
 from space_eval.fuzz_target import Target, dice_of, short
 
 COUNT = 101_000
@@ -176,7 +178,7 @@ def run_target(name: str, seed: int, first: int, count: int) -> Tally:
         progress, told = Path(folder) / "progress", Path(folder) / "tally.json"
         while first < end and num_crashes < MOST_CRASHES and len(tally.findings) < MOST_FINDINGS:
             words = ["--only", name, "--seed", seed, "--from", first, "--count", end - first]
-            command = [sys.executable, "-m", "space_eval.fuzz", *map(str, words)]
+            command = module_command("space_eval.fuzz", *words)
             command += ["--progress", str(progress), "--tally", str(told)]
             done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
             if done.returncode == 0:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from space_common.python_process import module_command
 from space_kernels.compile_check import SHARED_KIB
 
 from space_eval.gpu_record import Notebook, StageFailed, StageNotRun
@@ -33,7 +34,7 @@ def compile_kernels(notes: Notebook, until: float) -> None:
         capability = 90 if notes.dry else _capability()
         words = ["--cc", str(capability), "--processes", str(_processes()), "--out", str(out)]
         words += ["--module", "norm", "--first", "1"] if notes.dry else []
-        run = _run([sys.executable, "-m", "space_kernels.compile_check", *words], TRITON_INTERPRET=None)
+        run = _run(module_command("space_kernels.compile_check", *words), TRITON_INTERPRET=None)
         if not out.is_file():
             raise StageFailed(f"the compile check ended with status {run.status}: {run.last}")
         found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
@@ -84,7 +85,7 @@ def _tests(notes: Notebook, words: Sequence[str], name: str) -> None:
         raise StageNotRun("there is no tests folder: run it in a checkout")
     if importlib.util.find_spec("pytest") is None:
         raise StageNotRun("pytest is not installed: pip install pytest pytest-timeout")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    command = module_command("pytest", "-q", "-p", "no:cacheprovider", *words)
     if not notes.dry and importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(_processes())]
     run = _run(command, OMP_NUM_THREADS="2")  # of the references, in as many processes as half of the cores

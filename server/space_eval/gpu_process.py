@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
+from space_common.python_process import module_command, safe_environment
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
@@ -31,17 +32,17 @@ class WorkerProcess:
     def __init__(self, flags: Sequence[str], *, environment: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="space")
         listen = f"unix:{self._folder.name}/w"
-        words = ["-m", "space_server", "--listen", listen, "--parent-pid", str(os.getpid()), *flags]
+        command = module_command("space_server", "--listen", listen, "--parent-pid", os.getpid(), *flags)
         self.started = time.perf_counter()
         self.read_at: float | None = None  # when the weights were read
         self.ready_at: float | None = None
         self.log: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, *words],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | (environment or {}),
+            env=safe_environment(environment),
         )
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from space_common.python_process import module_command, safe_environment
+
 from space_eval.gpu_record import Notebook, Record, StageFailed, StageNotRun
 
 LEAST_SECONDS = 20.0
@@ -88,7 +90,7 @@ def run_stage(stage: Stage, folder: Path, *, dry: bool, machine: str, seconds: f
     words = [stage.name, f"{stage.module}:{stage.function}", str(folder), f"{limit:.1f}", *(["--dry"] if dry else [])]
     begun = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "space_eval.gpu_stages", *words],
+        module_command("space_eval.gpu_stages", *words),
         env=_environment(stage, dry=dry),
         stdout=sys.stderr,
         start_new_session=True,
@@ -121,7 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment(stage: Stage, *, dry: bool) -> dict[str, str]:
     """The rooms as this process found them; a dry run sees no GPU."""
-    environment = dict(os.environ)
+    environment = safe_environment()
     rooms = [str(Path(str(importlib.import_module(room).__file__)).parents[1]) for room in _ROOMS]
     known = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*rooms, *known]))

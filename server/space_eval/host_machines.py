@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+
+from space_common.python_process import module_command
 
 PORT = 9100
 START_SECONDS = 600.0
@@ -165,13 +166,13 @@ def scripted(tokenizer: Path, *, step_seconds: float, max_sequences: int) -> Cal
     """Workers without a model, each with a bound on what it can do: its steps take so long, with so many sequences."""
     flags = ["--tokenizer", str(tokenizer), "--step-seconds", str(step_seconds), "--max-sequences", str(max_sequences)]
     flags += ["--num-blocks", "2048", "--block-size", "16", "--max-model-len", "2048", "--draft-length", "5"]
-    return lambda address: [sys.executable, "-m", "space_router.testing", "--listen", address, *flags]
+    return lambda address: module_command("space_router.testing", "--listen", address, *flags)
 
 
 def served(model: str) -> Callable[[str], Sequence[str]]:
     """Workers as they are."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--calibration-seconds", "0"]
-    return lambda address: [sys.executable, "-m", "space_server", "--listen", address, *flags]
+    return lambda address: module_command("space_server", "--listen", address, *flags)
 
 
 def _ip(*words: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from space_common.python_process import module_command
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.mapped_files import give_back, mappings
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(folders: Sequence[Path], num_slots: int) -> dict[str, int]:
     """In a process of its own. Raises subprocess.CalledProcessError."""
-    words = [sys.executable, "-m", "space_eval.memory_measured", str(num_slots), *map(str, folders)]
+    words = module_command("space_eval.memory_measured", num_slots, *folders)
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=600)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from space_common.version import version
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.model_error import ModelError
@@ -168,7 +168,7 @@ def _facts(model: SpaceModel, subject: Subject, settings: Settings) -> dict[str,
     said: dict[str, object] = {"drafts": subject.title.partition(", ")[2]}
     return said | {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": importlib.metadata.version("spaceserve"),
+        "version": version(),
         "commit": commit(),
         "machine": machine(),
         "model": f"{Path(facts.name).name}, {str(facts.dtype).removeprefix('torch.')} on {facts.device}, "

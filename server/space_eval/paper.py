@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from space_common.version import version
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_train.published_options import TRAINING_OPTIONS, options_table
@@ -235,7 +235,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Protocol, dict[str, object]]:
         "dtype": str(model.facts.dtype).removeprefix("torch."),
         "device": str(model.facts.device),
         "machine": f"{machine()}; {model.facts.num_threads} threads of torch {torch.__version__}",
-        "version": importlib.metadata.version("spaceserve"),
+        "version": version(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

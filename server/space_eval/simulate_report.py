@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from space_common.version import version
 
 from space_eval.bench_facts import commit
 from space_eval.plots import line_plot
@@ -45,7 +46,7 @@ def facts(scenario: Scenario) -> dict[str, Any]:
     return {
         "what": TITLE,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": importlib.metadata.version("spaceserve"),
+        "version": version(),
         "commit": commit(),
         "machine": scenario.machine.name,
         "machine_known": known,

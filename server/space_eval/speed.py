@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from space_common.version import version
 from space_model.checkpoint import Checkpoint
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
@@ -246,7 +246,7 @@ def _facts(options: argparse.Namespace, model: SpaceModel, prompts: Sequence[Seq
         "dtype": str(model.facts.dtype).removeprefix("torch."),
         "device": str(model.facts.device),
         "machine": f"{machine()}; {model.facts.num_threads} threads of torch {torch.__version__}",
-        "version": importlib.metadata.version("spaceserve"),
+        "version": version(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

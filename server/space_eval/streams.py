@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from space_common.python_process import module_command
 from tokenizers import Tokenizer
 
 from space_eval.bench_facts import commit, machine
@@ -81,7 +82,7 @@ def measure(ask: Ask, *, num_workers: int, serve_flags: Sequence[str] = ()) -> P
 def _worker(ask: Ask, folder: Path, number: int) -> Iterator[subprocess.Popen[str]]:
     """A worker process that listens."""
     token, vocab_size = _letter()
-    command = [sys.executable, "-m", "space_eval.streams_worker", "--listen", f"unix:{folder}/{number}.sock"]
+    command = module_command("space_eval.streams_worker", "--listen", f"unix:{folder}/{number}.sock")
     command += ["--token", str(token), "--vocab-size", str(vocab_size), "--log", str(folder / f"{number}.json")]
     command += ["--step-seconds", str(1 / ask.pace if ask.pace else 0.0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch
+from space_common.python_process import module_command, safe_environment
 from space_model.model_error import InvalidSetting
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -123,17 +123,18 @@ def followers(
     """Ranks 1, 2, …: this program again, with torchrun's variables. They end with the block."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "space_server", *arguments, "--parent-pid", str(os.getpid())],
+            module_command("space_server", *arguments, "--parent-pid", os.getpid()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # rank 0 alone says ready
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(place.size),
-                "MASTER_ADDR": place.host,
-                "MASTER_PORT": str(port),
-            },
+            env=safe_environment(
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(place.size),
+                    "MASTER_ADDR": place.host,
+                    "MASTER_PORT": str(port),
+                }
+            ),
         )
         for rank in range(1, place.size)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 from typing import cast
+
+from space_common.python_process import module_command
 
 from space_train.licences import audited_licence
 
@@ -182,7 +183,7 @@ def download(folder: Path, requirements: Sequence[str]) -> list[Path]:
         pattern = f"{name.replace('-', '_')}-{version}-*.whl"
         if not list(folder.glob(pattern)):
             print(f"downloading {requirement}", flush=True)
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            command = module_command("pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
             subprocess.run([*command, "--dest", str(folder), requirement], check=True)
         paths.extend(sorted(folder.glob(pattern))[:1])
     return paths

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -14,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+from space_common.python_process import module_command, safe_environment
 
 from space_train.own_text_file import OwnTextError
 
@@ -47,7 +48,7 @@ class WorkerProcess:
         `module`: what is run in its place.
         """
         self.address = ""
-        self._command = [sys.executable, "-m", module]
+        self._command = module_command(module)
         self._flags, self._start_timeout = dict(flags), start_timeout
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
@@ -102,6 +103,7 @@ class WorkerProcess:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            env=safe_environment(),
             start_new_session=True,  # a Ctrl-C is for this process, which then ends the other
         )
         assert process.stdout is not None

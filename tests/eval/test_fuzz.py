@@ -79,7 +79,7 @@ def test_a_process_that_crashes_or_hangs_is_a_finding_and_the_rest_is_tried(
     )
     run = fuzz.subprocess.run
     monkeypatch.setattr(
-        fuzz.subprocess, "run", lambda words, **rest: run([sys.executable, str(double), *words[3:]], **rest)
+        fuzz.subprocess, "run", lambda words, **rest: run([sys.executable, str(double), *words[4:]], **rest)
     )
     tally = fuzz.run_target("http-bytes", 0, 0, 10)
     assert tally.num_inputs == 10

@@ -16,7 +16,7 @@ echo "$*" >>"$STUB_STATE/calls"
 case "$*" in
     "-c "*) [ ! -e "$STUB_STATE/too-old" ] ;;
     -V) echo "Python 3.11.0" ;;
-    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : >"$3/pyvenv.cfg" ;;
+    "-P -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && : >"$4/pyvenv.cfg" ;;
     *installed.py*--project*) cd "$STUB_STATE" && [ -e torch ] && [ -e dependencies ] && [ -e project ] ;;
     *installed.py*torch.txt) [ -e "$STUB_STATE/torch" ] ;;
     *installed.py*) [ -e "$STUB_STATE/dependencies" ] ;;

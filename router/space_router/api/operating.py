@@ -1,9 +1,9 @@
 """What operators ask: is it alive, is it ready, what is it, how does it do."""
 
-import importlib.metadata
 from typing import Any
 
 from fastapi import APIRouter, Request
+from space_common.version import version
 from starlette.responses import Response
 
 from space_router.api.access import key_of
@@ -17,7 +17,7 @@ from space_router.api.service import Service
 from space_router.api.tgi_answers import TgiError
 from space_router.errors import NotFound, Unavailable
 
-VERSION = importlib.metadata.version("spaceserve")
+VERSION = version()
 
 
 def routes(service: Service) -> APIRouter:

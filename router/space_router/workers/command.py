@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
+
+from space_common.python_process import module_command
 
 from space_router.config import ServeConfig
 from space_router.placement import for_workers, processors
@@ -64,4 +65,4 @@ def worker_command(config: ServeConfig, address: str, *, module: str = "space_se
         flags["--cores"] = cores
     words = [str(word) for flag in flags.items() for word in flag]
     adapters = [word for name, folder in config.adapter for word in ("--adapter", f"{name}={folder}")]
-    return [sys.executable, "-m", module, *words, *adapters]
+    return module_command(module, *words, *adapters)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from space_common.python_process import safe_environment
 
 from space_router.workers.backoff import Backoff
 from space_router.workers.cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
@@ -101,6 +102,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=safe_environment(),
             start_new_session=True,  # a Ctrl-C is for the router, which then drains
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

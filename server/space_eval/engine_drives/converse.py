@@ -88,4 +88,6 @@ def main(file: str, settings: str) -> None:
 
 
 if __name__ == "__main__":
+    if (_here := str(Path(__file__).resolve().parent)) not in sys.path:  # under PYTHONSAFEPATH it is left out
+        sys.path.insert(0, _here)
     main(*sys.argv[1:])

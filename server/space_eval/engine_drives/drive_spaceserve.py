@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from space_common.version import version
 from space_model.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.calibration import calibrate
@@ -100,7 +100,7 @@ class SpaceServe:
         facts = self._model.facts
         dtype = str(facts.dtype).removeprefix("torch.")
         return {
-            "version": importlib.metadata.version("spaceserve"),
+            "version": version(),
             "arms": list(self._routers),
             "settings": f"{dtype}, attention {facts.attention}, {facts.num_threads} threads; all prompts may go into "
             "one step",

@@ -125,15 +125,16 @@ def test_only_rooms_that_are_there_are_offered(
 def test_another_rooms_program_takes_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
 
-    def become(program: str, arguments: list[str]) -> None:
+    def become(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+        assert environment["PYTHONSAFEPATH"] == "1"
         became.append(arguments)
         raise SystemExit(0)
 
-    monkeypatch.setattr("os.execv", become)
+    monkeypatch.setattr("os.execve", become)
     monkeypatch.setattr(cli, "PROGRAMS", {"worker": cli.Program("space_router", "a room that is there")})
     with pytest.raises(SystemExit):
         cli.main(["worker", "--listen", "x", "--help"])
-    assert became == [[sys.executable, "-m", "space_router", "--listen", "x", "--help"]]
+    assert became == [[sys.executable, "-P", "-m", "space_router", "--listen", "x", "--help"]]
 
 
 def test_importing_the_whole_router_leaves_torch_unloaded() -> None:

@@ -10,12 +10,12 @@ from space_router.workers.command import worker_command
 
 
 def flags_of(command: list[str]) -> dict[str, str]:
-    return dict(zip(command[3::2], command[4::2], strict=True))
+    return dict(zip(command[4::2], command[5::2], strict=True))
 
 
 def test_what_was_not_said_is_left_to_the_worker() -> None:
     command = worker_command(ServeConfig(), "unix:/w.sock")
-    assert command[:3] == [sys.executable, "-m", "space_server"]
+    assert command[:4] == [sys.executable, "-P", "-m", "space_server"]
     flags = flags_of(command)
     assert flags["--listen"] == "unix:/w.sock"
     assert flags["--parent-pid"] == str(os.getpid())
