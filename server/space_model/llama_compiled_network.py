@@ -115,64 +115,90 @@ class CompiledLlama:
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm; rows of padding mean nothing."""
-        rows, num_rows = batch.rows, len(batch.ids)
-        self._angles.reach(int(rows.positions.max(initial=0)) + 1)
+        self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
         if batch.gated or self._ranks is not None:
             return self._by_layers(batch, kv)
-        network = self._network(kv)
+        return self._run(self._network(kv), batch)[1]
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: what the first layer is given."""
+        if self._ranks is not None:
+            return F.embedding(batch.ids, self._embedding)
+        return self._run(self._struct([], self._embedding, 1), batch)[0]
+
+    def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
+        if self._ranks is not None:
+            return self._one_layer(number, hidden, batch, kv)
+        struct = self._layers[number].struct(kv.keys[number], kv.values[number])
+        return self._run(self._struct([struct], hidden, kv.block_size), batch, torch.arange(len(hidden)))[0]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        return self._normed(self._norm, hidden)
+
+    def _run(self, network: NetworkStruct, batch: ForwardBatch, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[R, hidden] before the final norm, and behind it. `ids`: of the network's embedding; None: the batch's."""
+        ids, num_rows = batch.ids if ids is None else ids, len(batch.ids)
         hidden, joined = network.hidden, self._heads.query * self._heads.dim
         fused = joined + 2 * self._heads.kv * self._heads.dim
         normed = self._embedding.new_zeros(num_rows, hidden)
         room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
         x, row = room.data_ptr(), num_rows * room.itemsize
         buffers = BuffersStruct(
-            batch.ids.data_ptr(), x, normed.data_ptr(), x + row * hidden, x + row * (hidden + fused),
+            ids.data_ptr(), x, normed.data_ptr(), x + row * hidden, x + row * (hidden + fused),
             x + row * (hidden + fused + joined),
         )  # fmt: skip
         threads = torch.get_num_threads()
-        if not self._library.forward(byref(network), byref(CpuRows.of(rows).struct), byref(buffers), threads):
+        if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
             raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings.")
-        return normed
+        return room[: num_rows * hidden].view(num_rows, hidden), normed
 
     def _network(self, kv: PagedKV) -> NetworkStruct:
         if self._whole is None or self._whole[0] is not kv:
             structs = [layer.struct(*pages) for layer, *pages in zip(self._layers, kv.keys, kv.values, strict=True)]
-            layers = (LayerStruct * len(structs))(*structs)
-            inner = self._layers[0].gate_up.out_features // 2
-            network = NetworkStruct(
-                len(structs), *self._embedding.shape, inner, self._heads, self._norm.eps, self._scale, kv.block_size,
-                layers, self._embedding.data_ptr(), self._norm.weight.data_ptr(),
-            )  # fmt: skip
-            self._whole = kv, network
+            self._whole = kv, self._struct(structs, self._embedding, kv.block_size)
         _, network = self._whole
         network.cos, network.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         return network
+
+    def _struct(self, structs: Sequence[LayerStruct], embedding: Tensor, block_size: int) -> NetworkStruct:
+        """Of these layers, over this [ids, hidden]."""
+        inner = self._layers[0].gate_up.out_features // 2
+        return NetworkStruct(
+            len(structs), *embedding.shape, inner, self._heads, self._norm.eps, self._scale, block_size,
+            (LayerStruct * len(structs))(*structs), embedding.data_ptr(), self._norm.weight.data_ptr(),
+            self._angles.cos.data_ptr(), self._angles.sin.data_ptr(),
+        )  # fmt: skip
 
     def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """What `forward` of cpu/network.cpp does, with the deltas of adapters and the sums over ranks in between."""
         x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
         for run in batch.gated:
             x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
-        gated, num_rows = batch.gated, len(x)
-        joined = self._heads.query * self._heads.dim
-        first = gated[0].slice.start if gated else num_rows
-        for number, layer in enumerate(self._layers):
-            y = self._normed(layer.attention_norm, x)
-            fused = layer.query_key_value(y)
-            _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
-            attended = self._attended(layer, fused, batch, kv.keys[number], kv.values[number])
-            attended = attended.view(num_rows, joined)
-            x = self._summed(layer.output, attended, x, gated, [deltas.output for deltas in layer.deltas])
-            y = self._normed(layer.mlp_norm, x)
-            inner = layer.gate_up.swiglu(y[:first])
-            if gated:
-                both = layer.gate_up(y[first:])
-                for run in gated:
-                    if (delta := layer.deltas[run.adapter].gate_up) is not None:
-                        both[run.slice.start - first : run.slice.stop - first] += delta(y[run.slice])
-                inner = torch.cat([inner, _swiglu_in_turn(both)])
-            x = self._summed(layer.down, inner, x, gated, [deltas.down for deltas in layer.deltas])
+        for number in range(len(self._layers)):
+            x = self._one_layer(number, x, batch, kv)
         return self._normed(self._norm, x)
+
+    def _one_layer(self, number: int, x: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        layer, gated, num_rows = self._layers[number], batch.gated, len(x)
+        first = gated[0].slice.start if gated else num_rows
+        y = self._normed(layer.attention_norm, x)
+        fused = layer.query_key_value(y)
+        _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
+        attended = self._attended(layer, fused, batch, kv.keys[number], kv.values[number])
+        attended = attended.view(num_rows, self._heads.query * self._heads.dim)
+        x = self._summed(layer.output, attended, x, gated, [deltas.output for deltas in layer.deltas])
+        y = self._normed(layer.mlp_norm, x)
+        inner = layer.gate_up.swiglu(y[:first])
+        if gated:
+            both = layer.gate_up(y[first:])
+            for run in gated:
+                if (delta := layer.deltas[run.adapter].gate_up) is not None:
+                    both[run.slice.start - first : run.slice.stop - first] += delta(y[run.slice])
+            inner = torch.cat([inner, _swiglu_in_turn(both)])
+        return self._summed(layer.down, inner, x, gated, [deltas.down for deltas in layer.deltas])
 
     def _normed(self, norm: Norm, x: Tensor) -> Tensor:
         out = torch.empty_like(x)

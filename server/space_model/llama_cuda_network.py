@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from space_kernels.dispatch import Ops
+from space_kernels.dispatch import Attention, Ops
 from space_kernels.gated_delta import GatedDelta
 from space_kernels.linear_cuda import Float8Linear
 from space_kernels.rotary import HeadNorm, angles
@@ -43,6 +43,16 @@ class FusedLayer:
     gate_up: nn.Module  # [2·inner, hidden], gate in front
     down: nn.Module
     deltas: tuple[LayerDeltas, ...]  # by adapter
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all layers of a step have in common."""
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attention
+    slots: Tensor
 
 
 class LlamaCudaNetwork:
@@ -91,37 +101,62 @@ class LlamaCudaNetwork:
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
-        num_heads, kv_heads, head_dim = self._heads
-        ops, num_rows, gated = self._ops, len(batch.ids), batch.gated
-        residual = F.embedding(batch.ids, self._embedding)  # [R, hidden]
-        for run in gated:
+        residual = self.enter(batch)
+        for run in batch.gated:
             residual[run.slice] = F.embedding(run.masks, self._mask_embeddings[run.adapter])
-        cos, sin = angles(batch.positions, self._frequencies, self._rotary_scaling)
-        if ops.attend is None:
-            attend, slots = ops.space_attention, batch.ids[:0]
-        else:
-            attend, slots = ops.attend, StepTables.of(batch.rows).slots()
-        after = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-
-        y = ops.rms_norm(residual, self._layers[0].attention_norm.weight, self._layers[0].attention_norm.eps)
-        for number, layer in enumerate(self._layers):
-            keys, values = kv.keys[number], kv.values[number]
-            fused = layer.query_key_value(y)  # [R, (H + 2G)·D]
-            _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
-            query, key, value = ops.rotary_store(
-                fused, cos, sin, keys, values, slots, num_heads=num_heads, kv_heads=kv_heads, norm=layer.head_norm
-            )
-            attended = attend(query, key, value, keys, values, batch.rows, scale=self._scale, window=layer.window).view(
-                num_rows, num_heads * head_dim
-            )
-            out = self._whole(layer.output(attended), attended, gated, [deltas.output for deltas in layer.deltas])
-            y, residual = ops.add_rms_norm(out, residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            both = layer.gate_up(y)  # [R, 2·inner]
-            _add(both, y, gated, [deltas.gate_up for deltas in layer.deltas])
-            inner = ops.swiglu(both)
-            out = self._whole(layer.down(inner), inner, gated, [deltas.down for deltas in layer.deltas])
-            y, residual = ops.add_rms_norm(out, residual, after[number].weight, after[number].eps)
+        y = self._first_norm(0, residual)
+        shared = self._shared(batch)
+        for number in range(len(self._layers)):
+            y, residual = self._layer(number, y, residual, shared, batch, kv)
         return y
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: what the first layer is given."""
+        return F.embedding(batch.ids, self._embedding)
+
+    def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        y = self._first_norm(number, hidden)
+        return self._layer(number, y, hidden.clone(), self._shared(batch), batch, kv)[1]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        return self._ops.add_rms_norm(torch.zeros_like(hidden), hidden.clone(), self._norm.weight, self._norm.eps)[0]
+
+    def _first_norm(self, number: int, x: Tensor) -> Tensor:
+        norm = self._layers[number].attention_norm
+        return self._ops.rms_norm(x, norm.weight, norm.eps)
+
+    def _shared(self, batch: ForwardBatch) -> _Shared:
+        cos, sin = angles(batch.positions, self._frequencies, self._rotary_scaling)
+        if self._ops.attend is None:
+            return _Shared(cos, sin, self._ops.space_attention, batch.ids[:0])
+        return _Shared(cos, sin, self._ops.attend, StepTables.of(batch.rows).slots())
+
+    def _layer(
+        self, number: int, y: Tensor, residual: Tensor, shared: _Shared, batch: ForwardBatch, kv: PagedKV
+    ) -> tuple[Tensor, Tensor]:
+        """What the norm of the next layer (or the final one) makes of the sum, and the sum. y: the normed residual."""
+        num_heads, kv_heads, head_dim = self._heads
+        ops, gated, layer = self._ops, batch.gated, self._layers[number]
+        after = self._norm if number + 1 == len(self._layers) else self._layers[number + 1].attention_norm
+        keys, values = kv.keys[number], kv.values[number]
+        fused = layer.query_key_value(y)  # [R, (H + 2G)·D]
+        _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
+        query, key, value = ops.rotary_store(
+            fused, shared.cos, shared.sin, keys, values, shared.slots, num_heads=num_heads, kv_heads=kv_heads,
+            norm=layer.head_norm,
+        )  # fmt: skip
+        attended = shared.attend(
+            query, key, value, keys, values, batch.rows, scale=self._scale, window=layer.window
+        ).view(len(y), num_heads * head_dim)
+        out = self._whole(layer.output(attended), attended, gated, [deltas.output for deltas in layer.deltas])
+        y, residual = ops.add_rms_norm(out, residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
+        both = layer.gate_up(y)  # [R, 2·inner]
+        _add(both, y, gated, [deltas.gate_up for deltas in layer.deltas])
+        inner = ops.swiglu(both)
+        out = self._whole(layer.down(inner), inner, gated, [deltas.down for deltas in layer.deltas])
+        return ops.add_rms_norm(out, residual, after.weight, after.eps)
 
     def _whole(self, out: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> Tensor:
         """out [R, hidden] with what adapters add, summed over the ranks."""

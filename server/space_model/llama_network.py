@@ -120,53 +120,70 @@ class LlamaNetwork:
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
+        x = self.enter(batch)
+        for run in batch.gated:
+            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
+        angles = self._angles(x, batch)
+        for number in range(len(self._layers)):
+            x = self._layer(number, x, angles, batch, kv)
+        return self._norm(x)
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: what the first layer is given."""
+        return F.embedding(batch.ids, self._embedding)
+
+    def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        return self._layer(number, hidden, self._angles(hidden, batch), batch, kv)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        return self._norm(hidden)
+
+    def _angles(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rows' positions, [R, 1, head dim] each."""
+        cos, sin = self._rotary(x, batch.positions[None])
+        shape = len(batch.ids), 1, self._heads[2]
+        return cos.view(shape), sin.view(shape)
+
+    def _layer(self, number: int, x: Tensor, angles: tuple[Tensor, Tensor], batch: ForwardBatch, kv: PagedKV) -> Tensor:
         num_heads, kv_heads, head_dim = self._heads
         turned, num_rows = num_heads + kv_heads, len(batch.ids)
-        x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
-        gated, ranks = batch.gated, self._ranks
+        layer, gated, ranks = self._layers[number], batch.gated, self._ranks
+        y = layer.attention_norm(x)
+        fused = layer.query_key_value(y)
         for run in gated:
-            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
-        cos, sin = self._rotary(x, batch.positions[None])
-        cos, sin = cos.view(num_rows, 1, head_dim), sin.view(num_rows, 1, head_dim)
-        for number, layer in enumerate(self._layers):
-            y = layer.attention_norm(x)
-            fused = layer.query_key_value(y)
-            for run in gated:
-                if (delta := layer.deltas[run.adapter].query_key_value) is not None:
-                    delta.add_to(fused, y, run.slice)
-            fused = fused.view(num_rows, turned + kv_heads, head_dim)
-            query_key, value = fused[:, :turned], fused[:, turned:]
-            if layer.query_norm is not None and layer.key_norm is not None:
-                normed = layer.query_norm(query_key[:, :num_heads]), layer.key_norm(query_key[:, num_heads:])
-                query_key = torch.cat(normed, dim=1)
-            query_key = _rotate(query_key, cos, sin)
-            attended = space_attention(
-                query_key[:, :num_heads],
-                query_key[:, num_heads:],
-                value,
-                kv.keys[number],
-                kv.values[number],
-                batch.rows,
-                scale=self._scale,
-                window=layer.window,
-            )
-            joined = attended.view(num_rows, num_heads * head_dim)
-            summed = layer.output.plus(joined, x) if ranks is None else layer.output(joined)
-            for run in gated:
-                if (delta := layer.deltas[run.adapter].output) is not None:
-                    delta.add_to(summed, joined, run.slice)
-            x = summed if ranks is None else ranks.sum(summed).add_(x)
-            y = layer.mlp_norm(x)
-            if gated and layer.gates_mlp:
-                inner = _gated_inner(layer, y, gated)
-            else:
-                inner = layer.up.times(y, layer.gate.silu(y))
-            summed = layer.down.plus(inner, x) if ranks is None else layer.down(inner)
-            for run in gated:
-                if (delta := layer.deltas[run.adapter].down) is not None:
-                    delta.add_to(summed, inner, run.slice)
-            x = summed if ranks is None else ranks.sum(summed).add_(x)
-        return self._norm(x)
+            if (delta := layer.deltas[run.adapter].query_key_value) is not None:
+                delta.add_to(fused, y, run.slice)
+        fused = fused.view(num_rows, turned + kv_heads, head_dim)
+        query_key, value = fused[:, :turned], fused[:, turned:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            normed = layer.query_norm(query_key[:, :num_heads]), layer.key_norm(query_key[:, num_heads:])
+            query_key = torch.cat(normed, dim=1)
+        query_key = _rotate(query_key, *angles)
+        attended = space_attention(
+            query_key[:, :num_heads],
+            query_key[:, num_heads:],
+            value,
+            kv.keys[number],
+            kv.values[number],
+            batch.rows,
+            scale=self._scale,
+            window=layer.window,
+        )
+        joined = attended.view(num_rows, num_heads * head_dim)
+        summed = layer.output.plus(joined, x) if ranks is None else layer.output(joined)
+        for run in gated:
+            if (delta := layer.deltas[run.adapter].output) is not None:
+                delta.add_to(summed, joined, run.slice)
+        x = summed if ranks is None else ranks.sum(summed).add_(x)
+        y = layer.mlp_norm(x)
+        inner = _gated_inner(layer, y, gated) if layer.gates_mlp and gated else layer.up.times(y, layer.gate.silu(y))
+        summed = layer.down.plus(inner, x) if ranks is None else layer.down(inner)
+        for run in gated:
+            if (delta := layer.deltas[run.adapter].down) is not None:
+                delta.add_to(summed, inner, run.slice)
+        return summed if ranks is None else ranks.sum(summed).add_(x)
 
 
 # whole products                                        gate and up apart, so that deltas come before the activation

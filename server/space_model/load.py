@@ -25,6 +25,7 @@ from space_model.draft_head_weights import DraftHeadWeights, with_compiled
 from space_model.float8_model import check_plain, hold_float8
 from space_model.gated_linear import attach
 from space_model.head_rows import head_rows
+from space_model.layer_reference import reference
 from space_model.model_error import (
     CheckpointNotFound,
     InvalidSetting,
@@ -36,7 +37,7 @@ from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
-from space_model.probe import check_logits, expected_logits
+from space_model.probe import check_parts
 from space_model.quantized_format import read_format
 from space_model.quantized_model import read_packed, stays_packed
 from space_model.sharded_model import assemble_part, read_part
@@ -194,7 +195,7 @@ def _assemble(
     ops: Ops,
 ) -> SpaceModel:
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
-    expected = expected_logits(model, facts)
+    wanted = reference(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
     head = OutputHead(
         output.weight,
@@ -228,7 +229,7 @@ def _assemble(
         draft_head = compile_head(draft_head)
         adapters = [replace(adapter, draft_head=compile_head(adapter.draft_head)) for adapter in adapters]
     space_model = SpaceModel(facts, network, head, draft_head, adapters)
-    check_logits(space_model, expected)
+    check_parts(network, head.logits, facts, wanted)
     return space_model
 
 

@@ -17,15 +17,17 @@ from space_model.compact_network import compact_network
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_linear import attach
 from space_model.joined_rows import JoinedRows
+from space_model.layer_reference import reference
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
+from space_model.probe import check_parts
 from space_model.quantized_model import say_dense, without_quantization
 from space_model.quantized_weights import QuantizedWeights, open_weights
 from space_model.sharded_head import ShardedHead
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import BY_COLUMNS, BY_ROWS, Ranks, Share, SummedLinear
+from space_model.tensor_parallel import BY_COLUMNS, BY_ROWS, LaterRanks, Ranks, Share, SummedLinear
 from space_model.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.unused_tensors import refuse_unused
 from space_model.weight_files import WeightFiles
@@ -103,23 +105,26 @@ def assemble_part(
     ops: Ops,
 ) -> SpaceModel:
     """This rank's part of the model, which `read_part` read. `config`: of the whole one; `facts`: of the part."""
-    share = Share(ranks.rank, ranks.size)
+    share, others = Share(ranks.rank, ranks.size), LaterRanks(ranks)
     base, prefix = model.base_model, model.base_model_prefix
-    head = _head(model, checkpoint, config, facts, share, ranks, ops, rescores=facts.has_any_draft_head)
+    wanted = reference(model, facts)
+    head, own = _head(model, checkpoint, config, facts, share, others, ops, rescores=facts.has_any_draft_head)
     parts = [share.of_adapter(adapter) for adapter in adapters]
     gated = [adapter.gated for adapter in parts]
     layers, _ = family.decoder_layers(base)
     for adapter in gated:
         adapter.check(model, f"{prefix}.{layers}")
-    network = compact_network(base, facts, ops, gated, prefix, ranks)
+    network = compact_network(base, facts, ops, gated, prefix, others)
     if network is None:
         if facts.device.type == "cpu":
             make_row_invariant(base, facts.num_threads)
         gate = attach(base, gated, prefix) if gated else None
         for layer in base.layers:
             for block, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
-                setattr(block, name, SummedLinear(block.get_submodule(name), ranks))
+                setattr(block, name, SummedLinear(block.get_submodule(name), others))
         network = TransformersNetwork(base, gate, ops.space_attention)
+    check_parts(network, head.logits, facts, wanted.with_head(own, facts.dtype))
+    others.come()
     return SpaceModel(facts, network, head, draft_head, parts)
 
 
@@ -133,8 +138,10 @@ def _head(
     ops: Ops,
     *,
     rescores: bool,
-) -> ShardedHead:
-    """The rank's ids of the head. Rank 0 has a whole one besides where a draft head asks it for gathered rows."""
+) -> tuple[ShardedHead, Tensor]:
+    """The rank's ids of the head, and their weights. Rank 0 has a whole head besides where a draft head asks it for
+    gathered rows.
+    """
     embedding: Tensor = model.base_model.get_input_embeddings().weight
     ids = share.of_vocabulary(facts.vocab_size)
     whole: Tensor | None = None
@@ -158,7 +165,7 @@ def _head(
     rows = None
     if whole is not None and rescores and share.rank == 0:
         rows = OutputHead(whole, None, packed=False)
-    return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks)
+    return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks), own[: len(part)]
 
 
 def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:

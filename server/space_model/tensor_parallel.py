@@ -9,7 +9,7 @@ head                            a rank has a range of ids
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -50,6 +50,23 @@ class Ranks(Protocol):
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in order, at rank 0; nothing elsewhere."""
         ...
+
+
+class LaterRanks:
+    """The others, who are not asked for anything before `come`: until then this part is all there is.
+
+    A part is checked before the ranks join.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
+        self.sum: Callable[[Tensor], Tensor] = lambda x: x
+        self.gather: Callable[[Tensor], list[Tensor]] = lambda x: [x]
+
+    def come(self) -> None:
+        """From here on they add their parts."""
+        self.sum, self.gather = self._ranks.sum, self._ranks.gather
 
 
 @dataclass(frozen=True)

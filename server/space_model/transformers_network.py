@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from space_model.forward_batch import ForwardBatch
+from space_model.each_layer import AroundLayer, RunLayer, each_layer
+from space_model.forward_batch import ForwardBatch, Segment
 from space_model.gated_linear import Gate
 from space_model.mapped_files import let_go
 from space_model.model_error import UnsupportedModel
@@ -48,6 +49,54 @@ class TransformersNetwork:
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
         return F.embedding(ids, self._embedding)
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: what the first layer is given."""
+        given: list[Tensor] = []
+
+        def note(number: int, rows: Tensor, run: RunLayer) -> Tensor:
+            if number == 0:
+                given.append(rows[0])
+            return rows
+
+        self._by_parts(note, batch)
+        return given[0]
+
+    def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] -> [R, hidden]: one layer by itself. Raises UnsupportedModel if it attends elsewhere."""
+        made: list[Tensor] = []
+
+        def run_one(at: int, rows: Tensor, run: RunLayer) -> Tensor:
+            if at == number:
+                made.append(run(hidden[None])[0])
+            return rows
+
+        step = Step(batch, kv, self._attention)
+        try:
+            self._by_parts(run_one, batch, step)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UnsupportedModel(f"{type(self.base).__name__} does not run on paged attention: {error}") from error
+        if step.layers_seen != [number]:
+            raise UnsupportedModel(
+                f"Layer {number} of {type(self.base).__name__} attends through transformers' AttentionInterface as "
+                f"{step.layers_seen}; every layer must, once, and as itself."
+            )
+        return made[0]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        batch = ForwardBatch.build(
+            [Segment([0] * len(hidden), 0, [0])], block_size=len(hidden), mask_ids=(), device=hidden.device
+        )
+        return self._by_parts(lambda at, rows, run: hidden[None], batch)
+
+    def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: Step | None = None) -> Tensor:
+        with each_layer(self.base, around):
+            out = self.base(
+                input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step
+            )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
 
 def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
