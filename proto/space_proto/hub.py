@@ -56,17 +56,26 @@ class Hub:
     say: Callable[[str], None] = field(default=lambda line: None, compare=False)  # one line of progress
 
     def fetch(self, model: str, *, weights: bool = True) -> Path:
-        """The folder of the model's files; `weights`: with them. Raises HubError."""
+        """The folder of the model's files, `weights`: with them; of `owner/repo:file`, that file. Raises HubError."""
+        repository, file = split_hub_file(model)
+        if file is None:
+            return self._fetch(model, [*SMALL_FILES, *(WEIGHTS if weights else ())])
+        found = self._fetch(repository, [file]) / file
+        if not found.is_file():
+            raise HubError(f"{repository} has no file {file}; is the name right?")
+        return found
+
+    def _fetch(self, model: str, patterns: Sequence[str]) -> Path:
+        """The folder with the files of a repository that match."""
         from huggingface_hub import snapshot_download  # only here: a model that is a folder needs no network library
         from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
         token = self._token()
-        patterns = [*SMALL_FILES, *(WEIGHTS if weights else ())]
         asked: dict[str, Any] = {
             "revision": self.revision,
             "token": token,
             "cache_dir": self.folder,
-            "allow_patterns": patterns,
+            "allow_patterns": list(patterns),
             "ignore_patterns": list(SECOND_COPIES),
         }
         with self._named(model), _quiet():
@@ -100,11 +109,12 @@ class Hub:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import DryRunError
 
+        model, file = split_hub_file(model)
         asked: dict[str, Any] = {
             "revision": self.revision,
             "token": self._token(),
             "cache_dir": self.folder,
-            "allow_patterns": [*SMALL_FILES, *WEIGHTS],
+            "allow_patterns": [*SMALL_FILES, *WEIGHTS] if file is None else [file],
             "ignore_patterns": list(SECOND_COPIES),
         }
         there = next(parent for parent in (self._where(), *self._where().parents) if parent.exists())
@@ -226,8 +236,19 @@ class Hub:
 
 
 def is_hub_id(model: str) -> bool:
-    """OWNER/NAME, and no path."""
-    return not model.startswith((".", "/", "~")) and model.count("/") == 1
+    """OWNER/NAME, or OWNER/NAME:FILE.gguf, and no path."""
+    repository, file = split_hub_file(model)
+    if file is None and model.lower().endswith(".gguf"):
+        return False
+    return not repository.startswith((".", "/", "~")) and repository.count("/") == 1
+
+
+def split_hub_file(model: str) -> tuple[str, str | None]:
+    """The repository and the GGUF file in it that `owner/repo:file.gguf` names; None: no file is named."""
+    repository, colon, file = model.partition(":")
+    if not colon or not file.lower().endswith(".gguf"):
+        return model, None
+    return repository, file
 
 
 def _all_at_once(files: Sequence[HubFile]) -> None:

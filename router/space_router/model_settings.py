@@ -16,12 +16,16 @@ class ModelSettings:
         "demo",
         _GROUP,
         "what to serve: `demo` (the embedded Python-code model, needs no network), a folder with config.json, "
-        "tokenizer.json and safetensors, or a Hugging Face id",
+        "tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME, or OWNER/NAME:FILE.gguf)",
         parse.text,
         "demo|PATH|HF_ID",
     )
     served_model_name: str | None = setting(
-        None, _GROUP, "name clients use in `model`; default: the last part of --model", parse.text, "NAME"
+        None,
+        _GROUP,
+        "name clients use in `model`; default: the last part of --model, without .gguf",
+        parse.text,
+        "NAME",
     )
     revision: str | None = setting(
         None,
@@ -169,4 +173,7 @@ class ModelSettings:
         """The name clients use."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return "spaceserve-demo" if self.model == "demo" else self.model.rstrip("/").rsplit("/", 1)[-1]
+        if self.model == "demo":
+            return "spaceserve-demo"
+        last = self.model.rstrip("/").rsplit("/", 1)[-1]
+        return last[: -len(".gguf")].rpartition(":")[2] if last.lower().endswith(".gguf") else last

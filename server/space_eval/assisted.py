@@ -17,6 +17,7 @@ import torch
 from space_model import family
 from space_model.checkpoint import Checkpoint
 from space_model.model_facts import ModelFacts
+from space_model.whole_model import stream_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -172,13 +173,17 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
     """As transformers loads it, in our model's dtype and on its device."""
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.folder),
-                dtype=facts.dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-            )
+            if checkpoint.gguf is not None:
+                config = family.read_config(checkpoint)
+                model, _ = stream_model(checkpoint, config, facts.dtype, torch.device("cpu"), copies=True)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(checkpoint.folder),
+                    dtype=facts.dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise AssistedError(f"transformers cannot load {checkpoint.name}: {reason}") from error

@@ -187,7 +187,7 @@ class Side:
 def fingerprint(path: str) -> dict[str, object]:
     """What tells a checkpoint from another under the same name, without reading its weights."""
     checkpoint = Checkpoint.open(path)
-    files: Iterable[Path] = sorted(checkpoint.folder.glob("*.safetensors"))
+    files: Iterable[Path] = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
     return {
         "model": path,
         "hash": checkpoint.model_hash(),

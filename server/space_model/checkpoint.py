@@ -8,35 +8,44 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from space_common.gguf.errors import GgufError
+from space_common.gguf.find import SUFFIX, find_gguf
 
 from space_model.json_file import read_object
-from space_model.model_error import CheckpointNotFound
+from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.peft_folder import PEFT_CONFIG, refuse_as_model
 from space_model.weight_index import INDEX, indexed_files
+
+if TYPE_CHECKING:
+    from space_common.gguf.reader import GgufFile
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 Fetch = Callable[[str], Path]
-"""The folder of a hub id's files. Raises CheckpointNotFound."""
+"""The folder of a hub id's files, or the file that `owner/repo:file` names. Raises CheckpointNotFound."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files; or a folder whose `space` section names such a folder as base.
+    """A folder with config.json and safetensors files, or a GGUF file; or a folder whose `space` section names either
+    as base.
 
     From a base come config, weights and tokenizer; the folder itself brings only what its `space` section names.
     """
 
     name: str  # as asked for
-    folder: Path  # of config, weights and tokenizer
+    folder: Path  # of config and tokenizer; of a GGUF file, one that they were written to
     config: dict[str, Any]  # config.json
-    weights: tuple[Path, ...]  # the model's safetensors files
-    home: Path  # of what the `space` section names: the folder itself, also where there is a base
+    weights: tuple[Path, ...]  # the model's safetensors files, or its GGUF file
+    home: Path  # of what the `space` section names: the folder itself, also where there is a base; or the GGUF file
+    gguf: GgufFile | None = None  # its header
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
-        """`demo`, a folder, or the id of a repository on the Hugging Face hub, which `fetch` gets (None: its library).
+        """`demo`, a folder, a GGUF file, or the id of a repository on the Hugging Face hub (OWNER/NAME, or
+        OWNER/NAME:FILE.gguf), which `fetch` gets (None: its library).
 
         One that is open already is itself.
         """
@@ -50,9 +59,31 @@ class Checkpoint:
         if isinstance(section, dict) and section.get("base") is not None:
             return cls._on_base(str(path), folder, section, fetch)
         refuse_as_model(folder, section)
+        try:
+            file = find_gguf(folder)
+        except GgufError as error:
+            raise CheckpointNotFound(str(error)) from error
+        if file is not None:
+            return cls._of_gguf(str(path), file, folder, section)
         if not config_file.is_file():
             raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
         return cls(str(path), folder, with_quantization(folder, config), _weights(folder), folder)
+
+    @classmethod
+    def _of_gguf(cls, name: str, file: Path, given: Path, section: Any) -> Checkpoint:
+        """A GGUF file, found at `given`; `section`: the `space` section of the folder that it was found in."""
+        from space_common.gguf.reader import GgufFile  # only here: other formats need no gguf package
+        from space_common.gguf.view import view_of
+
+        try:
+            header = GgufFile.open(file)
+            folder = view_of(header)
+        except GgufError as error:
+            raise UnsupportedModel(str(error)) from error
+        config = read_object(folder / "config.json")
+        if section is None:
+            return cls(name, folder, config, (file,), file, header)
+        return cls(name, folder, config | {"space": section}, (file,), given, header)
 
     @classmethod
     def _on_base(cls, name: str, home: Path, section: dict[str, Any], fetch: Fetch) -> Checkpoint:
@@ -63,14 +94,20 @@ class Checkpoint:
                 f'"base" in the space section of {home} must be a path or a hub id; got {where!r}.'
             )
         try:
-            base = cls.open(home / where if (home / where).is_dir() else where, fetch)
+            base = cls.open(home / where if (home / where).exists() else where, fetch)
         except CheckpointNotFound as error:
             raise CheckpointNotFound(
                 f"{home} has no weights of its own, and its base cannot be had: {error}"
             ) from error
-        if base.home != base.folder:
+        if base.home != (base.folder if base.gguf is None else base.gguf.path):
             raise CheckpointNotFound(f"{home} is based on {where}, which has a base itself; name that one.")
-        return cls(name, base.folder, base.config | {"space": section}, base.weights, home)
+        return cls(name, base.folder, base.config | {"space": section}, base.weights, home, base.gguf)
+
+    @property
+    def kept_as(self) -> str | None:
+        """What most weights of a GGUF file are kept as, such as Q4_K; None: plain numbers, or config.json says it."""
+        kind = None if self.gguf is None else next(iter(self.gguf.kinds), None)
+        return None if kind in (None, "F32", "F16", "BF16") else kind
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; empty where it is absent."""
@@ -80,6 +117,9 @@ class Checkpoint:
     def model_hash(self) -> str:
         """Over config.json and the headers of the weights (names, dtypes, shapes, offsets): cheap, and seen by eye."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        if self.gguf is not None:
+            digest.update(self.gguf.header_hash.encode())
+            return digest.hexdigest()
         for file in self.weights:
             with file.open("rb") as stream:
                 start = stream.read(8)
@@ -140,12 +180,17 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder(path: str, fetch: Fetch) -> Path:
+    """The folder, or the GGUF file, that `path` names."""
     if path == "demo":
         return Path(str(importlib.resources.files("space_demo")))
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == SUFFIX):
         return folder
-    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
+    if folder.is_file():
+        raise CheckpointNotFound(f"{path} is a file; give the folder of a checkpoint, or a GGUF file (*{SUFFIX}).")
+    if path.lower().endswith(SUFFIX) and ":" not in path:
+        raise CheckpointNotFound(f"There is no file {path}.")
+    if path.startswith(("/", ".", "~")) or path.partition(":")[0].count("/") != 1:
         raise CheckpointNotFound(f"There is no folder {path}, and it is no hub id (owner/name) either.")
     return fetch(path)
 
@@ -153,7 +198,10 @@ def _folder(path: str, fetch: Fetch) -> Path:
 def _from_the_hub(path: str) -> Path:
     import huggingface_hub  # only here: a local checkpoint needs no network library
 
+    repository, _, file = path.partition(":")
     try:
+        if file:
+            return Path(huggingface_hub.hf_hub_download(repository, file))
         return Path(huggingface_hub.snapshot_download(path, allow_patterns=_WANTED))
     except (OSError, ValueError) as error:
         raise CheckpointNotFound(f"There is no folder {path}, and the hub did not give {path}: {error}") from error
@@ -176,4 +224,7 @@ def _weights(folder: Path) -> tuple[Path, ...]:
         raise CheckpointNotFound(
             f"{folder} has {parts[0].name} and no {index.name}, which says what is in which file. Fetch it, too."
         )
-    raise CheckpointNotFound(f"{folder} has no model.safetensors (and no model.safetensors.index.json).")
+    raise CheckpointNotFound(
+        f"{folder} has no model.safetensors (and no model.safetensors.index.json). If it is of a repository with GGUF "
+        f"files, name one of them: OWNER/NAME:FILE{SUFFIX}"
+    )

@@ -1,7 +1,8 @@
 """`spaceserve convert SRC DST`: a checkpoint as it was published becomes one that this server takes.
 
 Weights become safetensors, a tokenizer without tokenizer.json gets one, missing mask rows are added, and config.json
-says which ids are masks. SRC is only read; DST appears whole or not at all.
+says which ids are masks. Of a GGUF file the weights become plain numbers, and its texts the files that others have. SRC
+is only read; DST appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from space_common.gguf.errors import GgufError
+from space_common.gguf.find import find_gguf
 from torch import Tensor
 from tqdm import tqdm
 
@@ -53,18 +56,26 @@ class Wish:
 def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -> None:
     """Write `target`. Raises ModelError where the source or the wish cannot be."""
     source, target = source.expanduser(), target.expanduser()
-    if not source.is_dir():
-        raise CheckpointNotFound(f"There is no folder {source}. Download the checkpoint first.")
+    if not source.exists():
+        raise CheckpointNotFound(f"There is no folder or GGUF file {source}. Download the checkpoint first.")
     if source.resolve() == target.resolve():
         raise ConvertError(f"Source and target are both {source}; give another target.")
-    config = _read_config(source)
-    form = read_format(with_quantization(source, config), str(source))
-    if form is not None and wish.dtype is not None:
-        raise ConvertError(
-            f"{source} is quantised ({form.name}): its numbers mean something in their own dtype only. Leave out "
-            "--dtype."
-        )
-    weights = SourceWeights.open(source)
+    weights: SourceWeights
+    gguf, given = _gguf(source), source
+    if gguf is not None:
+        from space_model.gguf_source import GgufSource  # only here: other formats need no gguf package
+
+        source, config, weights = gguf.folder, gguf.config, GgufSource.of(gguf)
+        wish = replace(wish, dtype=wish.dtype or getattr(torch, config["dtype"]))
+    else:
+        config = _read_config(source)
+        form = read_format(with_quantization(source, config), str(source))
+        if form is not None and wish.dtype is not None:
+            raise ConvertError(
+                f"{source} is quantised ({form.name}): its numbers mean something in their own dtype only. Leave out "
+                "--dtype."
+            )
+        weights = SourceWeights.open(source)
     vocabulary = Vocabulary.find(source, weights, num_added=wish.add_masks)
     entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
     num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
@@ -82,9 +93,24 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
 
         write_shards(folder, counted(), max_bytes=wish.max_shard_bytes)
         _copy_small_files(source, folder, config)
+        if given.is_dir() and given != source:
+            _copy_drafters(given, folder, config)
         _write_config(folder, config, space, vocabulary, wish.dtype)
         if not (source / "tokenizer.json").is_file():
             _write_tokenizer(source, folder)
+
+
+def _gguf(source: Path) -> Checkpoint | None:
+    """The checkpoint whose weights are a GGUF file at `source`; None: they are something else."""
+    try:
+        found = find_gguf(source)
+    except GgufError as error:
+        raise ConvertError(str(error)) from error
+    if found is not None:
+        return Checkpoint.open(source)
+    if source.is_file():
+        raise CheckpointNotFound(f"{source} is a file; give the folder of a checkpoint, or a GGUF file.")
+    return None
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -151,17 +177,31 @@ def _converted(
 
 def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
     """Tokenizer, configs, licence, and the SPACE files that config.json names. Code and pickles stay behind."""
-    space = config.get("space")
-    head = (space.get("draft_head") or {}).get("file") if isinstance(space, dict) else None
-    adapter = space.get("adapter") if isinstance(space, dict) else None
+    drafters = _drafters(config)
     for file in sorted(source.iterdir()):
-        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in (head, adapter)
+        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in drafters
         if file.is_file() and wanted and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in (said := read_object(settings)):
         del said["auto_map"]
         settings.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy_drafters(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """The SPACE files beside a GGUF file: its texts are its own."""
+    for name in _drafters(config):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _drafters(config: dict[str, Any]) -> set[str]:
+    """Names of the files that the `space` section names."""
+    space = config.get("space")
+    if not isinstance(space, dict):
+        return set()
+    names = (space.get("adapter"), (space.get("draft_head") or {}).get("file"))
+    return {name for name in names if isinstance(name, str)}
 
 
 def _write_config(
@@ -240,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and weights")
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and weights, or a GGUF file")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to write")
     parser.add_argument(
         "--mask-ids", nargs="+", type=_ids, default=[], metavar="ID", help="token id that all masks share, or one each"
@@ -253,7 +293,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="append N new mask rows to the vocabulary, each the mean of the others, to be trained",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="[default: as it is]")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="[default: as it is; GGUF: bfloat16, but float32 or float16 where that is what most weights are]",
+    )
     parser.add_argument(
         "--max-shard-size",
         type=_size,

@@ -1,4 +1,4 @@
-"""From a folder to a SpaceModel."""
+"""From a folder, or a GGUF file, to a SpaceModel."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_model(
     adapters: Mapping[str, str | Path] | None = None,
     ranks: Ranks | None = None,
 ) -> SpaceModel:
-    """Load the checkpoint at `path` (a folder, a hub id, `demo`, or one that is open already).
+    """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or one that is open already).
 
     `dtype` auto, float32, bfloat16 or float16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU
     computes the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device`
@@ -93,7 +93,7 @@ def load_model(
     place = choose_device(device)
     if place.type == "cuda":
         refuse_tf32()
-    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights)
+    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights, kept=checkpoint.kept_as)
     if kv_dtype not in KV_DTYPES:
         raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")
     float8_kv = kv_dtype == "fp8"

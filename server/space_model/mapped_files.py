@@ -87,13 +87,13 @@ def let_go(tensor: Tensor) -> None:
 
 
 def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -> bool:
-    """These addresses are those of one mapped safetensors file."""
+    """These addresses are those of one mapped safetensors or GGUF file."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     for line in lines:
-        if line.endswith(".safetensors"):
+        if line.lower().endswith((".safetensors", ".gguf")):
             first, _, last = line.split(" ", 1)[0].partition("-")
             if int(first, 16) <= start and end <= int(last, 16):
                 return True

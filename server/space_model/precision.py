@@ -43,12 +43,15 @@ def choose_dtype(
     stored: torch.dtype | None,
     weights: str = "plain",
     cpu_kernels: str | None = None,
+    kept: str | None = None,
 ) -> tuple[torch.dtype, str]:
     """The dtype and the reason for it.
 
     `stored` is the checkpoint's own; `weights` of WEIGHTS; `cpu_kernels` of CHOICES in cpu_library.py, None: as the
-    environment says.
+    environment says; `kept`: what the numbers are kept as where that is no dtype, such as Q4_K, and `stored` one that
+    rounds finer than they do.
     """
+    own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
         raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")
     if weights != "plain":
@@ -64,27 +67,27 @@ def choose_dtype(
         return _DTYPES[dtype], "as asked"
     if device.type != "cpu":
         if stored is not None and stored in _DTYPES.values():
-            return stored, "the checkpoint's own"
+            return stored, own
         return torch.bfloat16, "the checkpoint does not say" if stored is None else f"stands in for {stored}"
     if stored is torch.bfloat16:
-        return _for_bfloat16(cpu_kernels)
+        return _for_bfloat16(cpu_kernels, own)
     if stored is torch.float16:
         return torch.float32, "the checkpoint is torch.float16, of which float32 has every number, and faster on a CPU"
     return torch.float32, "the checkpoint does not say" if stored is None else f"the checkpoint is {stored}"
 
 
-def _for_bfloat16(cpu_kernels: str | None) -> tuple[torch.dtype, str]:
+def _for_bfloat16(cpu_kernels: str | None, own: str) -> tuple[torch.dtype, str]:
     """What a bfloat16 checkpoint is computed in on this CPU."""
     if multiplies_bfloat16():
-        return torch.bfloat16, "the checkpoint's own, and this CPU multiplies bfloat16 natively"
+        return torch.bfloat16, f"{own}, and this CPU multiplies bfloat16 natively"
     if cpu_kernels not in (None, "auto", "torch"):  # whether they can be had is said where they are loaded
-        return torch.bfloat16, "the checkpoint's own, and compiled operations, which take it, are asked for"
+        return torch.bfloat16, f"{own}, and compiled operations, which take it, are asked for"
     try:
         library = None if cpu_kernels == "torch" else cpu_library()
     except ValueError as error:
         raise InvalidSetting(str(error)) from error
     if library is not None:
-        return torch.bfloat16, f"the checkpoint's own; operations compiled for {library.kind} widen it as they multiply"
+        return torch.bfloat16, f"{own}; operations compiled for {library.kind} widen it as they multiply"
     return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX), and no compiled operations stand in"
 
 

@@ -101,6 +101,12 @@ class QuantizedWeights(WeightFiles):
 @contextmanager
 def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
     """The tensors that the checkpoint's model has, whatever they are kept as."""
+    if checkpoint.gguf is not None:
+        from space_model.gguf_weights import open_gguf  # only here: other formats need no gguf package
+
+        with open_gguf(checkpoint, checkpoint.gguf) as found:
+            yield found
+        return
     form = read_format(checkpoint.config, checkpoint.name)
     with WeightFiles.open(checkpoint) as files:
         yield files if form is None else QuantizedWeights(files, form)

@@ -71,6 +71,10 @@ def read_part(
         if isinstance(files, QuantizedWeights):
             held = sum(parameter.nbytes for parameter in base.parameters())
             say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
+        elif files.num_packed:
+            from space_model.gguf_weights import say_made  # only here: other formats need no gguf package
+
+            say_made(checkpoint, files, sum(parameter.nbytes for parameter in base.parameters()), dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     return model.eval()

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, read one by one, whole or in part."""
+"""The tensors of a checkpoint's files, read one by one, whole or in part; here, of safetensors files."""
 
 from __future__ import annotations
 
@@ -122,6 +122,19 @@ class WeightFiles:
         """Some columns of a matrix: only they are read."""
         with self.opened.reading(name) as file:
             return self._count(file.get_slice(name)[:, part])
+
+    @property
+    def num_packed(self) -> int:
+        """Tensors in blocks of few bits."""
+        return 0
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor is made from what the files have, piece by piece, by `read_into`."""
+        return False
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        """Put the numbers of a packed tensor into `place`, of its shape, any dtype and any device."""
+        raise NotImplementedError
 
     def _count(self, tensor: Tensor) -> Tensor:
         with self._lock:

@@ -65,8 +65,13 @@ class WeightStream:
         return {name: _Unread(self, name) for name in self.files.names}
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """A tensor on the device."""
-        return self.put(name, self.files.whole(name), dtype)
+        """A tensor on the device; a packed one is made where it belongs, without a copy in another dtype."""
+        if dtype is None or not self.files.is_packed(name):
+            return self.put(name, self.files.whole(name), dtype)
+        self._say_how_far()
+        place = self._place(name, torch.Size(self.files.shape(name)), dtype)
+        self.files.read_into(name, place)
+        return place
 
     def put(self, name: str, found: Tensor, dtype: torch.dtype | None) -> Tensor:
         """What was read of the tensor `name`, on the device; numbers become `dtype`."""
@@ -75,11 +80,13 @@ class WeightStream:
             dtype = found.dtype
         if self._as_kept or (not self._copies and found.dtype == dtype):
             return found
-        place = None if self._joined is None else self._joined.place(name, found.shape, dtype, self._device)
-        if place is None:
-            place = torch.empty(found.shape, dtype=dtype, device=self._device)
+        place = self._place(name, found.shape, dtype)
         send(found, place)
         return place
+
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)
+        return torch.empty(shape, dtype=dtype, device=self._device) if place is None else place
 
     def _say_how_far(self) -> None:
         with self._lock:

@@ -53,6 +53,10 @@ def stream_model(
         if isinstance(files, QuantizedWeights):
             held = sum(parameter.nbytes for parameter in model.parameters())
             say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
+        elif files.num_packed:
+            from space_model.gguf_weights import say_made  # only here: other formats need no gguf package
+
+            say_made(checkpoint, files, sum(parameter.nbytes for parameter in model.parameters()), dtype)
     return model, found
 
 

@@ -314,7 +314,11 @@ def _threads(config: WorkerConfig) -> int:
 
 def choose_threads(model: str | Checkpoint) -> int | None:
     """One thread for small weights; None, as many as cores allow, for others."""
-    size = sum(file.stat().st_size for file in Checkpoint.open(model).weights)
+    checkpoint = Checkpoint.open(model)
+    if checkpoint.gguf is None:
+        size = sum(file.stat().st_size for file in checkpoint.weights)
+    else:
+        size = 2 * sum(checkpoint.gguf.kinds.values())  # as they are held, and not as they are kept
     return 1 if size < SMALL_WEIGHTS else None
 
 

@@ -24,7 +24,7 @@ from space_model.precision import choose_device, choose_dtype
 from space_model.quantized_format import read_format
 from space_model.space_section import SpaceSection
 from space_proto.finding import Finding
-from space_proto.hub import Hub, HubError, Missing, is_hub_id
+from space_proto.hub import Hub, HubError, Missing, is_hub_id, split_hub_file
 
 from space_server.config import WorkerConfig, parse
 from space_server.cores import num_cores
@@ -98,10 +98,12 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
     missing: Missing | None = None
     try:
-        if is_hub_id(config.model) and not Path(config.model).is_dir():
+        if is_hub_id(config.model) and not Path(config.model).exists():
             missing = hub.missing(config.model)
             if missing.num_files:
                 yield _download(config.model, missing)
+                if split_hub_file(config.model)[1] is not None:
+                    return  # what a GGUF file holds is known when it is here
                 checkpoint = _without_weights(config.model, hub.fetch(config.model, weights=False))
             else:
                 checkpoint = Checkpoint.open(config.model, hub.fetch)
@@ -109,7 +111,12 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
         model = family.read_config(checkpoint)
         dtype, reason = choose_dtype(
-            config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
+            kept=checkpoint.kept_as,
         )
         section = SpaceSection.parse(
             checkpoint.config,
@@ -123,6 +130,8 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
         return
     held = number_format(dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
     kept = "" if form is None else f", quantised ({form.name})"
+    if checkpoint.gguf is not None:
+        kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
     drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
     yield Finding(
         "model",

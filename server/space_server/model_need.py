@@ -71,7 +71,14 @@ class ModelNeed:
         """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
         model = family.read_config(checkpoint)
         device = choose_device(config.device)
-        dtype, _ = choose_dtype(config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels)
+        dtype, _ = choose_dtype(
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
+            kept=checkpoint.kept_as,
+        )
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
@@ -130,7 +137,7 @@ class ModelNeed:
         if form is not None and not stays_packed(form, device):
             weights = num_weights(config) * dtype.itemsize
         elif form is None:
-            weights = sum(_held(tensors(file), config, dtype) for file in checkpoint.weights)
+            weights = _held(stored(checkpoint), config, dtype)
         else:
             weights = sum(file.stat().st_size for file in checkpoint.weights)
         own = getattr(config, "dtype", None)
@@ -140,7 +147,7 @@ class ModelNeed:
         has_experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
         if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts):
             kinds = {"BF16"} if on_cpu else _NUMBERS
-            linears = sum(_in_linears(tensors(file), kinds) for file in checkpoint.weights)
+            linears = _in_linears(stored(checkpoint), kinds)
             packed = vocab * hidden if on_cpu else 0
             small = "int8" if on_cpu else "fp8", 2 * weights // dtype.itemsize - linears, packed
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
@@ -240,6 +247,17 @@ def cure(need: ModelNeed, available: int) -> str:
         "uses the memory, raise the limit, take a smaller or quantised checkpoint, or share it among GPUs with "
         "--tensor-parallel."
     )
+
+
+def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
+    """Name, dtype and number of elements of each tensor of the model's weights."""
+    if checkpoint.gguf is None:
+        for file in checkpoint.weights:
+            yield from tensors(file)
+        return
+    from space_model.gguf_weights import entries  # only here: other formats need no gguf package
+
+    yield from entries(checkpoint.gguf, checkpoint.config)
 
 
 def tensors(file: Path) -> Iterator[tuple[str, str, int]]:

@@ -29,7 +29,7 @@ class ModelSource:
     def adapters(self) -> dict[str, str]:
         """The folder of each adapter, by name, fetched if need be. Raises a ModelError."""
         return {
-            name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).is_dir() else place
+            name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).exists() else place
             for name, place in self._adapters
         }
 

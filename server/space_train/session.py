@@ -18,6 +18,7 @@ from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
 from space_model.quantized_format import read_format
 from space_model.unused_tensors import check_found
+from space_model.whole_model import stream_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from space_train.data_error import UnusableTokenizer
@@ -39,6 +40,8 @@ MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
 
 LOOK_SHARE = 0.5
 """Rows that all looks at the held-out records read, of those trained on: reading one is a third of the work."""
+
+_CPU = torch.device("cpu")
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first, which writes the model's own texts."""
@@ -99,6 +102,11 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         print(f"rows: {data}.", file=sys.stderr, flush=True)
     # What the chats were rendered with is what the server must render with.
     has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
+    if has_own and checkpoint.gguf is not None and not plan.trains_base:
+        raise InvalidPlan(
+            f"The chat template of {checkpoint.name} is in the GGUF file, and no other can be written beside it. "
+            f"Train a converted copy: spaceserve convert {checkpoint.gguf.path} NEW_FOLDER"
+        )
     try:
         result = train(
             model,
@@ -158,6 +166,10 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
     """The model to train: as it was saved, but in float32 where its weights move, where products are, and on a CPU."""
     config = family.read_config(checkpoint)
     as_saved = not plan.trains_base and plan.precision == "bf16" and torch.cuda.is_available()
+    if checkpoint.gguf is not None:
+        made, found = stream_model(checkpoint, config, config.dtype if as_saved else torch.float32, _CPU, copies=True)
+        check_found(checkpoint, made, found)
+        return made
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),

@@ -28,7 +28,7 @@ def test_every_package_is_typed(files: list[Path]) -> None:
 def test_no_file_names_a_folder_of_one_machine(root: Path, files: list[Path]) -> None:
     found = []
     for path in files:
-        if path.suffix in {".safetensors", ".npz", ".png"} or path == Path("tests/house/test_layout.py"):
+        if path.suffix in {".safetensors", ".gguf", ".npz", ".png"} or path == Path("tests/house/test_layout.py"):
             continue
         for number, line in enumerate((root / path).read_text(encoding="utf-8").splitlines(), 1):
             if MACHINE.search(line):

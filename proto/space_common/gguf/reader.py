@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from space_common.gguf.errors import GgufError
 
@@ -117,6 +120,15 @@ class GgufFile:
         digest.update(str(len(data)).encode())
         return cls(path, metadata, tensors, digest.hexdigest())
 
+    def numbers(self, name: str) -> npt.NDArray[np.float32]:
+        """All numbers of a small tensor."""
+        tensor = self.tensors[name]
+        with self.path.open("rb") as stream:
+            stream.seek(tensor.offset)
+            kept = np.frombuffer(stream.read(tensor.num_bytes), np.uint8)
+        found: npt.NDArray[np.float32] = dequantize(kept, GGMLQuantizationType(tensor.kind))
+        return found.reshape(tensor.shape)
+
     @property
     def kinds(self) -> dict[str, int]:
         """How many numbers are of each type, the most first: {"Q4_1": 106168320, …}."""
@@ -178,11 +190,6 @@ class _Cursor:
             raise GgufError(f"{self.path}: {name} has {num_dims} dimensions; the file is broken. Download it again.")
         shape = tuple(self.number("Q") for _ in range(num_dims))
         return name, shape[::-1], self.number("I"), self.number("Q")
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether the file's name says that it is one; its first bytes are looked at where it is opened."""
-    return path.suffix.lower() == ".gguf"
 
 
 def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:

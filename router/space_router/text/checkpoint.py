@@ -6,6 +6,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from space_common.gguf.errors import GgufError
+from space_common.gguf.find import find_gguf
 from space_proto.hub import Hub, HubError, is_hub_id
 
 from space_router.errors import ConfigError
@@ -14,36 +16,57 @@ from space_router.errors import ConfigError
 def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
     """The folder of `demo`, of a path, or of a Hugging Face id (downloads its small files). Raises ConfigError.
 
-    A gated adapter without weights names its base in config.json: the texts are the base's.
+    A gated adapter without weights names its base in config.json: the texts are the base's. Those of a GGUF file are
+    in its header; the folder is one that they were written to.
     """
     folder = _folder(model, hub)
     section = read_json(folder, "config.json").get("space")
     base = section.get("base") if isinstance(section, dict) else None
     if isinstance(base, str) and base:
         try:
-            folder = _folder(str(folder / base) if (folder / base).is_dir() else base, replace(hub, revision=None))
+            folder = _folder(str(folder / base) if (folder / base).exists() else base, replace(hub, revision=None))
         except ConfigError as error:
             raise ConfigError(f"{folder} is a gated adapter whose base cannot be had: {error}") from error
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"--model={model!r}: {folder} has no {name}; `spaceserve convert` makes a folder that has."
-            )
+            cure = "`spaceserve convert` makes a folder that has."
+            if is_hub_id(model) and not Path(model).exists():
+                cure += f" If the repository has GGUF files, name one of them: --model {model}:FILE.gguf"
+            raise ConfigError(f"--model={model!r}: {folder} has no {name}; {cure}")
     return folder
 
 
 def _folder(model: str, hub: Hub) -> Path:
     if model == "demo":
         return Path(str(resources.files("space_demo")))
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if not is_hub_id(model):
-        raise ConfigError(f"--model={model!r}: there is no such folder; give `demo`, a folder or a Hugging Face id.")
+    place = Path(model).expanduser()
+    if not place.exists():
+        if not is_hub_id(model):
+            raise ConfigError(
+                f"--model={model!r}: there is no such folder or file; give `demo`, a folder, a GGUF file or a Hugging "
+                "Face id."
+            )
+        try:
+            place = hub.fetch(model, weights=False)
+        except HubError as error:
+            raise ConfigError(f"--model={model!r} is no folder, and: {error}") from error
     try:
-        return hub.fetch(model, weights=False)
-    except HubError as error:
-        raise ConfigError(f"--model={model!r} is no folder, and: {error}") from error
+        return _view_of(place) or place
+    except GgufError as error:
+        raise ConfigError(f"--model={model!r}: {error}") from error
+
+
+def _view_of(place: Path) -> Path | None:
+    """The texts in the header of the GGUF file that `place` is or holds; None: it is a folder of other files."""
+    section = read_json(place, "config.json").get("space") if place.is_dir() else None
+    if isinstance(section, dict) and section.get("base"):
+        return None
+    file = find_gguf(place)
+    if file is None:
+        return None
+    from space_common.gguf.view import view_folder  # only here: models of other formats need no gguf package
+
+    return view_folder(file)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Whether what a user names is a GGUF file: the file itself, a folder that holds one, or `owner/repo:file.gguf`.
+
+This module imports nothing of the `gguf` package, which models of other formats do not need.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from space_common.gguf.errors import GgufError
+
+SUFFIX = ".gguf"
+
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""Where these are, they are the weights; drafters may lie beside a GGUF file in other safetensors files."""
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_OTHERS = ("mmproj", "imatrix")
+"""Begins of names of files that lie beside a model's: an image projector, statistics for quantising."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the name says so; the first bytes are looked at where the file is opened."""
+    return path.suffix.lower() == SUFFIX
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or that is all a folder holds for weights; None: there is none.
+
+    Raises GgufError for a folder with several, and for a model in several files.
+    """
+    if is_gguf(path) and not path.is_dir():
+        if not path.exists():
+            raise GgufError(f"There is no file {path}.")
+        return _whole(path)
+    if not path.is_dir() or any((path / name).is_file() for name in _SAFETENSORS):
+        return None
+    found = sorted(file for file in path.iterdir() if is_gguf(file) and file.is_file())
+    models = [file for file in found if not file.name.lower().startswith(_OTHERS)] or found
+    if not models:
+        return None
+    if len(models) > 1 and not all(_PART.search(file.name) for file in models):
+        names = ", ".join(file.name for file in models)
+        raise GgufError(f"{path} holds {len(models)} GGUF files: {names}. Name one of them: {models[0]}")
+    return _whole(models[0])
+
+
+def _whole(path: Path) -> Path:
+    part = _PART.search(path.name)
+    if part is not None and int(part[2]) > 1:
+        first = path.name[: part.start()]
+        raise GgufError(
+            f"{path} is part {int(part[1])} of {int(part[2])}, and a model in several GGUF files is not read. Join "
+            f"them first: llama-gguf-split --merge {first}-00001-of-{part[2]}.gguf {first}.gguf"
+        )
+    return path

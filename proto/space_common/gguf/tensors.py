@@ -1,0 +1,175 @@
+"""Which tensors of a GGUF file make up each tensor that the model has by Hugging Face's name.
+
+    blk.0.attn_q.weight         rows of each head interleaved: pairs that turn together   llama only
+    model.layers.0.self_attn.q_proj.weight                        first half, second half
+
+llama.cpp's converter reorders the rows of Llama's query and key, and adds 1 to the weights of Gemma's norms; here both
+are undone. Phi-3 has query, key and value in one matrix, the others have three; either may be in a file of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from space_common.gguf.errors import GgufError
+from space_common.gguf.reader import GgufFile, GgufTensor
+
+SERVED_KINDS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
+"""Types of numbers that are read."""
+
+ROPE_FREQUENCIES = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that config.json says, and no tensor of the model."""
+
+_IGNORED = ("attn_rot_embd.weight",)
+"""Of a layer: rotary angles, which are computed."""
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GATED_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor of the file; of one with one dimension, some numbers."""
+
+    tensor: GgufTensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """What a tensor of the model is made of."""
+
+    parts: tuple[Rows, ...]  # one below the other
+    turned_heads: int = 0  # heads whose rows lie interleaved; 0: all lie as they should
+    shift: float = 0.0  # what was added to every number
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return (sum(part.stop - part.start for part in self.parts), *self.parts[0].tensor.shape[1:])
+
+    @property
+    def is_plain(self) -> bool:
+        """It is a tensor of the file as it lies there, but for the type of its numbers."""
+        whole = len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.parts[0].tensor.shape[0]
+        return whole and not self.turned_heads and not self.shift
+
+
+def sources_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Hugging Face name -> where it comes from. Raises GgufError for a tensor that is missing, or that nothing is made
+    of.
+    """
+    return _Sources(file, config).all()
+
+
+class _Sources:
+    def __init__(self, file: GgufFile, config: Mapping[str, Any]) -> None:
+        self._file, self._config = file, config
+        self._used: set[str] = set()
+        self._found: dict[str, TensorSource] = {}
+        self._architecture = str(file.metadata["general.architecture"])
+        self._is_gemma = self._architecture.startswith("gemma")
+
+    def all(self) -> dict[str, TensorSource]:
+        """Of every layer, and of what stands before and behind them."""
+        for name, target in _OUTER.items():
+            self._take(f"{name}.weight", f"{target}.weight")
+        if not self._config["tie_word_embeddings"]:
+            self._take("output.weight", "lm_head.weight")
+        for layer in range(self._config["num_hidden_layers"]):
+            self._layer(f"blk.{layer}", f"model.layers.{layer}")
+        aside = {ROPE_FREQUENCIES} if self._architecture == "llama" else set()
+        left = [
+            name
+            for name in self._file.tensors
+            if name not in self._used and name not in aside and not name.endswith(_IGNORED)
+        ]
+        if left:
+            raise GgufError(
+                f"{self._file.path} has {left[0]} ({len(left)} such tensors), which no {self._architecture} model has "
+                "here: without it the text would be another. Take the checkpoint that the file was made from, as "
+                "safetensors."
+            )
+        return self._found
+
+    def _layer(self, here: str, there: str) -> None:
+        config = self._config
+        modules = {"attn_output": "self_attn.o_proj"} | (_GEMMA_NORMS if self._is_gemma else _NORMS)
+        biased = {"attn_output"} if config.get("attention_bias") else set()
+        if self._architecture == "phi3":
+            modules |= {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+            self._joined(here, f"{there}.self_attn.qkv_proj")
+        else:
+            modules |= _GATED_MLP
+            if config.get("mlp_bias"):
+                biased |= set(_GATED_MLP)
+            has_bias = bool(config.get("attention_bias")) or self._architecture == "qwen2"
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                self._split(here, there, kind)
+        if self._architecture in ("qwen3", "gemma3"):
+            modules |= _HEAD_NORMS
+        for name, target in modules.items():
+            self._take(f"{here}.{name}.weight", f"{there}.{target}.weight")
+            if name in biased:
+                self._take(f"{here}.{name}.bias", f"{there}.{target}.bias")
+
+    def _split(self, here: str, there: str, kind: str) -> None:
+        """Query, key and value, each by itself."""
+        heads, kv_heads, size = (
+            int(self._config[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        joined, start = f"{here}.attn_qkv.{kind}", 0
+        for (name, target), count in zip(_ATTENTION.items(), (heads, kv_heads, kv_heads), strict=True):
+            turned = count if self._architecture == "llama" and name != "attn_v" else 0
+            if joined in self._file.tensors:
+                rows = Rows(self._tensor(joined), start, start + count * size)
+                start = rows.stop
+            else:
+                tensor = self._tensor(f"{here}.{name}.{kind}")
+                rows = Rows(tensor, 0, tensor.shape[0])
+            if rows.stop > rows.tensor.shape[0] or rows.stop - rows.start != count * size:
+                raise GgufError(
+                    f"{rows.tensor.name} in {self._file.path} has {rows.tensor.shape[0]} rows, which {count} heads of "
+                    f"{size} do not make. Take the checkpoint that the file was made from, as safetensors."
+                )
+            self._found[f"{there}.{target}.{kind}"] = TensorSource((rows,), turned_heads=turned)
+
+    def _joined(self, here: str, target: str) -> None:
+        """Query, key and value in one."""
+        names = [f"{here}.attn_qkv.weight"]
+        if names[0] not in self._file.tensors and f"{here}.attn_q.weight" in self._file.tensors:
+            names = [f"{here}.{name}.weight" for name in _ATTENTION]
+        tensors = [self._tensor(name) for name in names]
+        self._found[f"{target}.weight"] = TensorSource(tuple(Rows(one, 0, one.shape[0]) for one in tensors))
+
+    def _take(self, name: str, target: str) -> None:
+        tensor = self._tensor(name)
+        shift = 1.0 if self._is_gemma and name.endswith("norm.weight") else 0.0
+        self._found[target] = TensorSource((Rows(tensor, 0, tensor.shape[0]),), shift=shift)
+
+    def _tensor(self, name: str) -> GgufTensor:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise GgufError(
+                f"{self._file.path} lacks {name}, which every {self._architecture} model of its metadata has. "
+                "Download it again, or take another conversion of the model."
+            )
+        self._used.add(name)
+        if len(tensor.shape) not in (1, 2):
+            raise GgufError(
+                f"{name} in {self._file.path} has shape {list(tensor.shape)}; a matrix or a vector is meant."
+            )
+        return tensor

@@ -1,0 +1,264 @@
+"""A GGUF file is the model that it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import quants
+from safetensors.torch import load_file
+from space_common.gguf.reader import GgufFile
+from space_common.gguf.tensors import sources_of
+from space_model import gguf_weights
+from space_model.checkpoint import Checkpoint
+from space_model.convert import Wish, convert
+from space_model.draft_layout import DraftLayout
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.gguf_testing import write_gguf
+from space_model.load import load_model
+from space_model.model_error import CheckpointNotFound, ModelError
+from space_model.precision import choose_dtype
+from space_model.quantized_weights import open_weights
+from space_model.space_model import SpaceModel
+from space_model.tensor_parallel import Share
+from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_model.weight_stream import WeightStream
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+K_QUANTS = Path(__file__).parent / "gguf"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of this test's files, and of no others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def logits(model: SpaceModel) -> Tensor:
+    ids = torch.randint(16, 128, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    segment = Segment(ids, 0, range(3), DraftLayout.full(2, 3), adapter=0 if model.adapters else None)
+    batch = ForwardBatch.build(
+        [segment], block_size=16, mask_ids=model.facts.mask_ids or (4, 5, 6), adapter_masks=[5] * len(model.adapters)
+    )
+    return model.logits(model.forward(batch, model.allocate_kv(3, 16))[: batch.num_rows])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_and_logits_are_those_of_the_original(
+    family: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = checkpoint_of(family)
+    original = load_file(source / "model.safetensors")
+    file = write_gguf(source, tmp_path / "x.gguf")
+    with open_weights(Checkpoint.open(file)) as weights:
+        assert set(weights.names) == set(original)
+        for name, tensor in original.items():
+            assert weights.shape(name) == tuple(tensor.shape)
+            # a norm of Gemma is kept with 1 added, which costs its last bits
+            assert torch.allclose(weights.whole(name), tensor, rtol=0, atol=1e-7), name
+    ours, theirs = load_model(file, dtype="float32"), load_model(source, dtype="float32", num_masks=0)
+    assert (ours.facts.kv_heads, ours.facts.head_dim, ours.facts.window) == (2, 16, 512)
+    assert float((logits(ours) - logits(theirs)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_numbers_in_blocks_are_those_that_transformers_reads(
+    family: str, kind: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = checkpoint_of(family)
+    if family == "qwen3":  # of which transformers reads no other size of heads
+        source = tiny_checkpoint(tmp_path / "source", "qwen3", head_dim=128, num_masks=0)
+    file = write_gguf(source, tmp_path / "x.gguf", kind)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
+    with open_weights(Checkpoint.open(file)) as weights:
+        for name in weights.names:
+            assert torch.equal(weights.whole(name), theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_of_numbers_is_held_as_it_is_converted(
+    kind: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", kind)
+    convert(file, tmp_path / "plain", Wish(dtype=torch.float32))
+    for dtype in ("float32", "bfloat16"):
+        found, wanted = load_model(file, dtype=dtype), load_model(tmp_path / "plain", dtype=dtype)
+        assert torch.equal(logits(found), logits(wanted))
+    original = load_file(checkpoint_of("llama") / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        step = float(tensor.abs().max()) * {"Q8": 1 / 127, "Q5": 1 / 15, "Q4": 1 / 7}.get(kind[:2], 1 / 256)
+        assert float((tensor - original[name]).abs().max()) <= step
+
+
+def test_k_quants_are_the_numbers_that_llama_cpp_makes_of_them() -> None:
+    file = GgufFile.open(K_QUANTS / "k_quants.gguf")
+    wanted: dict[str, dict[str, str]] = json.loads((K_QUANTS / "k_quants.json").read_text())
+    assert {entry["type"] for entry in wanted.values()} == {"F32", "Q4_K", "Q5_K", "Q6_K", "Q5_0"}
+    checkpoint = Checkpoint.open(K_QUANTS / "k_quants.gguf")
+    with open_weights(checkpoint) as weights:
+        for name, source in sources_of(file, checkpoint.config).items():
+            numbers = weights.whole(name)
+            if source.turned_heads:  # back to llama.cpp's order of rows
+                halves = numbers.reshape(source.turned_heads, 2, -1, *numbers.shape[1:])
+                numbers = halves.transpose(1, 2).reshape(numbers.shape)
+            digest = hashlib.sha256(numbers.contiguous().numpy().tobytes()).hexdigest()
+            assert digest == wanted[source.parts[0].tensor.name]["sha256"], name
+
+
+def test_k_quants_are_served(tmp_path: Path) -> None:
+    convert(K_QUANTS / "k_quants.gguf", tmp_path / "plain", Wish())
+    found, wanted = load_model(K_QUANTS / "k_quants.gguf"), load_model(tmp_path / "plain")
+    assert torch.equal(logits(found), logits(wanted))
+
+
+def test_a_rank_reads_its_part_of_the_same_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+    with open_weights(Checkpoint.open(file)) as weights:
+        for rank in range(2):
+            share = Share(rank, 2)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                path = f"model.layers.1.self_attn.{name}.weight"
+                whole = weights.whole(path)
+                assert torch.equal(weights.rows(path, share.of(len(whole))), whole[share.of(len(whole))])
+            path = "model.layers.0.mlp.down_proj.weight"
+            whole = weights.whole(path)
+            assert torch.equal(weights.columns(path, share.of(whole.shape[1])), whole[:, share.of(whole.shape[1])])
+        assert weights.num_bytes < 4 * weights.size
+
+
+def test_joined_and_split_attention_are_read_either_way(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """llama.cpp has converters that join what others split."""
+    plain = {}
+    for family in ("llama", "phi3"):
+        file = write_gguf(checkpoint_of(family), tmp_path / f"{family}.gguf", "Q8_0")
+        with open_weights(Checkpoint.open(file)) as weights:
+            plain[family] = {name: weights.whole(name) for name in weights.names}
+        other = write_gguf(checkpoint_of(family), tmp_path / f"{family}-other.gguf", "Q8_0", swap_attention=True)
+        with open_weights(Checkpoint.open(other)) as weights:
+            assert set(weights.names) == set(plain[family])
+            for name, tensor in plain[family].items():
+                assert torch.equal(weights.whole(name), tensor), name
+
+
+def test_no_tensor_is_in_memory_twice(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q4_0")
+    monkeypatch.setattr(gguf_weights, "PIECE", 512)
+    made: list[int] = []
+    dequantize = quants.dequantize
+
+    def counted(data: Any, kind: Any) -> Any:
+        numbers = dequantize(data, kind)
+        made.append(numbers.size)
+        return numbers
+
+    monkeypatch.setattr(quants, "dequantize", counted)
+    with open_weights(Checkpoint.open(file)) as weights:
+        stream = WeightStream(weights, torch.device("cpu"))
+        for name in weights.names:
+            assert stream.whole(name, torch.bfloat16).dtype is torch.bfloat16
+    assert max(made) <= 512
+    assert sum(made) == GgufFile.open(file).kinds["Q4_0"]
+
+
+def test_what_plain_numbers_cost_is_said(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q4_0")
+    with caplog.at_level(logging.INFO):
+        model = load_model(file, dtype="bfloat16")
+    assert "15 weights of Q4_0 are held as plain bfloat16" in caplog.text
+    assert model.facts.name == str(file)
+
+
+def test_the_dtype_is_one_that_loses_nothing_of_the_blocks(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")):
+        checkpoint = Checkpoint.open(write_gguf(checkpoint_of("llama"), tmp_path / f"{kind}.gguf", kind))
+        assert checkpoint.config["dtype"] == dtype
+        assert checkpoint.kept_as == ("Q8_0" if kind == "Q8_0" else None)
+    gpu = torch.device("cuda")
+    assert choose_dtype("auto", gpu, torch.bfloat16, kept="Q8_0") == (torch.bfloat16, "finer than the steps of Q8_0")
+
+
+def test_a_folder_with_one_file_is_that_file(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = write_gguf(checkpoint_of("llama"), folder / "x.gguf", "Q8_0")
+    (folder / "mmproj-x.gguf").write_bytes(b"GGUF")
+    (folder / "README.md").write_text("x")
+    found, alone = Checkpoint.open(folder), Checkpoint.open(file)
+    assert (found.folder, found.config, found.weights) == (alone.folder, alone.config, alone.weights)
+    assert found.model_hash() == alone.model_hash()
+    shutil.copy(file, folder / "y.gguf")
+    with pytest.raises(CheckpointNotFound, match=r"holds 2 GGUF files: x.gguf, y.gguf. Name one of them: .*x\.gguf"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.gguf", "There is no file .*absent.gguf"),
+        ("model-00001-of-00003.gguf", r"part 1 of 3.*llama-gguf-split --merge model-00001-of-00003.gguf model.gguf"),
+        ("notes.txt", r"is a file; give the folder of a checkpoint, or a GGUF file"),
+        ("pickle.gguf", "is no GGUF file: it begins with"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused_with_the_cure(name: str, message: str, tmp_path: Path) -> None:
+    for other in ("model-00001-of-00003.gguf", "notes.txt"):
+        (tmp_path / other).write_bytes(b"GGUF")
+    (tmp_path / "pickle.gguf").write_bytes(b"\x80\x04")
+    with pytest.raises(ModelError, match=message):
+        Checkpoint.open(tmp_path / name)
+
+
+def test_an_adapter_folder_may_name_a_file_as_its_base(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+    convert(file, tmp_path / "plain", Wish(dtype=torch.float32))
+    folder = tiny_adapter(tmp_path / "adapter", tmp_path / "plain")
+    config = json.loads((folder / "config.json").read_text())
+    wanted = logits(load_model(folder, dtype="float32"))
+    for base in (str(file), "../x.gguf"):
+        (folder / "config.json").write_text(json.dumps({"space": config["space"] | {"base": base}}))
+        model = load_model(folder, dtype="float32")
+        assert torch.equal(logits(model), wanted)
+        assert (model.facts.num_masks, model.facts.has_draft_head) == (5, True)
+    beside = load_model(file, dtype="float32", adapters={"code": tmp_path / "adapter"})
+    assert torch.equal(logits(beside), wanted)
+
+
+def test_a_space_section_beside_the_file_is_its_own(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """As training writes it, whose base did not move."""
+    folder = tiny_adapter(tmp_path / "trained", checkpoint_of("llama"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["space"]["base"]
+    (folder / "config.json").write_text(json.dumps(config))
+    write_gguf(checkpoint_of("llama"), folder / "x.gguf")
+    model = load_model(folder, dtype="float32")
+    wanted = load_model(tiny_adapter(tmp_path / "other", checkpoint_of("llama")), dtype="float32")
+    assert torch.equal(logits(model), logits(wanted))
+    convert(folder, tmp_path / "converted", Wish())
+    assert torch.equal(logits(load_model(tmp_path / "converted", dtype="float32")), logits(wanted))
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_weights_in_eight_bits_are_those_of_the_converted_model(
+    weights: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+    convert(file, tmp_path / "plain", Wish(dtype=torch.bfloat16))
+    found, wanted = load_model(file, weights=weights), load_model(tmp_path / "plain", weights=weights)
+    assert torch.equal(logits(found), logits(wanted))
