@@ -87,7 +87,8 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
         3.0,
         _SPECULATION,
         "seconds of measuring what steps cost, at the first start of a model on a machine (then kept in "
-        "~/.cache/spaceserve); 0 learns it while serving",
+        "~/.cache/spaceserve if nothing else disturbed it, and held against a plain step at each start); 0 learns it "
+        "while serving",
         parse.seconds(0),
         "SECONDS",
         own_workers=True,

@@ -259,7 +259,7 @@ class _Measurement:
     def _cost(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> StepCost | None:
         """As a server's own measurement at its start has it, of the steps that it serves with."""
         seconds = self._effort.calibration_seconds
-        points = calibrate(model, kv, max_sequences=self._most, seconds=seconds, steps=how)
+        points = calibrate(model, kv, max_sequences=self._most, seconds=seconds, steps=how).points
         return StepCost.from_points(points) if points else None
 
     def _pace(self, paced: PacedWorker, batch: int) -> Pace:

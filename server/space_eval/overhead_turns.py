@@ -142,7 +142,8 @@ class Bench:
         longest = max(map(len, load.prompts)) + load.max_tokens + TAIL + MOST_MASKS
         num_blocks = most_sequences * -(-longest // BLOCK_SIZE)
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
-        points = calibrate(model, kv, max_sequences=most_sequences, seconds=calibration_seconds, clock=measuring)
+        calibration = calibrate(model, kv, max_sequences=most_sequences, seconds=calibration_seconds, clock=measuring)
+        points = calibration.points
         if costed is not None and not points:
             raise OverheadError("Nothing could be calibrated: --calibration-seconds or the pages do not suffice.")
         self._probes = costed is None

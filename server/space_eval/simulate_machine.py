@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from space_model.draft_layout import DraftLayout
+from space_server.cost_file import BadCostFile, kept_points
 from space_server.step_cost import Point, StepCost, StepShape, read_points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -159,16 +160,16 @@ def named(name: str) -> Roofline | Measured:
 def measured(file: Path) -> Measured:
     """The machine whose points a worker has measured and kept. Raises MachineError."""
     try:
-        points = read_points(json.loads(file.read_text(encoding="utf-8")))
+        points = kept_points(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise MachineError(
             f"{file} cannot be read: {error.strerror or error}. A server keeps what it has measured as "
             "~/.cache/spaceserve/step-cost-*.json."
         ) from None
-    except (ValueError, TypeError):
-        points = []
-    if not points:
-        raise MachineError(f"{file} holds no points. A server keeps them as ~/.cache/spaceserve/step-cost-*.json.")
+    except BadCostFile as error:
+        raise MachineError(f"{file}: {error}. A server keeps points as ~/.cache/spaceserve/step-cost-*.json.") from None
+    except ValueError as error:
+        raise MachineError(f"{file} is no JSON: {error}.") from None
     return Measured(f"{len(points)} steps measured by a worker ({file.name})", StepCost.from_points(points))
 
 

@@ -44,10 +44,11 @@ from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
 
 from space_server.attention_choice import choose_ops
-from space_server.calibration import cache_file, calibrate, load_or_measure
+from space_server.calibration import calibrate, time_plain_step
 from space_server.config import Steps, StepsHere, WorkerConfig, parse
 from space_server.controller import FixedLayout
 from space_server.cores import keep_off_last, num_cores, num_threads
+from space_server.cost_file import CostFile
 from space_server.device_steps import why_on_host
 from space_server.drafts import DraftSources
 from space_server.energy import Meter, find_sensors
@@ -57,14 +58,17 @@ from space_server.host_memory import keep_freed_memory, use_one_heap
 from space_server.largest_step import bytes_of_graphs, take_largest_step
 from space_server.lead_model import LeadModel
 from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
+from space_server.machine_load import GpuLoad, LoadWatch
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
 from space_server.model_need import ModelNeed, num_blocks_of
 from space_server.model_source import ModelSource
+from space_server.nvml import Nvml
 from space_server.one_gpu import on_first_gpu
 from space_server.passing_thread import in_passing_thread
 from space_server.rank_place import RankPlace
 from space_server.rank_start import following, leading
 from space_server.service import WorkerService, start_server
+from space_server.starting_costs import starting_costs
 from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.synthetic import SyntheticAcceptance, label
@@ -103,6 +107,7 @@ def main(arguments: Sequence[str]) -> int:
             place = RankPlace.of(config.tensor_parallel, os.environ) if config.tensor_parallel > 1 else None
             config, place = on_first_gpu(config, place, os.environ)
             _check_machine(config)
+            watch = LoadWatch(_gpu_load(config))
             source = ModelSource(config)
             lead = None
             if place is not None:
@@ -112,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
                     following(config, place, load)
                     return 0
                 lead = stack.enter_context(leading(config, arguments, place, load))
-            worker = in_passing_thread(lambda: build_worker(config, lead, source))
+            worker = in_passing_thread(lambda: build_worker(config, lead, source, watch))
             tracer = stack.enter_context(exporting("spaceserve-worker", os.environ)) if config.tracing else None
             has_device = asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
     except ModelError as error:
@@ -175,12 +180,19 @@ def _load(
     return model
 
 
-def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: ModelSource | None = None) -> Worker:
-    """The model loaded, the pages allocated. `lead`: the model, where ranks share it; `source`: of the model's files.
+def build_worker(
+    config: WorkerConfig,
+    lead: LeadModel | None = None,
+    source: ModelSource | None = None,
+    watch: LoadWatch | None = None,
+) -> Worker:
+    """The model loaded, the pages allocated. `lead`: the model, where ranks share it; `source`: of the model's files;
+    `watch`: looks at the machine, and has since before this process computed on a GPU.
 
     Raises ModelError or NotEnoughMemory.
     """
     started = time.perf_counter()
+    watch = watch or LoadWatch(_gpu_load(config))
     source = source or ModelSource(config)
     model: StepModel = _load(config, source) if lead is None else lead
     keep_freed_memory()
@@ -208,7 +220,7 @@ def build_worker(config: WorkerConfig, lead: LeadModel | None = None, source: Mo
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     kv = model.allocate_kv(num_blocks, size)
-    cost = measured_cost(config, model, kv, steps)
+    cost = measured_cost(config, model, kv, watch, steps)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None
     if config.synthetic_acceptance is not None:
@@ -270,25 +282,33 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
     return grammars
 
 
-def measured_cost(config: WorkerConfig, model: StepModel, kv: PagedKV, steps: StepsHere = "host") -> StepCost | None:
+def measured_cost(
+    config: WorkerConfig, model: StepModel, kv: PagedKV, watch: LoadWatch, steps: StepsHere = "host"
+) -> StepCost | None:
     """What steps cost here: measured now, or at an earlier start. None: it is learnt while serving."""
     if not config.calibration_seconds:
         return None
     facts, most = model.facts, config.max_sequences
-    file = cache_file(
-        cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact, steps=steps
-    )
     begun = time.perf_counter()
-    seconds = config.calibration_seconds
-    points = load_or_measure(file, lambda: calibrate(model, kv, max_sequences=most, seconds=seconds, steps=steps))
+    found = starting_costs(
+        CostFile.of(
+            cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact, steps=steps
+        ),
+        measure=lambda look: calibrate(
+            model, kv, max_sequences=most, seconds=config.calibration_seconds, steps=steps, between=look
+        ),
+        time_plain_step=lambda: time_plain_step(model, kv, steps=steps),
+        watch=watch,
+    )
     give_back_unused()  # graphs of steps that were measured
-    if not points:
+    if found is None:
         return None
-    cost = StepCost.from_points(points)
+    cost = found.cost()
     _log.info(
-        "step costs (%s steps): %d points in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
+        "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
         steps,
-        len(points),
+        len(found.points),
+        found.origin,
         time.perf_counter() - begun,
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
     )
@@ -325,14 +345,25 @@ def choose_threads(model: str | Checkpoint) -> int | None:
 def _meter(config: WorkerConfig, worker: Worker) -> Meter:
     """What this machine's processors draw, and the GPUs that compute here."""
     device = worker.facts.device
-    uuids: list[str] = []
-    if device.type == "cuda":
-        numbers = range(config.tensor_parallel) if config.tensor_parallel > 1 else [device.index or 0]
-        here = [number for number in numbers if number < torch.cuda.device_count()]  # the other ranks' are elsewhere
-        uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in here]
+    uuids = _gpu_uuids(config, device.index or 0) if device.type == "cuda" else []
     meter = Meter(find_sensors(uuids, powercap=config.powercap))
     _log.info("energy is counted of: %s", ", ".join(meter.devices) or "nothing, for no sensor may be read")
     return meter
+
+
+def _gpu_load(config: WorkerConfig) -> GpuLoad | None:
+    """What the GPUs of this worker do before it computes on them; None on a CPU."""
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return None
+    number = torch.device("cuda" if config.device == "auto" else config.device).index
+    return GpuLoad.of(_gpu_uuids(config, number or 0), Nvml.open())
+
+
+def _gpu_uuids(config: WorkerConfig, number: int) -> list[str]:
+    """Of this machine's GPUs on which the model is computed: all ranks', else that of this number."""
+    numbers = range(config.tensor_parallel) if config.tensor_parallel > 1 else [number]
+    here = [one for one in numbers if one < torch.cuda.device_count()]  # the other ranks' are elsewhere
+    return [str(torch.cuda.get_device_properties(one).uuid) for one in here]
 
 
 async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> bool:

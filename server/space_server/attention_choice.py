@@ -43,6 +43,9 @@ from torch import Tensor
 SECONDS = 0.4
 """Of measuring one implementation, compiling apart."""
 
+NEAR = 0.03
+"""Of a score: below it the implementation that is named first is kept."""
+
 MOST_BYTES = 512 * 1024**2
 """Of pages while measuring one case: fewer sequences where all of them need more."""
 
@@ -177,7 +180,6 @@ def _fastest(
 ) -> AttentionChoice:
     """The candidate with the best score; the fallback where none is left. Raises UnusableAttention."""
     loaded: dict[str, Attention] = {}
-    seconds: dict[str, dict[Case, float]] = {}
     try:
         steps = [MadeUpStep.of(case, need) for case in wanted]
         expected = [step.run(reference) for step in steps]
@@ -191,15 +193,16 @@ def _fastest(
             attention = backend.load(need)
             for case, step, result in zip(wanted, steps, expected, strict=True):
                 _check(case, step.run(attention), result)
-            seconds[backend.name] = _measure(attention, wanted, steps, need.device, clock)
             loaded[backend.name] = attention
         except Exception as error:  # libraries compile and load at the first call, and may raise anything
             absent[backend.name] = f"failed: {type(error).__name__}: {_first_line(error)}"
+    seconds = _measure(loaded, absent, wanted, steps, need.device, clock)
     if not loaded:
         _refuse_unfit(fallback, need, absent)
         return AttentionChoice(fallback, fallback.load(need), {}, absent)
     scored = scores(seconds)
-    best = min(loaded, key=lambda name: scored[name])  # the first of equal ones
+    least = min(scored.values())
+    best = next(name for name in loaded if scored[name] <= (1.0 + NEAR) * least)
     return AttentionChoice(next(one for one in candidates if one.name == best), loaded[best], seconds, absent)
 
 
@@ -234,23 +237,33 @@ def _check(case: Case, result: Tensor, expected: Tensor) -> None:
 
 
 def _measure(
-    attention: Attention,
+    loaded: dict[str, Attention],
+    absent: dict[str, str],
     wanted: Sequence[Case],
     steps: Sequence[MadeUpStep],
     device: torch.device,
     clock: Callable[[], float],
-) -> dict[Case, float]:
-    """Median seconds of a call by case; every case has its share of the time, and three calls at least."""
-    found = {}
+) -> dict[str, dict[Case, float]]:
+    """Least seconds of a call, by name and case: each has its share of the time, and three calls at least, in turns.
+
+    One that raises moves from `loaded` to `absent`.
+    """
+    found: dict[str, dict[Case, float]] = {name: {} for name in loaded}
     for case, step in zip(wanted, steps, strict=True):
-        times: list[float] = []
-        until = clock() + SECONDS / len(wanted)
-        while len(times) < 3 or (len(times) < 50 and clock() < until):
-            begun = clock()
-            step.run(attention)
-            _wait(device)
-            times.append(clock() - begun)
-        found[case] = statistics.median(times)
+        until, num_rounds = clock() + len(loaded) * SECONDS / len(wanted), 0
+        while num_rounds < 3 or (num_rounds < 50 and clock() < until):
+            num_rounds += 1
+            for name, attention in list(loaded.items()):
+                begun = clock()
+                try:
+                    step.run(attention)
+                    _wait(device)
+                except Exception as error:  # as above
+                    absent[name] = f"failed: {type(error).__name__}: {_first_line(error)}"
+                    del loaded[name], found[name]
+                    continue
+                taken = clock() - begun
+                found[name][case] = min(found[name].get(case, taken), taken)
     return found
 
 

@@ -1,26 +1,19 @@
 """What steps cost here, measured with made-up sequences before the first router comes: seconds of work, once a machine.
 
 The sequences go through whole steps of a worker, on the pages that nobody uses yet: of the kind that will be served,
-those that keep their state on the device where they will.
+those that keep their state on the device where they will. A few of the steps, the anchors, are measured three times: at
+the beginning, in the middle and at the end. Where these passes differ, something else was going on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
-import os
-import platform
+import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import torch
-from space_kernels.attention_backends import installed_version
-from space_kernels.cpu_library import cpu_fact, cpu_library
 from space_model.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.paged_kv import PagedKV
@@ -29,7 +22,7 @@ from space_proto import worker_pb2 as pb
 from space_server.config import StepsHere
 from space_server.controller import FixedLayout
 from space_server.introduction import PROTOCOL_MAJOR
-from space_server.step_cost import Point, StepCost, StepShape, read_points, write_points
+from space_server.step_cost import Point, StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.worker import Worker
 
@@ -43,8 +36,8 @@ NEW_TOKENS = 160
 """That each sequence has slots for."""
 
 NUM_IDLE, NUM_STEPS, MOST_STEPS = 2, 5, 20
-"""First steps of a case, whose layouts have no drafts to follow yet; then timed ones, of which the middle counts: so
-many, and more while they are short."""
+"""First steps of a case, whose layouts have no drafts to follow yet and in which a device compiles and captures; then
+timed ones, of which the middle counts: so many, and more while they are short."""
 
 LONG = 0.03
 """Seconds of a case after which there are enough timed steps, if there are so many: the machine's unrest lasts longer
@@ -56,10 +49,12 @@ ENOUGH = 0.1
 PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 4096), (32, 0), (512, 0))
 """Rows of a prompt, and ids computed before them; three early, for whoever decodes beside the first prompt."""
 
-MAKE = 3
-"""Raised whenever steps come to cost something else: what was kept before is measured again."""
+NUM_PASSES, AGREE, FEWEST = 3, 0.1, 5
+"""How often the anchors are measured; the share by which the passes may differ where the figures are to be kept; and
+the different steps that must have been measured then."""
 
-_log = logging.getLogger(__name__)
+PASSES_SHARE = 1 / 3
+"""Of the seconds, what all passes may take; where steps are slow there are fewer anchors, one at least."""
 
 
 @dataclass
@@ -75,6 +70,58 @@ class Recorder(StepCost):
         self.points.append((shape, seconds))
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How long steps of one shape took."""
+
+    shape: StepShape
+    times: tuple[float, ...]  # seconds of each
+
+    @property
+    def seconds(self) -> float:
+        """The middle one's."""
+        return sorted(self.times)[len(self.times) // 2]
+
+    @property
+    def noise(self) -> float:
+        """Standard error of the middle one, as a share of it: by the median deviation, as a normal law would have it.
+
+        Of fewer than five steps it cannot be told; they are taken for as restless as passes may be.
+        """
+        if len(self.times) < NUM_STEPS:
+            return AGREE / 3
+        deviation = 1.4826 * statistics.median(abs(taken - self.seconds) for taken in self.times)
+        return math.sqrt(math.pi / 2 / len(self.times)) * deviation / self.seconds
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured."""
+
+    points: list[Point]
+    passes: dict[str, list[float]]  # by anchor: seconds of the same steps, pass by pass
+    seconds: float  # that it took
+
+    @property
+    def spread(self) -> float | None:
+        """The largest share by which the passes of an anchor differ; None where it was not measured three times."""
+        if not self.passes or any(len(found) < NUM_PASSES for found in self.passes.values()):
+            return None
+        return max(max(found) / min(found) - 1.0 for found in self.passes.values())
+
+    @property
+    def why_unsure(self) -> str | None:
+        """Why another start should not rely on this; None: it may."""
+        num_shapes = len({shape for shape, _ in self.points})
+        if self.spread is None:
+            return f"steps are too slow to be measured {NUM_PASSES} times in --calibration-seconds"
+        if self.spread > AGREE:
+            return f"{NUM_PASSES} passes differ by {100 * self.spread:.0f} %; up to {100 * AGREE:.0f} % would do"
+        if num_shapes < FEWEST:
+            return f"{num_shapes} different steps were measured in {self.seconds:.1f} s; {FEWEST} would do"
+        return None
+
+
 def calibrate(
     model: StepModel,
     kv: PagedKV,
@@ -83,18 +130,65 @@ def calibrate(
     seconds: float = SECONDS,
     steps: StepsHere = "host",
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Point]:
-    """Points for `StepCost.from_points`; small ones first, as many as there are seconds for.
+    between: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Points for `StepCost.from_points`: small steps first, as many as there are seconds for.
 
-    `steps`: who keeps the sequences that decode, as they will be served.
+    `steps`: who keeps the sequences that decode, as they will be served. `between` is called between cases.
     """
     points: list[Point] = []
+    passes: dict[str, list[float]] = {}
+    anchors: list[Case] = []
+    candidates = _anchors(model.facts, max_sequences)
+    if model.facts.device.type == "cuda":
+        for case in candidates:  # what is compiled at the first step of all is no part of the seconds
+            time_steps(model, kv, case, steps, clock)
     begun = clock()
+
+    def timed(case: Case) -> Timing | None:
+        timing = time_steps(model, kv, case, steps, clock)
+        between()
+        return timing
+
+    def keep(timing: Timing | None) -> None:
+        if timing is not None:
+            points.append((timing.shape, timing.seconds))
+
+    def fits(case: Case, reserve: float) -> bool:
+        left = seconds - reserve - (clock() - begun)
+        return not points or case.least_steps * _expected(points, case.num_rows) < left
+
+    def measure_anchors(cases: Sequence[Case]) -> None:
+        for case in cases:
+            timing = timed(case)
+            if timing is not None and sum(timing.times) < ENOUGH:  # one hiccup could be all of it
+                timing = min(timing, timed(case) or timing, key=lambda one: one.seconds)
+            keep(timing)
+            if timing is not None:
+                passes.setdefault(str(case), []).append(timing.seconds)
+
+    for case in candidates:
+        if fits(case, (1.0 - PASSES_SHARE / NUM_PASSES) * seconds):
+            anchors.append(case)
+            measure_anchors([case])
+    pass_seconds = clock() - begun
+    left = NUM_PASSES - 1 if NUM_PASSES * pass_seconds < seconds else 0  # passes to come
     for case in _cases(model.facts, max_sequences):
-        left = seconds - (clock() - begun)
-        if not points or case.least_steps * _expected(points, case.num_rows) < left:
-            points += _measure(model, kv, case, steps, clock)
-    return points
+        if left == NUM_PASSES - 1 and clock() - begun >= seconds / 2:
+            measure_anchors(anchors)
+            left -= 1
+        if replace(case, turn=1) not in anchors and fits(case, left * pass_seconds):
+            keep(timed(case))
+    for _ in range(left):
+        measure_anchors(anchors)
+    return Calibration(points, passes, clock() - begun)
+
+
+def time_plain_step(
+    model: StepModel, kv: PagedKV, *, steps: StepsHere = "host", clock: Callable[[], float] = time.perf_counter
+) -> Timing | None:
+    """The first anchor alone: what costs that were kept are held against. None where pages do not suffice."""
+    return time_steps(model, kv, PLAIN_STEP, steps, clock)
 
 
 @dataclass(frozen=True)
@@ -108,15 +202,35 @@ class Case:
     prompt_rows: int = 0  # ids to compute, of a single sequence; 0: it decodes
     turn: int = 1
 
+    def __str__(self) -> str:
+        who = f"{self.num_sequences} sequence" + "s" * (self.num_sequences > 1)
+        masks = f"{self.layout.num_drafts} drafts, {self.layout.num_masks} masks" if self.layout.num_masks else "plain"
+        return f"{who}, {self.prompt_rows} prompt rows" if self.prompt_rows else f"{who}, {masks}"
+
     @property
     def num_rows(self) -> int:
         """Of a step."""
         return self.prompt_rows or self.num_sequences * self.layout.num_rows
 
     @property
+    def num_idle(self) -> int:
+        """First steps that are not timed: of a prompt one, whose operations are compiled in it."""
+        return 1 if self.prompt_rows else NUM_IDLE
+
+    @property
     def least_steps(self) -> int:
         """That it takes to measure it."""
-        return 1 if self.prompt_rows else NUM_IDLE + 1
+        return self.num_idle + 1
+
+
+PLAIN_STEP = Case(1, DraftLayout.plain())
+
+
+def _anchors(facts: ModelFacts, max_sequences: int) -> list[Case]:
+    """What is measured in every pass: the steps that are compared most."""
+    found = [PLAIN_STEP, Case(1, DraftLayout.full(2, 2)), Case(8, DraftLayout.plain())]
+    few_masks = facts.most_masks < 2
+    return [case for case in found if case.num_sequences <= max_sequences and not (few_masks and case.layout.num_masks)]
 
 
 def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
@@ -126,7 +240,7 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
     more = DraftLayout.full(3, 3) if k > 3 else some
     prompts = [Case(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
-    cases = [Case(1, plain), Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), *prompts[1:3]]
+    cases = [PLAIN_STEP, Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), *prompts[1:3]]
     # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
     cases += [Case(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)]
     if k > 2:  # 5, 6, 7 and 8 rows: about there lie the bends
@@ -147,47 +261,65 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
             yield case
 
 
+def case_names(facts: ModelFacts, max_sequences: int) -> Sequence[str]:
+    """All that would be measured with time enough: costs of other cases are not these."""
+    return [repr(case) for case in _cases(facts, max_sequences)]
+
+
 def _expected(points: list[Point], num_rows: int) -> float:
     """Seconds of a step with so many rows, at most in proportion to those measured."""
     return max((seconds * max(1.0, num_rows / shape.num_rows) for shape, seconds in points[-1:]), default=0.0)
 
 
-def _measure(
+def time_steps(
     model: StepModel,
     kv: PagedKV,
     case: Case,
-    steps: StepsHere,
-    clock: Callable[[], float],
-) -> list[Point]:
-    """The shape that the timed steps had, with the middle one of their seconds; none where pages do not suffice.
+    steps: StepsHere = "host",
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing | None:
+    """Take the case's steps, and how long those took that are timed; None where pages do not suffice.
 
-    On a device the first steps of a kind are compiled and captured; the cost learns nothing of those.
+    First steps are left out: on a device those of a kind are compiled and captured, and where the host reads prompts
+    there its operations are compiled at their first call.
     """
     num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
     pages_each = -(-num_slots // kv.block_size)
     if pages_each > kv.num_blocks or num_slots > model.facts.window:
-        return []
-    cost, rng = Recorder(), random.Random(0)
+        return None
     if case.prompt_rows:
         steps = "host"  # who reads a prompt, whoever decodes
-    worker = _worker(model, kv, cost, FixedLayout(lambda room: case.layout), case.num_sequences, steps, clock)
-    for number in range(case.num_sequences):
+    recorder, rng = Recorder(), random.Random(0)
+    worker = _worker(model, kv, recorder, FixedLayout(lambda room: case.layout), case.num_sequences, steps, clock)
+
+    def admit(number: int) -> None:
         # shared where there are few: K and V mean nothing
         first = number * pages_each % max(1, kv.num_blocks - pages_each + 1)
         _admit(worker, number, case, range(first, first + pages_each), rng)
-    if case.prompt_rows:
-        worker.step()
-        return cost.points
+
+    def is_over(begun: float) -> bool:
+        num_timed, taken = len(recorder.points) - case.num_idle, clock() - begun
+        return (num_timed > 0 and taken > ENOUGH) or (num_timed >= NUM_STEPS and taken > LONG)
+
     begun = clock()
-    while len(cost.points) < NUM_IDLE + MOST_STEPS and worker.has_work:
-        worker.step()
-        if steps != "host" and len(cost.points) <= NUM_IDLE:
-            begun = clock()  # what is done once is not the case's time
-        num_timed, taken = len(cost.points) - NUM_IDLE, clock() - begun
-        if (num_timed > 0 and taken > ENOUGH) or (num_timed >= NUM_STEPS and taken > LONG):
-            break
-    timed = sorted(cost.points[NUM_IDLE:], key=lambda point: point[1])
-    return timed[len(timed) // 2 :][:1]
+    if case.prompt_rows:
+        for number in range(case.num_idle + NUM_STEPS):  # one behind the other
+            admit(number)
+            worker.step()
+            worker.apply(pb.Command(release=pb.Release(seq_id=number + 1)))
+            if is_over(begun):
+                break
+    else:
+        for number in range(case.num_sequences):
+            admit(number)
+        while len(recorder.points) < NUM_IDLE + MOST_STEPS and worker.has_work:
+            worker.step()
+            if steps != "host" and len(recorder.points) <= NUM_IDLE:
+                begun = clock()  # what is done once is not the case's time
+            if is_over(begun):
+                break
+    timed = sorted(recorder.points[case.num_idle :], key=lambda point: point[1])
+    return Timing(timed[len(timed) // 2][0], tuple(seconds for _, seconds in timed)) if timed else None
 
 
 def _worker(
@@ -231,67 +363,3 @@ def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Ra
         max_draft_length=worker.max_draft_length,
     )
     worker.apply(pb.Command(admit=admit))
-
-
-# ---------------------------------------------------------------------------------------------- kept between starts
-
-
-def cache_file(
-    folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False, steps: str = "host"
-) -> Path:
-    """Where the points of this model on this machine are kept, as long as the same cases are measured."""
-    device = (
-        torch.cuda.get_device_name(facts.device)
-        if facts.device.type == "cuda"
-        else cpu_fact("model name") or platform.machine()
-    )
-    what = [
-        installed_version("spaceserve") or "a checkout",
-        str(MAKE),
-        facts.model_hash,
-        facts.number_format,
-        str(facts.device),
-        device,
-        str(os.cpu_count()),
-        str(facts.num_threads),
-        str(facts.num_ranks),
-        "exact" if exact else "as fast as can be",
-        facts.attention,
-        *_own_operations(facts),
-        torch.__version__,
-        str(block_size),
-        str(max_sequences),
-        *map(repr, _cases(facts, max_sequences)),
-    ]
-    if steps != "host":
-        what.append(f"{steps} steps")
-    return folder / f"step-cost-{hashlib.blake2b(chr(0).join(what).encode(), digest_size=12).hexdigest()}.json"
-
-
-def _own_operations(facts: ModelFacts) -> list[str]:
-    """The kind of processor that our own operations are compiled for, where the model is computed by them."""
-    library = cpu_library() if facts.device.type == "cpu" and facts.dtype is torch.bfloat16 else None
-    return [] if library is None else [library.kind]
-
-
-def load_or_measure(file: Path | None, measure: Callable[[], list[Point]]) -> list[Point]:
-    """The points kept in `file`, else measured now and kept there if that can be done."""
-    if file is not None:
-        try:
-            points = read_points(json.loads(file.read_text()))
-            if points:
-                return points
-        except (OSError, ValueError, TypeError):
-            pass  # none yet, or of another make
-    points = measure()
-    if file is not None and points:
-        partial = file.with_suffix(f".{os.getpid()}")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(write_points(points)))
-            partial.replace(file)
-        except OSError as error:
-            _log.info("what steps cost is measured again at the next start: %s", error)
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-    return points

@@ -51,7 +51,7 @@ class WorkerConfig:
     max_model_len: int | None  # ids of one sequence; None: as the checkpoint says
     max_sequences: int  # at once
     prefill_budget: float | None  # seconds of a step that prompt rows may make while others decode; None: no bound
-    calibration_seconds: float  # of measuring what steps cost, at the first start; 0: none
+    calibration_seconds: float  # of measuring what steps cost, where none are kept that hold; 0: none
     speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
     lookup: Lookup  # drafts from what followed the same ids before: beside masks, not at all, or instead of them
     steps: Steps  # who keeps sequences between steps; device: as CUDA graphs, eager: without
@@ -143,8 +143,8 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         type=_seconds,
         default=3.0,
         metavar="SECONDS",
-        help="measure what steps cost, at the first start on this machine; 0: learn it while serving "
-        "(default: %(default)s)",
+        help="measure what steps cost, at the first start on this machine that nothing else disturbs; later ones hold "
+        "a plain step against what it has kept; 0: learn it while serving (default: %(default)s)",
     )
     parser.add_argument(
         "--lookup",

@@ -52,6 +52,11 @@ class KeptPromise:
         self._tokens, self._seconds = 0, 0.0
         return True
 
+    def begin_anew(self) -> None:
+        """The machine has turned slower or faster: what came true was of another one."""
+        self.share = 1.0
+        self._tokens, self._seconds = 0, 0.0
+
     def forgive(self, num_steps: float) -> None:
         """So many plain steps have passed."""
         self.share += (1.0 - self.share) * min(1.0, FORGIVEN * num_steps)

@@ -133,6 +133,7 @@ class MeasuredController:
         self._rule: Rule | None = None  # taken; None: plain decoding
         self._num_sequences = 0  # that it was taken for
         self._num_surprises = 0  # of the cost, when it was looked at
+        self._num_turns = 0  # of the cost's machine, then
         self._num_since = 0  # steps since it was looked at
         self._num_to_look = EVERY  # steps between two looks
         self._hopeless = math.inf  # sequences from which on drafting is far from paying, as of the last look
@@ -233,6 +234,10 @@ class MeasuredController:
             self._promise.stepped(num_tokens, seconds)
 
     def _choose(self, crowd: Crowd, load: Load) -> None:
+        if self.cost.num_turns != self._num_turns:
+            self._num_turns = self.cost.num_turns
+            self._promise.begin_anew()
+            self._trials.doubt()
         is_known = self._promise.look_back(self._num_since * self._num_sequences)
         load = Load(num_context=load.num_context)
         self._price(crowd.size, load, anew=True)

@@ -10,8 +10,19 @@ from typing import Any
 LIBRARY = "libnvidia-ml.so.1"
 
 
+_NOT_FOUND = 6
+"""Status of a question to which there is no entry."""
+
+_MOST_SAMPLES = 512
+
+
 class NvmlError(RuntimeError):
     """The library refused; the message is its own."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        """`status`: what the library gave; 0 where it was not even asked."""
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,24 @@ class Nvml:
         self._ask("nvmlDeviceGetTotalEnergyConsumption", gpu.handle, ctypes.byref(millijoules))
         return millijoules.value / 1000
 
+    def share_computing(self, gpu: Gpu) -> float:
+        """Share of the last moments (up to a second) in which it computed for any process."""
+        rates = _Utilization()
+        self._ask("nvmlDeviceGetUtilizationRates", gpu.handle, ctypes.byref(rates))
+        return int(rates.gpu) / 100
+
+    def computing_pids(self, gpu: Gpu) -> set[int]:
+        """Processes that have computed there in the last seconds, by the numbers that the driver knows them by."""
+        count, never = ctypes.c_uint(_MOST_SAMPLES), ctypes.c_ulonglong(0)
+        samples = (_ProcessUtilization * _MOST_SAMPLES)()
+        try:
+            self._ask("nvmlDeviceGetProcessUtilization", gpu.handle, samples, ctypes.byref(count), never)
+        except NvmlError as error:
+            if error.status == _NOT_FOUND:
+                return set()
+            raise
+        return {sample.pid for sample in samples[: count.value] if sample.multiprocessors}
+
     def _gpu(self, index: int) -> Gpu:
         handle, memory = ctypes.c_void_p(), _Memory()
         self._ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
@@ -82,10 +111,29 @@ class Nvml:
         except AttributeError:
             raise NvmlError(f"this driver has no {function}") from None
         if status:
-            raise NvmlError(f"{function} gave status {status}")
+            raise NvmlError(f"{function} gave status {status}", status)
 
 
 class _Memory(ctypes.Structure):
     """nvmlMemory_t, bytes."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t, per cent."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _ProcessUtilization(ctypes.Structure):
+    """nvmlProcessUtilizationSample_t: microseconds since 1970, per cent."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("when", ctypes.c_ulonglong),
+        ("multiprocessors", ctypes.c_uint),
+        ("memory", ctypes.c_uint),
+        ("encoder", ctypes.c_uint),
+        ("decoder", ctypes.c_uint),
+    )

@@ -3,7 +3,9 @@
 Measured points give a sum of parts that each only grow: a fixed part, one for each sequence, for each sampled row, for
 each sequence that drafts, for keys that are read, and a part for the rows that bends where the machine's ridge is.
 While the server runs, every step corrects it: the whole (the machine is slower today), and the place (this shape is
-cheaper than its neighbours say). Steps with prompt rows correct what is expected of the next ones (`PrefillPace`).
+cheaper than its neighbours say). When the machine becomes much slower or faster all at once, because other work begins
+or ends on it, the whole follows alone, so that shapes which no step has had since are not taken for what they cost
+then. Steps with prompt rows correct what is expected of the next ones (`PrefillPace`).
 """
 
 from __future__ import annotations
@@ -49,6 +51,16 @@ drift's."""
 NEAR, CAUTION = 3, 0.02
 """Eighths of a doubling that a place may be larger than one that is known; for each beyond, a step is feared to cost so
 much more: what nobody has seen is tried where it promises much, not where it promises a little."""
+
+TURN, TURN_RATE, TURN_STEPS = math.log(1.5), 0.1, 32
+"""The machine has turned slower or faster where steps of known places are off by so much, as followed at this rate;
+then so many steps correct the whole alone. A place that is known does not change so much by itself."""
+
+FOLLOW_RATE = 0.25
+"""How fast the whole follows in these steps."""
+
+STILL_KNOWN = 2
+"""Steps that a place counts as known from after a turn: what it costs beside others may have changed as well."""
 
 OUTLIER, NEW_OUTLIER = 2.0, 4.0
 """A step that took more than so many times what was expected teaches no more than this: the machine was away. The
@@ -111,10 +123,19 @@ class StepCost:
         self._fears: dict[Place, float] = {}  # by place, as long as no other becomes known
         self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
         self.num_surprises = 0  # times that a place became much dearer or cheaper
+        self.num_turns = 0  # times that the machine became much slower or faster, or may have since it was measured
+        self._off = 0.0  # by how much steps of known places were off lately
+        self._blamed: dict[Place, float] = {}  # what known places have learnt since they are off together
+        self._num_to_follow = 0  # steps of a turn that still correct the whole alone
+        self._drift_before = 0.0  # the turn
 
     @classmethod
-    def from_points(cls, points: Sequence[Point]) -> StepCost:
-        """The parts that come nearest to the measured `points` (at least one), by relative distance."""
+    def from_points(cls, points: Sequence[Point], *, are_sure: bool = True) -> StepCost:
+        """The parts that come nearest to the measured `points` (at least one), by relative distance.
+
+        Where these are not sure the first steps that are learnt from correct the whole, as if the machine had turned
+        since, and the first ones of each place count for more than what was measured of it.
+        """
         parts = np.array([_parts(shape) for shape, _ in points])
         seconds = np.array([seconds for _, seconds in points])
         rows = np.array([shape.num_rows for shape, _ in points])
@@ -129,7 +150,9 @@ class StepCost:
             else:
                 beyond.setdefault(_place(shape), []).append(error)
         cost._places = {place: sum(found) / len(found) for place, found in beyond.items()}
-        cost._num_steps = dict.fromkeys(beyond, KNOWN)
+        cost._num_steps = dict.fromkeys(beyond, KNOWN if are_sure else 0)
+        if not are_sure:
+            cost._num_to_follow, cost.num_turns = TURN_STEPS, 1
         return cost
 
     @classmethod
@@ -166,6 +189,11 @@ class StepCost:
         if place not in self._places:
             self._places[place] = 0.0
             self._fears.clear()
+        elif self._num_to_follow:
+            self._follow(
+                max(-math.log(NEW_OUTLIER), min(math.log(NEW_OUTLIER), math.log(seconds / self.seconds(shape))))
+            )
+            return
         surprise = math.log(seconds / self.seconds(shape))
         doubted = is_new and surprise > math.log(NEW_OUTLIER)
         if doubted:
@@ -173,13 +201,40 @@ class StepCost:
         if num_steps >= KNOWN:
             surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
             self._drift += DRIFT_RATE * surprise
+            self._off += TURN_RATE * (surprise - self._off)
+            if abs(self._off) > TURN:
+                self._begin_turn()
+                return
+            if abs(self._off) < TURN / 4:
+                self._blamed.clear()
         change = max(PLACE_RATE, 1.0 / (num_steps + 1.1)) * surprise - LEAK * self._places[place]
         self._places[place] += change
+        if num_steps >= KNOWN:
+            self._blamed[place] = self._blamed.get(place, 0.0) + change
         self._unsaid[place] = unsaid = self._unsaid.get(place, 0.0) + change
         if abs(unsaid) > math.log(SURPRISE):
             self._unsaid[place] = 0.0
             self.num_surprises += 1
         self._num_steps[place] = num_steps + (not doubted)
+
+    def _begin_turn(self) -> None:
+        """What places were blamed for since their steps are off was the machine's."""
+        self._num_to_follow, self._drift_before = TURN_STEPS, self._drift
+        for place, change in self._blamed.items():
+            self._places[place] -= change
+        self._blamed.clear()
+
+    def _follow(self, surprise: float) -> None:
+        """One of the steps of a turn: what they have in common is the machine's."""
+        self._drift += FOLLOW_RATE * max(-math.log(NEW_OUTLIER), min(math.log(NEW_OUTLIER), surprise))
+        self._num_to_follow -= 1
+        if self._num_to_follow:
+            return
+        self._off = 0.0
+        if abs(self._drift - self._drift_before) > TURN:
+            self._num_steps = {place: min(count, STILL_KNOWN) for place, count in self._num_steps.items()}
+            self.num_turns += 1
+            self.num_surprises += 1
 
     def _fear(self, place: Place) -> float:
         """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""

@@ -4,11 +4,16 @@ decoding for ever, and nobody would learn better.
 
 from __future__ import annotations
 
+import math
+
 STEPS, AFTER, SELDOM, WORTH, FORGOTTEN = 16, 192, 6144, 0.92, 0.9
 """Steps of a trial; plain steps before one; before one at most, where each ends plainly and the next waits twice as
 long; the share of plain decoding that drafting must be expected to bring; and what is left of that waiting with each
 look at which drafting pays.
 """
+
+DOUBTED = 4
+"""Trials of what looks too dear, where what it costs is doubted."""
 
 
 class Trials:
@@ -17,6 +22,7 @@ class Trials:
     def __init__(self) -> None:
         self._num_left = 0  # steps of the one under way
         self._wait = AFTER  # plain steps before the next one
+        self._num_doubted = 0  # trials to come that drafting gets however dear it looks
 
     @property
     def rarity(self) -> float:
@@ -24,12 +30,24 @@ class Trials:
         return self._wait / AFTER
 
     def is_due(self, worth: float, num_plain: int) -> bool:
-        """Whether to begin, after so many plain steps, where drafting is expected to bring this share of plain."""
-        return worth > WORTH and num_plain >= self._wait
+        """Whether to begin, after so many plain steps, where drafting is expected to bring this share of plain.
+
+        Where costs are doubted, what looks k times too dear is tried k² times as seldom: it costs less the worse it
+        looks, but it is tried.
+        """
+        rarer = 1.0 if worth > WORTH else (WORTH / worth) ** 2 if self._num_doubted and worth > 0.0 else math.inf
+        return num_plain >= rarer * self._wait
 
     def begin(self) -> None:
         """Draft for some steps, whatever is expected."""
         self._num_left = STEPS
+        self._num_doubted = max(0, self._num_doubted - 1)
+
+    def doubt(self) -> None:
+        """The machine has turned slower or faster, or what steps cost was measured beside other work: what is expected
+        and what trials have shown was of another machine.
+        """
+        self._num_doubted, self._wait = DOUBTED, AFTER
 
     def goes_on(self, num_steps: int) -> bool:
         """Whether it is not over yet, so many steps later."""

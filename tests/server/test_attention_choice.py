@@ -110,6 +110,45 @@ def test_the_score_is_the_weighted_mean_of_times_over_the_best() -> None:
     assert sum(WEIGHTS.values()) == 1
 
 
+def test_other_work_on_the_gpu_does_not_change_the_choice() -> None:
+    """It begins or ends while one of them is measured, or comes and goes."""
+    for period in (0.5, 0.011, 3.0):
+        clock = Clock()
+
+        def busy(seconds: float, clock: Clock = clock, period: float = period) -> Callable[[bool], float]:
+            return lambda masks: seconds * (4.0 if clock.now % (2 * period) < period else 1.0)
+
+        slow, fast = taking(clock, busy(1.2e-3)), taking(clock, busy(1.0e-3))
+        assert auto(clock, fake("slow", slow), fake("fast", fast)).name == "fast"
+        clock.now = period
+        assert auto(clock, fake("fast", fast), fake("slow", slow)).name == "fast"
+
+
+def test_of_two_that_take_nearly_as_long_every_start_takes_the_same() -> None:
+    clock, choices = Clock(), []
+    for seconds in (0.985e-3, 1e-3, 1.015e-3):
+        first = taking(clock, lambda masks, seconds=seconds: seconds)  # type: ignore[misc]
+        second = taking(clock, lambda masks: 1e-3)
+        choices.append(auto(clock, fake("first", first), fake("second", second)).name)
+    assert choices == ["first"] * 3
+
+
+def test_one_that_breaks_only_after_a_while_is_left_out() -> None:
+    clock, num_calls = Clock(), 0
+
+    def breaking(masks: bool) -> float:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 10:
+            raise RuntimeError("an illegal memory access")
+        return 1e-6
+
+    choice = auto(clock, fake("breaks", taking(clock, breaking)), fake("right", taking(clock, lambda masks: 1e-3)))
+    assert choice.name == "right"
+    assert set(choice.seconds) == {"right"}
+    assert choice.absent["breaks"] == "failed: RuntimeError: an illegal memory access"
+
+
 def test_who_is_wrong_or_breaks_or_cannot_be_loaded_is_left_out_and_named() -> None:
     clock = Clock()
     choice = auto(

@@ -14,8 +14,8 @@ from space_model.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.quantized_testing import write_quantized
 from space_model.testing import tiny_checkpoint
-from space_server.calibration import cache_file
 from space_server.config import parse
+from space_server.cost_file import CostFile
 from space_server.doctor import examine
 from space_server.free_memory import FreeMemory
 from space_server.memory import NotEnoughMemory, choose_num_blocks
@@ -44,7 +44,7 @@ def test_it_says_so_and_keeps_figures_of_its_own(weights: str, path: Path, tmp_p
     plain, eight = (load_model(path, dtype="bfloat16", weights=held) for held in ("plain", weights))
     worker = Worker(eight, num_blocks=8, block_size=16)
     assert worker.hello("first").dtype == f"bfloat16 with {weights} weights"
-    files = [cache_file(tmp_path, model.facts, block_size=16, max_sequences=4) for model in (plain, eight)]
+    files = [CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=4).path for model in (plain, eight)]
     assert files[0] != files[1]
 
 
@@ -97,7 +97,7 @@ def test_keys_and_values_of_eight_bits_give_a_worker_twice_the_pages(path: Path,
     )
     assert two == 2 * one
     assert Worker(small, num_blocks=8, block_size=16).hello("first").dtype == "bfloat16 with fp8 keys and values"
-    files = [cache_file(tmp_path, model.facts, block_size=16, max_sequences=4) for model in (plain, small)]
+    files = [CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=4).path for model in (plain, small)]
     assert files[0] != files[1]
 
 

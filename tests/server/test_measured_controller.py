@@ -1,6 +1,9 @@
 """The controller takes what brings most tokens per second, and never less than plain decoding."""
 
-from itertools import pairwise
+import random
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise, takewhile
 
 import pytest
 from space_model.draft_layout import DraftLayout
@@ -21,6 +24,7 @@ from space_server.measured_controller import (
 from space_server.step_cost import StepCost, StepShape
 
 ROOM_ENOUGH = 100
+CHANCES = (0.7, 0.6, 0.5, 0.5, 0.5)
 
 
 class Machine(StepCost):
@@ -34,7 +38,7 @@ class Machine(StepCost):
         return self.fixed + self.per_row * max(0, shape.num_rows - self.ridge)
 
 
-def room(chances: tuple[float, ...] = (0.7, 0.6, 0.5, 0.5, 0.5), num_drafts: int = 5) -> Room:
+def room(chances: tuple[float, ...] = CHANCES, num_drafts: int = 5) -> Room:
     acceptance = Acceptance(AcceptanceShape(chances, len(chances)))
     return Room(1, num_drafts, len(chances), ROOM_ENOUGH, acceptance=acceptance)
 
@@ -297,3 +301,55 @@ def test_a_crowd_that_may_not_draft_teaches_nothing_about_drafts() -> None:
         controller.stepped(1, 1.0)
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(trials.AFTER // 2)]
     assert not any(tried)
+
+
+def steps_until_drafts_stay(cost: StepCost, true: Callable[[StepShape], float], batch: int, most: int) -> int:
+    """Steps of a server that takes what the controller says, on a machine whose steps take `true` seconds, until nine
+    in ten of a hundred have drafts.
+    """
+    controller, rng = MeasuredController(cost), random.Random(0)
+    rooms, recent = [room()] * batch, deque[bool](maxlen=100)
+    for number in range(most):
+        layouts = [one.fit(layout) for one, layout in zip(rooms, controller.layouts(rooms, Load()), strict=True)]
+        chain, masks = sum(1 + one.num_drafts for one in layouts), sum(one.num_masks for one in layouts)
+        shape = StepShape(batch, chain, masks, sum(one.num_masks > 0 for one in layouts))
+        seconds = true(shape) * rng.lognormvariate(0.0, 0.03)
+        kept = [list(takewhile(lambda chance: rng.random() < chance, CHANCES[: one.num_drafts])) for one in layouts]
+        cost.learn(shape, seconds)
+        controller.stepped(batch + sum(map(len, kept)), seconds, 0.0)
+        recent.append(masks > 0)
+        if sum(recent) >= 90:
+            return number
+    return most
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_a_server_that_started_beside_other_work_finds_the_drafts_that_pay(batch: int) -> None:
+    """Measured while rows cost eight times as much, beside a plain step, as they do: no draft looks worth a trial."""
+
+    def machine(slow: float, per_row: float) -> Callable[[StepShape], float]:
+        return lambda shape: slow * (1.0 + per_row / batch * (shape.num_rows - shape.num_sequences))
+
+    layouts = [DraftLayout.plain(), *(DraftLayout.full(k, k) for k in (1, 2, 3, 5))]
+    sizes = [
+        StepShape(batch, batch * (1 + one.num_drafts), batch * one.num_masks, batch * (one.num_masks > 0))
+        for one in layouts
+    ]
+    points = [(shape, machine(5.0, 0.2)(shape)) for shape in sizes]
+    true = machine(1.0, 0.025)
+    assert steps_until_drafts_stay(StepCost.from_points(points, are_sure=False), true, batch, 6000) < 3000
+    sure = [(shape, true(shape)) for shape in sizes]
+    assert steps_until_drafts_stay(StepCost.from_points(sure), true, batch, 6000) < 300
+
+
+def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
+    known = trials.Trials()
+    assert not known.is_due(0.5, 10**9)
+    known.doubt()
+    assert not known.is_due(0.5, trials.AFTER)
+    assert known.is_due(0.5, 4 * trials.AFTER)
+    assert not known.is_due(0.05, 100 * trials.AFTER)
+    for _ in range(trials.DOUBTED):
+        known.begin()
+        known.failed()
+    assert not known.is_due(0.5, 10**9)

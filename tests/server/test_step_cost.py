@@ -183,3 +183,58 @@ def test_what_nobody_has_seen_is_feared_until_somebody_has() -> None:
     assert before > 1.3 * cost._base(far)
     cost.learn(far, cost._base(far))
     assert cost.seconds(far) == pytest.approx(cost._base(far))
+
+
+def test_other_work_that_ends_is_forgotten_of_steps_that_were_not_taken_meanwhile_too() -> None:
+    """Speed drops to a fifth for 2,000 steps and returns; drafts, not tried meanwhile, look as good as before."""
+    cost, plain, rng = measured(), StepShape.plain(8, 512), random.Random(0)
+    drafting = [shape for shape in shapes() if shape.num_mask_rows and shape.num_sequences in (4, 8)]
+
+    def take(num_steps: int, slow: float, unrest: float) -> None:
+        for _ in range(num_steps):
+            cost.learn(plain, slow * true_seconds(plain) * rng.lognormvariate(0.0, unrest))
+
+    def ratio(shape: StepShape) -> float:
+        return cost.seconds(shape) / cost.seconds(plain) / (true_seconds(shape) / true_seconds(plain))
+
+    take(200, 1.0, 0.03)
+    take(2000, 5.0, 0.2)
+    assert cost.seconds(plain) == pytest.approx(5 * true_seconds(plain), rel=0.2)
+    take(64, 1.0, 0.03)
+    assert cost.num_turns == 2
+    for shape in drafting:
+        assert ratio(shape) == pytest.approx(1.0, rel=0.1)
+        assert cost.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.15)
+
+
+def test_one_place_that_becomes_dearer_by_a_quarter_is_no_turn_of_the_machine() -> None:
+    cost, plain, full = measured(), StepShape.plain(8), StepShape(8, 48, 240, 8)
+    before = cost.seconds(full)
+    for _ in range(300):
+        cost.learn(plain, 1.25 * true_seconds(plain))
+    assert cost.num_turns == 0
+    assert cost.seconds(full) < 1.1 * before
+
+
+def test_a_few_steps_in_which_the_machine_was_away_are_no_turn() -> None:
+    cost, plain = measured(), StepShape.plain(4)
+    for number in range(400):
+        cost.learn(plain, true_seconds(plain) * (20.0 if number % 8 == 0 else 1.0))
+    assert cost.num_turns == 0
+
+
+def test_points_that_are_not_sure_give_way_to_the_first_steps() -> None:
+    """Measured beside other work that cost steps with many rows more than others."""
+    points = [(shape, true_seconds(shape) * (5.0 if shape.num_mask_rows else 2.0)) for shape in shapes()]
+    cost, plain, drafting = (
+        StepCost.from_points(points, are_sure=False),
+        StepShape.plain(8, 512),
+        StepShape(8, 24, 48, 8),
+    )
+    assert cost.num_turns == 1
+    for _ in range(40):
+        cost.learn(plain, true_seconds(plain))
+    assert cost.seconds(plain) == pytest.approx(true_seconds(plain), rel=0.03)
+    for _ in range(3):
+        cost.learn(drafting, true_seconds(drafting))
+    assert cost.seconds(drafting) == pytest.approx(true_seconds(drafting), rel=0.05)

@@ -72,7 +72,7 @@ class SpaceServe:
         most, ids = settings["most_sequences"], settings["most_ids"] + facts.most_masks + 1
         num_blocks = most * -(-ids // BLOCK_SIZE)
         kv = self._model.allocate_kv(num_blocks, BLOCK_SIZE)
-        points = calibrate(self._model, kv, max_sequences=most, seconds=CALIBRATION_SECONDS)
+        calibration = calibrate(self._model, kv, max_sequences=most, seconds=CALIBRATION_SECONDS)
         self._chances = {synthetic_arm(chances): tuple(chances) for chances in settings["synthetic_acceptance"]}
         self._routers: dict[str, SmallRouter] = {}
         own = [OWN] if settings["own_drafts"] else []
@@ -88,7 +88,7 @@ class SpaceServe:
                 block_size=BLOCK_SIZE,
                 max_sequences=most,
                 kv=kv,
-                cost=StepCost.from_points(points),
+                cost=StepCost.from_points(calibration.points),
                 controller=plain().controller() if arm == PLAIN else None,
                 synthetic=synthetic,
             )
