@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from space_common.gguf.errors import GgufError
 from space_common.gguf.pre_tokenizers import PreTokenizer
-from space_common.gguf.vocabulary import Vocabulary
+from space_common.gguf.vocabulary import Pair, Vocabulary
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
-def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary, pre_tokenizer: PreTokenizer) -> dict[str, Any]:
-    """normalizer, pre_tokenizer, decoder and model of tokenizer.json. Raises GgufError."""
-    merges = _merges(metadata, vocabulary)
+def sections(vocabulary: Vocabulary, merges: Sequence[Pair], pre_tokenizer: PreTokenizer) -> dict[str, Any]:
+    """normalizer, pre_tokenizer, decoder and model of tokenizer.json."""
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in pre_tokenizer.patterns
     ]
-    results = {left + right for left, right in merges}
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTES]},
@@ -33,14 +31,14 @@ def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary, pre_tokenizer:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": pre_tokenizer.ignore_merges,
-            "vocab": vocabulary.entries(results),
+            "vocab": vocabulary.entries(),
             "merges": merges,
         },
     }
 
 
-def _merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Pairs in the order of their ranks."""
+def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
+    """Pairs of tokens in the order of their ranks. Raises GgufError."""
     try:
         lines = metadata["tokenizer.ggml.merges"]
     except KeyError:
@@ -48,11 +46,11 @@ def _merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[s
             "The file has no tokenizer.ggml.merges, without which byte-level BPE has no order. Serve the original "
             "checkpoint, or convert it again with a current convert_hf_to_gguf.py."
         ) from None
-    pairs: dict[tuple[str, str], None] = {}  # the first of two equal lines counts
+    pairs: dict[Pair, None] = {}  # the first of two equal lines counts
     for line in lines:
         cut = line.find(" ", 1)
         pair = (line[:cut], line[cut + 1 :])
-        if cut < 0 or not vocabulary.ids.keys() >= {*pair, "".join(pair)}:
+        if cut < 0 or not ids.keys() >= {*pair, "".join(pair)}:
             raise GgufError(
                 f"tokenizer.ggml.merges has {line!r}, whose parts or whole are no tokens of the file. Serve the "
                 "original checkpoint, or convert it again with a current convert_hf_to_gguf.py."

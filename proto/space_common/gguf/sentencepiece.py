@@ -7,25 +7,20 @@ token, by the score of that token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from space_common.gguf.errors import GgufError
-from space_common.gguf.vocabulary import Vocabulary
+from space_common.gguf.vocabulary import Pair, Vocabulary
 
 _SPACE = "▁"
 
 
-def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """normalizer, pre_tokenizer, decoder and model of tokenizer.json. Raises GgufError."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) < len(vocabulary.tokens):
-        raise GgufError(
-            f"tokenizer.ggml.scores has {0 if scores is None else len(scores)} entries for {len(vocabulary.tokens)} "
-            "tokens; SentencePiece merges by score. Convert the original checkpoint again with a current "
-            "convert_hf_to_gguf.py, or serve it as it is."
-        )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+def sections(vocabulary: Vocabulary, merges: Sequence[Pair], *, prefixed: bool) -> dict[str, Any]:
+    """normalizer, pre_tokenizer, decoder and model of tokenizer.json.
+
+    `prefixed`: a space is put before the first word, and before what follows a special token.
+    """
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
     decoders: list[dict[str, Any]] = [
@@ -35,7 +30,6 @@ def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, A
     ]
     if prefixed:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    merges = merges_of(vocabulary, scores)
     return {
         "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefixed else replace,
         "pre_tokenizer": None,
@@ -49,23 +43,28 @@ def sections(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, A
             "fuse_unk": True,
             "byte_fallback": True,
             "ignore_merges": False,
-            "vocab": vocabulary.entries({left + right for left, right in merges}),
+            "vocab": vocabulary.entries(),
             "merges": merges,
         },
     }
 
 
-def merges_of(vocabulary: Vocabulary, scores: Any) -> list[tuple[str, str]]:
-    """The pairs of tokens that are a token together, the highest score first, then the lowest id.
+def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
+    """The pairs of tokens that are a token together, the highest score first, then the lowest id. Raises GgufError.
 
     Of one token's pairs the one with the longest left part comes first. Where two of them overlap in a text ("ab", "a",
     "ba" for the token "aba"), the left one has the longer left part, and SentencePiece takes the left one.
     """
-    ids = vocabulary.ids
-    order = sorted(range(len(vocabulary.tokens)), key=lambda id_: (-scores[id_], id_))
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) < len(ids):
+        raise GgufError(
+            f"tokenizer.ggml.scores has {0 if scores is None else len(scores)} entries for {len(ids)} tokens; "
+            "SentencePiece merges by score. Convert the original checkpoint again with a current "
+            "convert_hf_to_gguf.py, or serve it as it is."
+        )
     return [
         (left, right)
-        for token in map(vocabulary.tokens.__getitem__, order)
+        for token in sorted(ids, key=lambda token: (-scores[ids[token]], ids[token]))
         for cut in range(len(token) - 1, 0, -1)
         if (left := token[:cut]) in ids and (right := token[cut:]) in ids
     ]

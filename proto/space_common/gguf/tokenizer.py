@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from space_common.gguf import byte_level, pre_tokenizers, sentencepiece
 from space_common.gguf.errors import GgufError
-from space_common.gguf.vocabulary import TokenType, Vocabulary
+from space_common.gguf.vocabulary import Pair, TokenType, Vocabulary, read_ids
 
 _TEMPLATE = "tokenizer.chat_template"
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
@@ -27,12 +27,17 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         pre_tokenizer = pre_tokenizers.named(str(metadata.get("tokenizer.ggml.pre") or "default"))
-        vocabulary = Vocabulary.read(metadata, defaults={})
-        sections = byte_level.sections(metadata, vocabulary, pre_tokenizer)
+        ids = read_ids(metadata)
+        merges = byte_level.read_merges(metadata, ids)
+        vocabulary = Vocabulary.read(metadata, ids, _results(merges), defaults={})
+        sections = byte_level.sections(vocabulary, merges, pre_tokenizer)
         adds_bos = pre_tokenizer.add_bos
     elif model == "llama":
-        vocabulary = Vocabulary.read(metadata, defaults=_SENTENCEPIECE_IDS)
-        sections = sentencepiece.sections(metadata, vocabulary)
+        ids = read_ids(metadata)
+        merges = sentencepiece.read_merges(metadata, ids)
+        vocabulary = Vocabulary.read(metadata, ids, _results(merges), defaults=_SENTENCEPIECE_IDS)
+        prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        sections = sentencepiece.sections(vocabulary, merges, prefixed=prefixed)
         adds_bos = True
     else:
         raise GgufError(
@@ -60,6 +65,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "generation_config.json": _json(_generation_config(vocabulary)),
         **_chat_templates(metadata),
     }
+
+
+def _results(merges: Sequence[Pair]) -> frozenset[str]:
+    return frozenset(left + right for left, right in merges)
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -11,6 +11,10 @@ from typing import Any
 from space_common.gguf.errors import GgufError
 
 _CONVERT = "convert the original checkpoint again with a current convert_hf_to_gguf.py, or serve it as it is"
+
+
+Pair = tuple[str, str]
+"""Two tokens that are merged into one."""
 
 
 class TokenType(IntEnum):
@@ -25,7 +29,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Texts by which llama.cpp knows special tokens whose ids the file does not name; it takes them for control tokens.
+# Texts by which llama.cpp knows special tokens whose ids the file does not name: control tokens, whatever their types.
 _END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
@@ -42,6 +46,7 @@ _FILL_IN_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
+_KNOWN_TEXTS = _END_TEXTS.union(*_FILL_IN_TEXTS.values())
 # gpt-oss writes these between the parts of an answer: they are text, so that the parts can be told apart.
 _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
 
@@ -50,7 +55,10 @@ _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrai
 class Vocabulary:
     """Tokens by id, the type of each, and the special ids that the file names or llama.cpp knows by their texts."""
 
-    tokens: Sequence[str]
+    ids: Mapping[str, int]
+    """The id of each token, in order."""
+    merged: Set[str]
+    """The tokens that merges give."""
     types: Sequence[TokenType]
     bos: int | None
     eos: int | None
@@ -60,76 +68,81 @@ class Vocabulary:
     """Ids that end a generation: EOS first, then the others, ascending."""
 
     @cached_property
-    def ids(self) -> Mapping[str, int]:
-        """The id of each token."""
-        return {token: id_ for id_, token in enumerate(self.tokens)}
+    def tokens(self) -> Sequence[str]:
+        """The tokens by their ids."""
+        return list(self.ids)
 
-    def entries(self, merged: Collection[str]) -> dict[str, int]:
+    def entries(self) -> dict[str, int]:
         """The vocabulary of a BPE model: every token but those that no text gives, such as padding of the output head.
 
-        `merged`: the tokens that merges give. Without an entry, an id stands for no bytes.
+        Without an entry, an id stands for no bytes.
         """
         without_text = (TokenType.UNUSED, TokenType.UNDEFINED)
         return {
             token: id_
-            for id_, (token, type_) in enumerate(zip(self.tokens, self.types, strict=True))
-            if type_ not in without_text or len(token) == 1 or token in merged
+            for (token, id_), type_ in zip(self.ids.items(), self.types, strict=True)
+            if type_ not in without_text or len(token) == 1 or token in self.merged
         }
 
     @classmethod
-    def read(cls, metadata: Mapping[str, Any], *, defaults: Mapping[str, int]) -> Vocabulary:
+    def read(
+        cls, metadata: Mapping[str, Any], ids: Mapping[str, int], merged: Set[str], *, defaults: Mapping[str, int]
+    ) -> Vocabulary:
         """From the metadata of a file; `defaults`: special ids by name where the file has none. Raises GgufError."""
-        tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(_required(metadata, "tokenizer.ggml.tokens"))]
-        ids = {token: id_ for id_, token in enumerate(tokens)}
-        if len(ids) < len(tokens):
-            double = next(token for id_, token in enumerate(tokens) if ids[token] != id_)
-            raise GgufError(f"tokenizer.ggml.tokens has {double!r} more than once, so ids are ambiguous: {_CONVERT}.")
-        types = _types(metadata, len(tokens))
+        types = _types(metadata, len(ids))
 
-        def named(*names: str) -> int | None:
-            """The special token that the first of some keys names."""
-            for name in names:
-                id_ = metadata.get(f"tokenizer.ggml.{name}_token_id", defaults.get(name))
-                if id_ is not None and 0 <= int(id_) < len(tokens):
-                    return int(id_)
-            return None
+        def named(name: str) -> int | None:
+            """The special token that a key names; None for an id without a token."""
+            id_ = metadata.get(f"tokenizer.ggml.{name}_token_id", defaults.get(name))
+            return int(id_) if id_ is not None and 0 <= int(id_) < len(ids) else None
 
-        eos, eot, eom = named("eos"), named("eot"), named("eom")
-        fill_in = {
-            name: named(name) or next((ids[text] for text in texts if text in ids), None)
-            for name, texts in _FILL_IN_TEXTS.items()
+        # A token that ordinary text gives is no special one. "</s>" also closes struck-out text in HTML; Gemma has it
+        # as user-defined text.
+        known = {
+            text: id_
+            for text, id_ in ids.items()
+            if text in _KNOWN_TEXTS
+            and (types[id_] is not TokenType.NORMAL or text not in merged)
+            and (text != "</s>" or types[id_] is TokenType.CONTROL)
         }
-        ends = {ids[text] for text in _END_TEXTS & ids.keys()}
-        # "</s>" also closes struck-out text in HTML: Gemma's token of that name ends nothing.
-        if (closing := ids.get("</s>")) is not None and types[closing] is not TokenType.CONTROL and closing != eos:
-            ends.remove(closing)
-        for id_ in ends | {ids[text] for texts in _FILL_IN_TEXTS.values() for text in texts if text in ids}:
+        ends = {known[text] for text in _END_TEXTS & known.keys()}
+        ends |= {id_ for name in ("eos", "eot", "eom") if (id_ := named(name)) is not None}
+        for name in ("fim_pad", "fim_rep", "fim_sep"):  # a file that was to be filled in is over
+            candidates = (named(name), *(known.get(text) for text in _FILL_IN_TEXTS[name]))
+            ends |= set([id_ for id_ in candidates if id_ is not None][:1])
+        for id_ in known.values():
             types[id_] = TokenType.CONTROL
         for text in _ALWAYS_TEXT & ids.keys():
             types[ids[text]] = TokenType.USER_DEFINED
-        ends |= {id_ for id_ in (eos, eot, eom, *(fill_in[name] for name in ("fim_pad", "fim_rep", "fim_sep")))
-                 if id_ is not None}  # fmt: skip
-        found = {tokens[id_] for id_ in ends}
+        found = {text for text in ("<|end|>", "<|call|>", "<|calls|>", "<|return|>", "<|flush|>") if text in known}
         calls = found & {"<|call|>", "<|calls|>"}
         if "<|end|>" in found and calls and found & {"<|return|>", "<|flush|>"}:  # ends a part of the answer only
             ends.remove(ids["<|end|>"])
             types[ids["<|end|>"]] = TokenType.USER_DEFINED
         return cls(
-            tokens,
+            ids,
+            merged,
             types,
             named("bos"),
-            eos,
+            named("eos"),
             named("unknown"),
             named("padding"),
-            sorted(ends, key=lambda id_: (id_ != eos, id_)),
+            sorted(ends, key=lambda id_: (id_ != named("eos"), id_)),
         )
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> Any:
+def read_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """The id of each token of a file, in order. Raises GgufError."""
     try:
-        return metadata[key]
+        texts = metadata["tokenizer.ggml.tokens"]
     except KeyError:
-        raise GgufError(f"The file has no {key}: {_CONVERT}.") from None
+        raise GgufError(f"The file has no tokenizer.ggml.tokens: {_CONVERT}.") from None
+    tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(texts)]
+    ids = {token: id_ for id_, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        double = next(token for id_, token in enumerate(tokens) if ids[token] != id_)
+        raise GgufError(f"tokenizer.ggml.tokens has {double!r} more than once, so ids are ambiguous: {_CONVERT}.")
+    return ids
 
 
 def _types(metadata: Mapping[str, Any], num_tokens: int) -> list[TokenType]:

@@ -164,6 +164,22 @@ def test_every_token_that_ends_a_generation_is_listed_the_named_one_first() -> N
     ]  # fmt: skip
 
 
+def test_a_token_of_a_repository_or_file_ends_what_was_to_be_filled_in() -> None:
+    tokens = ["<eos>", "<|repo_name|>", "<reponame>", "<|file_sep|>", "<|fim_pad|>", "<|fim_prefix|>"]
+    metadata = byte_level(tokens=tokens, token_type=[CONTROL] * 6, merges=[], eos_token_id=0, fim_pad_token_id=4)
+    assert ends(metadata) == ["<eos>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>"]
+
+
+def test_an_ordinary_word_that_looks_like_a_special_token_is_none() -> None:
+    tokens = [*letters(), "[P", "AD", "AD]", "[PAD]", "<|im_end|>"]
+    metadata = byte_level(
+        tokens=tokens, token_type=[NORMAL] * len(tokens), merges=["[ P", "A D", "AD ]", "[P AD]"], eos_token_id=0
+    )
+    assert ends(metadata) == [tokens[0], "<|im_end|>"]
+    added = json.loads(tokenizer_files(metadata)["tokenizer.json"])["added_tokens"]
+    assert [token["content"] for token in added] == ["<|im_end|>"]
+
+
 def test_a_closing_tag_that_is_text_ends_nothing() -> None:
     tokens = ["<s>", "</s>", "<eos>"]
     metadata = byte_level(tokens=tokens, token_type=[USER_DEFINED, USER_DEFINED, CONTROL], merges=[], eos_token_id=2)
