@@ -40,6 +40,18 @@ def test_the_router_fetches_no_weights(fetch: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_a_gguf_file_only_itself_is_fetched(fetch: Any, hub: Any, model: Any, weights: bool) -> None:
+    """A router reads its texts there, too."""
+    model.files |= {"x.Q4_K_M.gguf": b"GGUF small", "sub/x.F16.gguf": b"GGUF large"}
+    made = fetch("house/model:x.Q4_K_M.gguf", weights=weights)
+    assert made.folder.read_bytes() == b"GGUF small"
+    assert [name for name, _ in hub.bodies()] == ["x.Q4_K_M.gguf"]
+    assert fetch("house/model:sub/x.F16.gguf").folder.read_bytes() == b"GGUF large"
+    assert fetch("house/model:x.Q4_K_M.gguf", offline=True).folder == made.folder
+    assert refused(fetch("house/model:y.gguf")) == "house/model has no file y.gguf; is the name right?"
+
+
 def test_what_is_there_is_not_fetched_again(fetch: Any, hub: Any) -> None:
     first = fetch("house/model")
     hub.asked.clear()
