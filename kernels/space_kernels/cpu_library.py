@@ -65,8 +65,10 @@ _NEEDS = {
 }
 """What the kernel of the operating system calls what they need."""
 
-_SOURCE_FILES = ("linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
+_SOURCE_FILES = (
+    "team.cpp", "linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp",
+)  # fmt: skip
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
 """Longest that the compiler may take."""
 
@@ -99,6 +101,7 @@ class CpuLibrary:
         self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)
+        self.mark = function("mark", c_void_p, c_int64, c_int)
         self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
 
 
@@ -188,7 +191,7 @@ def _compile(flags: Sequence[str], folder: Path) -> Path:
         pairs = zip(_SOURCE_FILES, objects, strict=True)
         list(pool.map(_run, ([compiler, *flags, "-c", str(_SOURCES / file), "-o", str(to)] for file, to in pairs)))
     library = folder / "library.so"
-    _run([compiler, "-shared", "-fopenmp", "-o", str(library), *map(str, objects)])
+    _run([compiler, "-shared", "-pthread", "-o", str(library), *map(str, objects)])
     return library
 
 

@@ -14,6 +14,11 @@ if __name__ == "__main__":  # torch and transformers take seconds to import: who
     for _number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(_number, lambda number, frame: os._exit(0))
 
+from space_server.openmp import sleep_soon
+
+if __name__ == "__main__":
+    sleep_soon(os.environ)  # before torch loads OpenMP
+
 import asyncio
 import contextlib
 import functools

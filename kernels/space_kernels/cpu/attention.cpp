@@ -345,7 +345,7 @@ void store_rows(const Rows& rows, const Heads& heads, const Attention& a, int64_
 //  row c1    [0 ................ reach)
 //  row m1    [0 .............. reach)                           [m1]
 //  row m2    [0 .............. reach)                           [m1 m2]
-void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t item) {
+void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item) {
     static thread_local Scratch scratch;
     const int64_t tile = item / heads.kv, head = item % heads.kv, dim = heads.dim;
     const int64_t* members = rows.tile_rows + rows.tile_bounds[tile];

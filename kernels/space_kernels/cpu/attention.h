@@ -46,6 +46,6 @@ struct Attention {
 void store_rows(const Rows& rows, const Heads& heads, const Attention& a, int64_t first, int64_t last);
 
 // Item n of num_tiles · kv heads.
-void attend(const Rows& rows, const Heads& heads, const Attention& a, int64_t item);
+void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item);
 
 }  // namespace KIND

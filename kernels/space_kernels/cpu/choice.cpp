@@ -1,7 +1,6 @@
 #include "choice.h"
 #include "export.h"
-
-#include <omp.h>
+#include "team.h"
 
 #include <algorithm>
 #include <limits>
@@ -99,19 +98,18 @@ struct Best {
 }  // namespace
 
 void choose(const Logits& logits, int64_t* ids, bool* usable, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (logits.rows > 1)
-    for (int64_t row = 0; row < logits.rows; ++row)
-        choose_row(ban(logits, row), logits.vocabulary, ids + row, usable + row);
+    share_out(num_threads, logits.rows, [&](int64_t first, int64_t last, bool) {
+        for (int64_t row = first; row < last; ++row)
+            choose_row(ban(logits, row), logits.vocabulary, ids + row, usable + row);
+    });
 }
 
 void best_of(const Logits& logits, int64_t count, int64_t* ids, float* offsets, int num_threads) {
-#pragma omp parallel num_threads(num_threads) if (logits.rows > 1)
-    {
+    share_out(num_threads, logits.rows, [&](int64_t first, int64_t last, bool) {
         Best best;
-#pragma omp for
-        for (int64_t row = 0; row < logits.rows; ++row)
+        for (int64_t row = first; row < last; ++row)
             best.of_row(ban(logits, row), logits.vocabulary, count, ids + row * count, offsets + row * count);
-    }
+    });
 }
 
 }  // namespace KIND

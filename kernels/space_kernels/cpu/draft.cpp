@@ -1,10 +1,9 @@
 #include "draft.h"
 
-#include <omp.h>
-
 #include <vector>
 
 #include "network.h"
+#include "team.h"
 
 namespace KIND {
 
@@ -54,31 +53,24 @@ int64_t best(const DraftHead& head, const Drafts& d, int64_t sequence, int64_t m
 void draft(const DraftHead& head, const Drafts& d, int num_threads) {
     const int64_t hidden = head.hidden, width = head.w1.inputs, inner = head.w1.outputs;
     std::vector<bf16> seen(d.sequences * width), between(d.sequences * inner), rescored(d.sequences * hidden);
-#pragma omp parallel num_threads(num_threads)
-    {
-        const Share mine(d.sequences), first(head.w1.panels, TOGETHER), second(head.w2.panels, TOGETHER);
-        for (int64_t k = 0; k < d.masks; ++k) {
-            for (int64_t s = mine.first; s < mine.last; ++s) {
-                const int64_t previous = k ? d.chosen[s * d.masks + k - 1] : d.bonus[s];
-                look_at(head, d.rows + (s * d.masks + k) * hidden, previous, seen.data() + s * width);
-                std::memcpy(rescored.data() + s * hidden, d.rows + (s * d.masks + k) * hidden, hidden * sizeof(bf16));
-            }
-#pragma omp barrier
-            multiply(head.w1,
-                     {seen.data(), d.sequences, width, between.data(), inner, false, Then::NOTHING, nullptr},
-                     first.first, first.last);
-#pragma omp barrier
-            if (!head.low_rank) {
-                activate(between.data() + mine.first * inner, (mine.last - mine.first) * inner);
-#pragma omp barrier
-            }
-            multiply(head.w2,
-                     {between.data(), d.sequences, inner, rescored.data(), hidden, false, Then::ADD, rescored.data()},
-                     second.first, second.last);
-#pragma omp barrier
-            for (int64_t s = mine.first; s < mine.last; ++s)
-                d.chosen[s * d.masks + k] = best(head, d, s, k, rescored.data() + s * hidden);
-        }
+    auto each = [&](auto work) {
+        share_out(num_threads, d.sequences, [&](int64_t first, int64_t last, bool) {
+            for (int64_t s = first; s < last; ++s) work(s);
+        });
+    };
+    for (int64_t k = 0; k < d.masks; ++k) {
+        each([&](int64_t s) {
+            const int64_t previous = k ? d.chosen[s * d.masks + k - 1] : d.bonus[s];
+            look_at(head, d.rows + (s * d.masks + k) * hidden, previous, seen.data() + s * width);
+            std::memcpy(rescored.data() + s * hidden, d.rows + (s * d.masks + k) * hidden, hidden * sizeof(bf16));
+        });
+        multiply(head.w1, {seen.data(), d.sequences, width, between.data(), inner, false, Then::NOTHING, nullptr},
+                 num_threads);
+        if (!head.low_rank) each([&](int64_t s) { activate(between.data() + s * inner, inner); });
+        multiply(head.w2,
+                 {between.data(), d.sequences, inner, rescored.data(), hidden, false, Then::ADD, rescored.data()},
+                 num_threads);
+        each([&](int64_t s) { d.chosen[s * d.masks + k] = best(head, d, s, k, rescored.data() + s * hidden); });
     }
 }
 

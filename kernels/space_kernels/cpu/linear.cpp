@@ -182,18 +182,21 @@ void widen(const Code* panels, int64_t steps, bf16* to) {
 //
 // for more than one tile codes become bfloat16 once, for all of them
 template <typename Weight>
-void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last) {
+void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh) {
     static thread_local std::vector<Laid> laid_out;
     static thread_local std::vector<bf16> widened;
+    static thread_local std::vector<int64_t> bounds;
     Lanes sums[MOST * GROUP];
     if (!p.rows || first == last) return;
     const bool one_tile = p.rows <= MOST;
     const int64_t num_tiles = one_tile ? 1 : (p.rows + USUAL - 1) / USUAL;
     const int together = one_tile ? std::max(2, panels_of(p.rows)) : GROUP;
     const int64_t steps = steps_of<Weight>(w.inputs), width = 2 * steps;
-    if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
-    std::vector<int64_t> bounds(num_tiles + 1);
-    for (int64_t n = 0; n < num_tiles; ++n) {  // evenly: no tile of one row behind those of six
+    if (fresh) {
+        if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
+        bounds.assign(num_tiles + 1, 0);
+    }
+    for (int64_t n = 0; fresh && n < num_tiles; ++n) {  // evenly: no tile of one row behind those of six
         bounds[n + 1] = bounds[n] + (p.rows - bounds[n] + num_tiles - n - 1) / (num_tiles - n);
         lay_out(p, bounds[n], bounds[n + 1] - bounds[n], w.inputs, steps, laid_out.data() + bounds[n] * width);
     }
@@ -214,7 +217,8 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last)
             widen(here, count * steps, widened.data());
             wide = widened.data();
         }
-        const int64_t apart = size * int64_t(sizeof(Weight)), lines = left > count ? apart / 64 : 0;
+        const bool is_last = panel + count >= w.panels;  // of all: what lies behind this piece is the next, most often
+        const int64_t apart = size * int64_t(sizeof(Weight)), lines = is_last ? 0 : apart / 64;
         const char* next = (const char*)(here + count * size);
         for (int64_t n = 0; n < num_tiles; ++n) {
             const int64_t row = bounds[n], rows = bounds[n + 1] - row;
@@ -227,11 +231,11 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last)
     }
 }
 
-void multiply(const Linear& w, const Product& p, int64_t first, int64_t last) {
+void multiply(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh) {
     if (w.scale)
-        multiply_by<Code>(w, p, first, last);
+        multiply_by<Code>(w, p, first, last, fresh);
     else
-        multiply_by<bf16>(w, p, first, last);
+        multiply_by<bf16>(w, p, first, last, fresh);
 }
 
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {

@@ -39,8 +39,9 @@ struct Product {
     const bf16* other;  // what is added: [rows, y_stride]
 };
 
-// Panels [first, last) of the product. For SWIGLU panels are pairs, gate and up: both bounds are even.
-void multiply(const Linear& w, const Product& p, int64_t first, int64_t last);
+// Panels [first, last) of the product. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this thread
+// has done none of its other panels yet, or something else since.
+void multiply(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh);
 
 // W [out, in] bfloat16 -> panels; missing outputs and inputs are 0.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);

@@ -1,10 +1,9 @@
 #include "network.h"
 
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
+
+#include "team.h"
 
 namespace KIND {
 
@@ -37,18 +36,40 @@ void turn_head(bf16* head, const float* cos, const float* sin, int64_t dim) {
     }
 }
 
-Share::Share(int64_t count, int64_t unit) {
-    const int64_t units = (count + unit - 1) / unit, n = omp_get_num_threads(), me = omp_get_thread_num();
-    first = std::min(count, units * me / n * unit), last = std::min(count, units * (me + 1) / n * unit);
+namespace {
+
+// Numbers that a thread goes through at least: fewer cost less than to tell another thread of them.
+constexpr int64_t LEAST_NUMBERS = 16384;
+
+// Rows of so many numbers, one by one.
+template <typename Work>
+void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work) {
+    const int64_t unit = std::max<int64_t>(1, LEAST_NUMBERS / std::max<int64_t>(1, width));
+    share_out(num_threads, (num_rows + unit - 1) / unit, [&](int64_t first, int64_t last, bool) {
+        for (int64_t row = first * unit; row < std::min(num_rows, last * unit); ++row) work(row);
+    });
+}
+
+}  // namespace
+
+void multiply(const Linear& w, const Product& p, int num_threads) {
+    constexpr int64_t TOGETHER = 4;  // panels that a thread takes at least
+    share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
+        multiply(w, p, first * TOGETHER, std::min(w.panels, last * TOGETHER), fresh);
+    });
+}
+
+void norm(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out, int num_threads) {
+    each_row(num_threads, num_rows, width,
+             [&](int64_t row) { norm_row(x + row * width, weight, width, eps, out + row * width); });
 }
 
 void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, const bf16* query_norm,
-                    const bf16* key_norm, float eps, const float* cos, const float* sin) {
-    const Share mine(rows.num_rows);
-    const int64_t half = heads.dim / 2;
-    for (int64_t row = mine.first; cos && row < mine.last; ++row) {
+                    const bf16* key_norm, float eps, const float* cos, const float* sin, int num_threads) {
+    const int64_t half = heads.dim / 2, num_heads = heads.query + heads.kv;
+    each_row(num_threads, rows.num_rows, (num_heads + heads.kv) * heads.dim, [&](int64_t row) {
         const int64_t position = rows.starts[rows.owner[row]] + rows.offsets[row];
-        for (int64_t h = 0; h < heads.query + heads.kv; ++h) {
+        for (int64_t h = 0; cos && h < num_heads; ++h) {
             const bool is_query = h < heads.query;
             bf16* head = is_query ? a.query + row * a.query_stride + h * heads.dim
                                   : a.key + row * a.kv_stride + (h - heads.query) * heads.dim;
@@ -56,44 +77,35 @@ void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, co
             if (weight) norm_row(head, weight, heads.dim, eps, head);
             turn_head(head, cos + position * half, sin + position * half, heads.dim);
         }
-    }
-    store_rows(rows, heads, a, mine.first, std::min(mine.last, rows.num_chain_rows));
+        if (row < rows.num_chain_rows) store_rows(rows, heads, a, row, row + 1);
+    });
+}
+
+void attend(const Rows& rows, const Heads& heads, const Attention& a, int num_threads) {
+    share_out(num_threads, rows.num_tiles * heads.kv, [&](int64_t first, int64_t last, bool) {
+        for (int64_t item = first; item < last; ++item) attend_item(rows, heads, a, item);
+    });
 }
 
 namespace {
 
-void product(const Linear& w, const Product& p) {
-    const Share panels(w.panels, TOGETHER);
-    multiply(w, p, panels.first, panels.last);
-#pragma omp barrier
-}
-
-void norms(const bf16* x, const bf16* weight, int64_t width, float eps, bf16* out, int64_t num_rows) {
-    const Share rows(num_rows);
-    for (int64_t row = rows.first; row < rows.last; ++row) norm_row(x + row * width, weight, width, eps, out + row * width);
-#pragma omp barrier
-}
-
-void layer_forward(const Network& net, const Layer& layer, const Rows& rows, const Buffers& b,
-                   std::atomic<int64_t>& next) {
+void layer_forward(const Network& net, const Layer& layer, const Rows& rows, const Buffers& b, int num_threads) {
     const auto [num_query, num_kv, dim] = net.heads;
     const int64_t num_rows = rows.num_rows, width = (num_query + 2 * num_kv) * dim, joined = num_query * dim;
-    norms(b.x, layer.attention_norm, net.hidden, net.eps, b.normed, num_rows);
-    product(layer.query_key_value,
-            {b.normed, num_rows, net.hidden, b.fused, width, false, Then::NOTHING, nullptr});
+    norm(b.x, layer.attention_norm, num_rows, net.hidden, net.eps, b.normed, num_threads);
+    multiply(layer.query_key_value,
+             {b.normed, num_rows, net.hidden, b.fused, width, false, Then::NOTHING, nullptr}, num_threads);
 
     const Attention a{b.fused, b.fused + joined, b.fused + joined + num_kv * dim, width, width, layer.key_pages,
                       layer.value_pages, net.block_size, b.attended, net.scale, 0.0f, layer.window};
-    turn_and_store(rows, net.heads, a, layer.query_norm, layer.key_norm, net.eps, net.cos, net.sin);
-#pragma omp barrier
-    for (int64_t item; (item = next.fetch_add(1)) < rows.num_tiles * num_kv;) attend(rows, net.heads, a, item);
-#pragma omp barrier
-    if (omp_get_thread_num() == 0) next = 0;
+    turn_and_store(rows, net.heads, a, layer.query_norm, layer.key_norm, net.eps, net.cos, net.sin, num_threads);
+    attend(rows, net.heads, a, num_threads);
 
-    product(layer.output, {b.attended, num_rows, joined, b.x, net.hidden, false, Then::ADD, b.x});
-    norms(b.x, layer.mlp_norm, net.hidden, net.eps, b.normed, num_rows);
-    product(layer.gate_up, {b.normed, num_rows, net.hidden, b.inner, net.inner, false, Then::SWIGLU, nullptr});
-    product(layer.down, {b.inner, num_rows, net.inner, b.x, net.hidden, false, Then::ADD, b.x});
+    multiply(layer.output, {b.attended, num_rows, joined, b.x, net.hidden, false, Then::ADD, b.x}, num_threads);
+    norm(b.x, layer.mlp_norm, num_rows, net.hidden, net.eps, b.normed, num_threads);
+    multiply(layer.gate_up, {b.normed, num_rows, net.hidden, b.inner, net.inner, false, Then::SWIGLU, nullptr},
+             num_threads);
+    multiply(layer.down, {b.inner, num_rows, net.inner, b.x, net.hidden, false, Then::ADD, b.x}, num_threads);
 }
 
 }  // namespace
@@ -101,16 +113,11 @@ void layer_forward(const Network& net, const Layer& layer, const Rows& rows, con
 bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_threads) {
     for (int64_t row = 0; row < rows.num_rows; ++row)
         if (b.ids[row] < 0 || b.ids[row] >= net.num_ids) return false;
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(num_threads)
-    {
-        const Share mine(rows.num_rows);
-        for (int64_t row = mine.first; row < mine.last; ++row)  // the first norm has the same shares
-            std::memcpy(b.x + row * net.hidden, net.embedding + b.ids[row] * net.hidden, net.hidden * sizeof(bf16));
-        for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, net.layers[n], rows, b, next);
-        for (int64_t row = mine.first; row < mine.last; ++row)
-            norm_row(b.x + row * net.hidden, net.norm, net.hidden, net.eps, b.normed + row * net.hidden);
-    }
+    each_row(num_threads, rows.num_rows, net.hidden, [&](int64_t row) {
+        std::memcpy(b.x + row * net.hidden, net.embedding + b.ids[row] * net.hidden, net.hidden * sizeof(bf16));
+    });
+    for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, net.layers[n], rows, b, num_threads);
+    norm(b.x, net.norm, rows.num_rows, net.hidden, net.eps, b.normed, num_threads);
     return true;
 }
 

@@ -37,18 +37,19 @@ struct Buffers {  // [rows, …]
 // buffers.normed [rows, hidden] is the result. False, and nothing done: some id is none of the embedding's.
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
-// One thread's share of `count` things, in whole units.
-struct Share {
-    int64_t first, last;
-    explicit Share(int64_t count, int64_t unit = 1);
-};
+// The whole product, by so many threads.
+void multiply(const Linear& w, const Product& p, int num_threads);
 
-constexpr int64_t TOGETHER = 4;  // panels that a thread has at least
-
-// One thread's share of the rows: queries and keys normed (null: not) and turned (cos null: not), chain rows stored.
+// All rows: queries and keys normed (null: not) and turned (cos null: not), chain rows stored.
 // cos, sin [positions, dim/2]
 void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, const bf16* query_norm,
-                    const bf16* key_norm, float eps, const float* cos, const float* sin);
+                    const bf16* key_norm, float eps, const float* cos, const float* sin, int num_threads);
+
+// Every head of the KV cache, every tile of rows.
+void attend(const Rows& rows, const Heads& heads, const Attention& a, int num_threads);
+
+// Each row normed.
+void norm(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out, int num_threads);
 
 // x / sqrt(mean(x²) + eps) · weight, in float32, rounded once.
 void norm_row(const bf16* x, const bf16* weight, int64_t width, float eps, bf16* out);

@@ -1,9 +1,11 @@
-// What this processor can at most, to read other figures by.
+// What this processor can at most, to read other figures by; and whether each unit is done once.
 
-#include <omp.h>
+#include <algorithm>
+#include <mutex>
 
 #include "export.h"
-#include "network.h"
+#include "isa.h"
+#include "team.h"
 
 using namespace KIND;
 
@@ -11,38 +13,48 @@ extern "C" {
 
 // Reads `count` floats from end to end; their sum, so that nobody may leave it out.
 float EXPORT(read)(const float* from, int64_t count, int num_threads) {
+    constexpr int64_t UNIT = 1024 * LANES;
+    std::mutex turn;
     float sum = 0.0f;
-#pragma omp parallel num_threads(num_threads) reduction(+ : sum)
-    {
-        const Share mine(count, 8 * LANES);
+    share_out(num_threads, (count + UNIT - 1) / UNIT, [&](int64_t first, int64_t last, bool) {
+        const int64_t end = std::min(count, last * UNIT);
         Lanes part[8];
         for (Lanes& one : part) one = zeros();
-        int64_t i = mine.first;
-        for (; i + 8 * LANES <= mine.last; i += 8 * LANES)
+        for (int64_t i = first * UNIT; i + 8 * LANES <= end; i += 8 * LANES)
             for (int n = 0; n < 8; ++n) {
                 part[n] = add(part[n], load(from + i + n * LANES));
                 __builtin_prefetch(from + i + n * LANES + 1024);
             }
+        const std::lock_guard alone(turn);
         for (Lanes& one : part) sum += total(one);
-    }
+    });
     return sum;
 }
 
-// So many products of sixteen pairs, twelve at a time; their sum.
+// So many products of sixteen pairs by each thread, twelve at a time; their sum.
 float EXPORT(dots)(int64_t count, int num_threads) {
+    constexpr int64_t UNIT = 12 * 256;
+    std::mutex turn;
     float sum = 0.0f;
-#pragma omp parallel num_threads(num_threads) reduction(+ : sum)
-    {
+    share_out(num_threads, num_threads * ((count + UNIT - 1) / UNIT), [&](int64_t first, int64_t last, bool) {
         bf16 one[2 * LANES];
         for (bf16& x : one) x = 0x3c00;
         Pairs a = pairs(one), b = same_pair(one);
         Lanes part[12];
         for (Lanes& each : part) each = zeros();
-        for (int64_t i = 0; i < count / 12; ++i)
+        for (int64_t i = 0; i < (last - first) * UNIT / 12; ++i)
 #pragma GCC unroll 12
             for (int n = 0; n < 12; ++n) part[n] = dot(part[n], a, b);
+        const std::lock_guard alone(turn);
         for (Lanes& each : part) sum += total(each);
-    }
+    });
     return sum;
+}
+
+// Adds one to each of `count` numbers, each of them a unit that is shared out.
+void EXPORT(mark)(int32_t* marks, int64_t count, int num_threads) {
+    share_out(num_threads, count, [&](int64_t first, int64_t last, bool) {
+        for (int64_t i = first; i < last; ++i) ++marks[i];
+    });
 }
 }
