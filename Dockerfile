@@ -4,7 +4,7 @@
 #   docker build -t spaceserve .
 #   docker run --gpus all -p 8080:8080 -v spaceserve-data:/data spaceserve
 #
-# Layers go from what changes least to what changes most: a change in the source rebuilds only the last two.
+# Layers go from what changes least to what changes most: a change in the source rebuilds only the last ones.
 # torch brings its own CUDA libraries, so the base image needs none.
 #
 # flash-attn is compiled in a stage with CUDA's compiler, once, until torch or the pinned version changes. That is long,
@@ -59,8 +59,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     docker/install.sh --venv /opt/spaceserve --device cuda --stages dependencies
 COPY --from=flash-attn /wheels /wheels
 RUN find /wheels -name '*.whl' -exec /opt/spaceserve/bin/python -m pip install --no-cache-dir --no-deps --no-index {} +
-COPY LICENSE README.md pyproject.toml ./
 COPY proto proto
+# The default model's weights, checked by their hashes, beside the environment: nothing is fetched at a start.
+RUN PYTHONPATH=proto /opt/spaceserve/bin/python -m space_common.default_model
+COPY LICENSE README.md pyproject.toml ./
 COPY kernels kernels
 COPY router router
 COPY server server
@@ -76,7 +78,7 @@ RUN apt-get update \
     && install --directory --owner spaceserve --group spaceserve /data
 COPY --from=build /opt/spaceserve /opt/spaceserve
 COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/entrypoint.sh
-# Downloaded weights and compiled kernels live in /data; everything else may be mounted read-only (with a tmpfs at /tmp).
+# Other models and compiled kernels live in /data; everything else may be mounted read-only (with a tmpfs at /tmp).
 ENV PATH=/opt/spaceserve/bin:$PATH \
     HF_HOME=/data/huggingface \
     TRITON_CACHE_DIR=/data/triton \

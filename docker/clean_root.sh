@@ -5,8 +5,8 @@
 #
 # Every COPY, RUN and ENV is read from docker/cpu.Dockerfile and done as written, in one root for both stages; only the
 # base is another (Debian with its own python3, not python:3.12-slim), and the caches of RUN --mount are left out. Then the
-# server runs as the image's user with the root mounted read-only, /tmp a tmpfs and /data writable; the image's health
-# check must call it ready, and it must answer a request.
+# server runs as the image's user with the root mounted read-only, /tmp a tmpfs and /data writable, and may fetch nothing;
+# the image's health check must call it ready, and it must answer a question to the default model.
 #
 # Environment: MIRROR, SUITE of Debian; PIP_* of this shell are pip's in there, and BIND names folders to be seen there.
 set -euo pipefail
@@ -127,7 +127,7 @@ mount -t tmpfs tmpfs "$new/tmp"
 mount -o remount,bind,ro "$new"
 as_user() { chroot "${words[@]}" "$@"; }
 PORT=$(inside python3 -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
-words=(--userspec="$user:$user" "$new" /usr/bin/env -i "${variables[@]}" HOME=/data SPACESERVE_PORT="$PORT")
+words=(--userspec="$user:$user" "$new" /usr/bin/env -i "${variables[@]}" HOME=/data SPACESERVE_PORT="$PORT" SPACESERVE_OFFLINE=on)
 if as_user sh -c 'echo x >/opt/spaceserve/x' 2>/dev/null; then fail "the root is not read-only."; fi
 chroot "${words[@]}" sh -c 'cd /data && exec entrypoint.sh' >"$top/server.log" 2>&1 &
 server=$!
@@ -143,10 +143,10 @@ fi
 kill -0 "$server" || fail "somebody else answers on port $PORT; the server has ended: $(tail -1 "$top/server.log")"
 as_user python -c "
 import json, urllib.request
-body = {'prompt': 'def fibonacci(n):', 'max_tokens': 16, 'temperature': 0}
-asked = urllib.request.Request('http://127.0.0.1:$PORT/v1/completions', json.dumps(body).encode(), {'content-type': 'application/json'})
+body = {'model': 'smollm2', 'messages': [{'role': 'user', 'content': 'Why is the sky blue?'}], 'max_tokens': 16, 'temperature': 0}
+asked = urllib.request.Request('http://127.0.0.1:$PORT/v1/chat/completions', json.dumps(body).encode(), {'content-type': 'application/json'})
 told = json.load(urllib.request.urlopen(asked, timeout=60))
-print('clean_root: it answers', repr(told['choices'][0]['text']), 'in', told['spaceserve']['steps'], 'steps')
+print('clean_root: it answers', repr(told['choices'][0]['message']['content']), 'in', told['spaceserve']['steps'], 'steps')
 "
 as_user spaceserve doctor --port 0 >"$top/doctor.log" || { cat "$top/doctor.log" && fail "doctor says that it would not start."; }
 say "$(tail -1 "$top/doctor.log")"
@@ -154,4 +154,5 @@ kill -TERM "$server"
 wait "$server" || fail "the server ended with code $? after SIGTERM."
 server=""
 say "kept in /data: $(cd "$new/data" && find . -type f | head -5 | tr '\n' ' ')"
+[ -z "$(find "$new/data" -name '*.gguf')" ] || fail "the default model was fetched into /data."
 say "done: $(du -sh --one-file-system "$new/opt/spaceserve" | cut -f1) in /opt/spaceserve"

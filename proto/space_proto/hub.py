@@ -9,8 +9,6 @@ import contextlib
 import logging
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -18,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from space_proto.hub_file import PARTIAL, HubFile
+from space_proto.progress import download_progress, size_text
 
 AT_ONCE = 8
 """Files that are fetched at the same time."""
-
-PROGRESS_SECONDS = 5.0
-"""Between two lines about a download that goes on."""
 
 SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors",)
@@ -79,7 +75,7 @@ class Hub:
             "ignore_patterns": list(SECOND_COPIES),
         }
         with self._named(model), _quiet():
-            if not self._is_offline():
+            if not self.is_offline():
                 if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # what a commit is does not change
                     with contextlib.suppress(LocalEntryNotFoundError):
                         return Path(snapshot_download(model, local_files_only=True, **asked))
@@ -95,11 +91,14 @@ class Hub:
                 missing = [file for file in files if file.will_download]
                 total = sum(file.file_size or 0 for file in missing)
                 if missing:
-                    cache = self._where()
+                    cache = self.where()
                     folder = cache / f"models--{model.replace('/', '--')}"
                     self._check_space(model, folder, total)
                     wanted = [HubFile(model, file.commit_hash, file.filename, cache, token) for file in missing]
-                    with self._progress(model, folder / "blobs", total, len(missing)):
+                    blobs = folder / "blobs"
+                    whole = _bytes(blobs) - _bytes(blobs, f"*{PARTIAL}")
+                    what, measure = f"{len(missing)} files, ", lambda: _bytes(blobs) - whole
+                    with download_progress(model, total, measure, self.say, what=what):
                         _all_at_once(wanted)
                 return Path(snapshot_download(model, **asked))
             return Path(snapshot_download(model, local_files_only=True, **asked))
@@ -117,10 +116,10 @@ class Hub:
             "allow_patterns": [*SMALL_FILES, *WEIGHTS] if file is None else [file],
             "ignore_patterns": list(SECOND_COPIES),
         }
-        there = next(parent for parent in (self._where(), *self._where().parents) if parent.exists())
+        there = next(parent for parent in (self.where(), *self.where().parents) if parent.exists())
         free = shutil.disk_usage(there).free
         with self._named(model), _quiet():
-            if self._is_offline():
+            if self.is_offline():
                 snapshot_download(model, local_files_only=True, **asked)
                 return Missing(0, 0, there, free)
             try:
@@ -133,7 +132,8 @@ class Hub:
                 files = []
         return Missing(len(files), sum(file.file_size or 0 for file in files), there, free)
 
-    def _is_offline(self) -> bool:
+    def is_offline(self) -> bool:
+        """Whether nothing may be fetched: `--offline on`, or HF_HUB_OFFLINE."""
         from huggingface_hub import constants
 
         return self.offline or constants.HF_HUB_OFFLINE
@@ -176,11 +176,11 @@ class Hub:
         except errors.HFValidationError as error:
             raise HubError(f"{model} is no id of a model: {_first_line(error)}") from error
         except errors.LocalEntryNotFoundError as error:
-            if not self._is_offline():
+            if not self.is_offline():
                 raise HubError(_unreachable(model, error)) from error
             why = "--offline on" if self.offline else "HF_HUB_OFFLINE"
             raise HubError(
-                f"{model}{at} is not, or not whole, in {self._where()}, and {why} forbids to fetch it; fetch it once "
+                f"{model}{at} is not, or not whole, in {self.where()}, and {why} forbids to fetch it; fetch it once "
                 "without, or give the folder of a copy."
             ) from error
         except errors.HfHubHTTPError as error:
@@ -191,9 +191,10 @@ class Hub:
         except (network, ConnectionError) as error:
             raise HubError(_unreachable(model, error)) from error
         except (OSError, ValueError, RuntimeError) as error:
-            raise HubError(f"{model} could not be downloaded to {self._where()}: {_first_line(error)}") from error
+            raise HubError(f"{model} could not be downloaded to {self.where()}: {_first_line(error)}") from error
 
-    def _where(self) -> Path:
+    def where(self) -> Path:
+        """The folder of all downloaded models."""
         from huggingface_hub import constants
 
         return self.folder or Path(constants.HF_HUB_CACHE)
@@ -204,35 +205,9 @@ class Hub:
         left = total - _bytes(folder / "blobs", f"*{PARTIAL}")
         if left > free:
             raise HubError(
-                f"{model} needs {_size(left)} more in {there}, which has {_size(free)} free: make room, or choose "
-                "another folder with --download-folder."
+                f"{model} needs {size_text(left)} more in {there}, which has {size_text(free)} free: make room, or "
+                "choose another folder with --download-folder."
             )
-
-    @contextlib.contextmanager
-    def _progress(self, model: str, blobs: Path, total: int, num_files: int) -> Iterator[None]:
-        """A line at the begin, one every few seconds, one at the end."""
-        partial = _bytes(blobs, f"*{PARTIAL}")
-        whole, begun = _bytes(blobs) - partial, time.monotonic()
-        resumed = f", {_size(partial)} of them since last time" if partial else ""
-        self.say(f"downloading {model}: {num_files} files, {_size(total)}{resumed}")
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(PROGRESS_SECONDS):
-                done = _bytes(blobs) - whole
-                rate = max(done - partial, 1) / (time.monotonic() - begun)
-                left = max(total - done, 0) / rate
-                share = f"{_size(done)} of {_size(total)}" + (f" ({done / total:.0%})" if total else "")
-                self.say(f"downloading {model}: {share}, {_size(rate)}/s, {left:.0f} s left")
-
-        watcher = threading.Thread(target=watch, name="download progress", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-        self.say(f"downloaded {model}: {_size(total)} in {time.monotonic() - begun:.1f} s")
 
 
 def is_hub_id(model: str) -> bool:
@@ -302,13 +277,6 @@ def _bytes(folder: Path, pattern: str = "*") -> int:
         with contextlib.suppress(OSError):
             total += file.stat().st_size
     return total
-
-
-def _size(num_bytes: float) -> str:
-    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= bound:
-            return f"{num_bytes / bound:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _first_line(error: Exception) -> str:

@@ -326,7 +326,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}.") from None
     keys = read_keys(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
-    config = ServeConfig(**values, api_keys=keys)
+    config = ServeConfig(**values, api_keys=keys, model_is_named="model" in values)
     for name, (_, known) in settings().items():
         if config.worker_address and known.own_workers and flags.get(name) is not None:
             flag = "--" + name.replace("_", "-")

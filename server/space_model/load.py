@@ -105,6 +105,7 @@ def load_model(
     section = SpaceSection.parse(
         checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
     )
+    section.check_base(checkpoint.name, checkpoint.weights_sha256)
     fitting: _Fitting = {"hidden_size": int(config.hidden_size), "dtype": number, "device": place}
     drafting: list[Adapter] = []
     draft_head = None
@@ -114,7 +115,7 @@ def load_model(
     elif section.draft_head is not None:
         draft_head = load_draft_head(checkpoint.home, section.draft_head, **fitting)
     for name, folder in (adapters or {}).items():
-        drafting.append(_named(name, folder, int(config.vocab_size), fitting))
+        drafting.append(_named(name, folder, checkpoint, int(config.vocab_size), fitting))
 
     begun = time.perf_counter()
     if ranks is None:
@@ -176,12 +177,12 @@ class _Fitting(TypedDict):
     device: torch.device
 
 
-def _named(name: str, folder: str | Path, vocab_size: int, fitting: _Fitting) -> Adapter:
+def _named(name: str, folder: str | Path, base: Checkpoint, vocab_size: int, fitting: _Fitting) -> Adapter:
     """An adapter beside the checkpoint's own; errors say which."""
     if not name:
         raise InvalidSetting("An adapter needs a name that requests can ask for.")
     try:
-        return Adapter.open(name, folder, vocab_size=vocab_size, **fitting)
+        return Adapter.open(name, folder, base=base, vocab_size=vocab_size, **fitting)
     except (CheckpointNotFound, InvalidSpaceSection) as error:
         raise type(error)(f"Adapter {name}: {error}") from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class SpaceSection:
     num_masks: int | None  # masks per group; None: as many as the adapter has
     draft_head: DraftHeadSection | None
     acceptance: tuple[float, ...] = ()  # chance of draft 1, 2, … given those before it, as measured; empty: unknown
+    base_sha256: str | None = None  # of the weights that an adapter was made for; None: it does not say
 
     @classmethod
     def parse(
@@ -92,7 +94,29 @@ class SpaceSection:
             raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count!r}.")
         if count == 0:
             return cls((), None, 0, None)
-        return cls((), adapter, count, _draft_head(section.get("draft_head")), _acceptance(section.get("acceptance")))
+        head, acceptance = _draft_head(section.get("draft_head")), _acceptance(section.get("acceptance"))
+        return cls((), adapter, count, head, acceptance, _base_sha256(section.get("base_sha256")))
+
+    def check_base(self, name: str, sha256: Callable[[], str]) -> None:
+        """Whether the adapter was made for the weights of `name`, whose hash `sha256` computes where it is needed.
+
+        Raises InvalidSpaceSection.
+        """
+        if self.base_sha256 is not None and (found := sha256()) != self.base_sha256:
+            raise InvalidSpaceSection(
+                f"The adapter was made for weights with the sha256 {self.base_sha256}; those of {name} have {found}. "
+                "Give it with the weights that it was made for, or leave it out."
+            )
+
+
+def _base_sha256(section: object) -> str | None:
+    if section is None:
+        return None
+    if not isinstance(section, str) or not re.fullmatch("[0-9a-f]{64}", section):
+        raise InvalidSpaceSection(
+            f'"base_sha256" in the space section of config.json must be 64 hexadecimal digits; got {section!r}.'
+        )
+    return section
 
 
 def _acceptance(section: object) -> tuple[float, ...]:

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
+from space_common import default_model
 from space_kernels import cpu_library
 from space_kernels.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
@@ -45,6 +46,7 @@ from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.tensor_parallel import Ranks, check_ranks
 from space_proto.garbage import collect_seldom
+from space_proto.hub import Hub
 from space_proto.log_lines import log_to_stderr
 from space_proto.tracing import exporting
 
@@ -66,7 +68,7 @@ from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu,
 from space_server.machine_load import GpuLoad, LoadWatch
 from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
 from space_server.model_need import ModelNeed, num_blocks_of
-from space_server.model_source import ModelSource
+from space_server.model_source import ModelSource, say
 from space_server.nvml import Nvml
 from space_server.one_gpu import on_first_gpu
 from space_server.passing_thread import in_passing_thread
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
             # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, _leave))
+            config = _with_default_model(config)
             place = RankPlace.of(config.tensor_parallel, os.environ) if config.tensor_parallel > 1 else None
             config, place = on_first_gpu(config, place, os.environ)
             _check_machine(config)
@@ -143,6 +146,17 @@ def _check_machine(config: WorkerConfig) -> None:
     for finding in (gpu, check_shared_memory(config.tensor_parallel, on_gpu)):
         if finding is not None and finding.state == "note":
             _log.warning("%s", finding.sentence)
+
+
+def _with_default_model(config: WorkerConfig) -> WorkerConfig:
+    """The same; with `demo` where no model was named and the default one cannot be had."""
+    if config.model_is_named:
+        return config
+    hub = Hub(folder=config.download_folder, offline=config.offline, say=say)
+    model, fallback = default_model.choose(config.model, is_named=False, hub=hub)
+    if fallback is not None:
+        _log.warning("%s", fallback)
+    return replace(config, model=model)
 
 
 class _NoAddress(Exception):

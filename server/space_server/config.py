@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from space_common import default_model
 from space_kernels import cpu_library
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_model.precision import KV_DTYPES, WEIGHTS
@@ -34,7 +35,8 @@ Steps = Literal["auto"] | StepsHere
 class WorkerConfig:
     """Every field is a flag of `python -m space_server`."""
 
-    model: str  # a folder, a hub id, or `demo`
+    model: str  # a folder, a hub id, `smollm2` or `demo`
+    model_is_named: bool  # else `demo` may be served in place of the default model
     revision: str | None  # of a hub id: branch, tag or commit; None: main
     token_file: Path | None  # with the hub's token
     download_folder: Path | None  # of downloaded models; None: huggingface_hub's own
@@ -84,11 +86,17 @@ class WorkerConfig:
 def parse(arguments: Sequence[str]) -> WorkerConfig:
     """The settings from the words of a command line. Exits with status 2 and one line if they make no sense."""
     parser = argparse.ArgumentParser(prog="python -m space_server", description="The worker: steps a model on pages.")
-    parser.add_argument("--model", default="demo", help="a folder, a hub id, or `demo` (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        help=f"a folder, a hub id, `{default_model.NAME}`, or `{default_model.FALLBACK}`, which needs no download "
+        f"(default: {default_model.NAME})",
+    )
     parser.add_argument("--revision", metavar="REVISION", help="of a hub id: branch, tag or commit (default: main)")
     parser.add_argument("--token-file", type=Path, metavar="PATH", help="file with a token of the hub")
     parser.add_argument("--download-folder", type=Path, metavar="FOLDER", help="of downloaded models")
-    parser.add_argument("--offline", choices=("on", "off"), default="off", help="on: ask no hub (default: %(default)s)")
+    parser.add_argument(
+        "--offline", choices=("on", "off"), default="off", help="on: fetch nothing (default: %(default)s)"
+    )
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT; port 0 takes a free one")
     parser.add_argument("--tls-cert", metavar="PATH", help="certificate of this worker, PEM, which names its host")
     parser.add_argument("--tls-key", metavar="PATH", help="private key of --tls-cert, PEM")
@@ -255,6 +263,9 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
     options = vars(parser.parse_args(arguments))
+    # Ranks must agree: with several, no default gives way.
+    options["model_is_named"] = options["model"] is not None or options["tensor_parallel"] > 1
+    options["model"] = options["model"] or default_model.NAME
     for name in ("exact", "offline", "tracing"):
         options[name] = options[name] == "on"
     if options["tracing"]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from space_common import default_model
 from space_kernels import cpu_library
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
 from space_kernels.cache_folder import cache_folder
@@ -25,6 +26,7 @@ from space_model.quantized_format import read_format
 from space_model.space_section import SpaceSection
 from space_proto.finding import Finding
 from space_proto.hub import Hub, HubError, Missing, is_hub_id, split_hub_file
+from space_proto.progress import size_text
 
 from space_server.config import WorkerConfig, parse
 from space_server.cores import num_cores
@@ -32,7 +34,8 @@ from space_server.energy import Meter, find_sensors
 from space_server.free_memory import FreeMemory
 from space_server.machine_check import TorchBuild, check_compiler, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.memory import NotEnoughMemory
-from space_server.model_need import ModelNeed, num_blocks_of, shown
+from space_server.model_need import ModelNeed, num_blocks_of, num_weights, shown
+from space_server.model_source import ModelSource
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -98,7 +101,15 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
     hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
     missing: Missing | None = None
     try:
-        if is_hub_id(config.model) and not Path(config.model).exists():
+        own = default_model.packaged(config.model)
+        if config.model == default_model.NAME and own is not None:
+            missing = default_model.missing(hub)
+            if missing.num_files:
+                yield _download(config.model, missing)
+                checkpoint = _without_weights(config.model, own)
+            else:
+                checkpoint = ModelSource(config).checkpoint()
+        elif is_hub_id(config.model) and not Path(config.model).exists():
             missing = hub.missing(config.model)
             if missing.num_files:
                 yield _download(config.model, missing)
@@ -151,7 +162,10 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
         yield Finding("memory", "fail", f"--max-model-len {window}: the model has {trained} positions.", "Lower it.")
         return
     try:
-        need = ModelNeed.asked(config, checkpoint, unread=missing.num_bytes if missing else 0)
+        unread = missing.num_bytes if missing else 0
+        if unread and config.model == default_model.NAME:  # four bits in the file
+            unread = num_weights(model) * torch.bfloat16.itemsize
+        need = ModelNeed.asked(config, checkpoint, unread=unread)
     except ModelError as error:
         yield Finding("model", "fail", str(error))
         return
@@ -167,9 +181,10 @@ def _without_weights(name: str, folder: Path) -> Checkpoint:
 
 
 def _download(model: str, missing: Missing) -> Finding:
+    what = f"{missing.num_files} files, " if missing.num_files > 1 else ""
     fact = (
-        f"{model} is not here yet: {missing.num_files} files, {missing.num_bytes / 1e9:.1f} GB, are fetched at the "
-        f"first start; {missing.folder} has {missing.free / 1e9:.1f} GB free."
+        f"{model} is not here yet: {what}{size_text(missing.num_bytes)}, are fetched at the first start; "
+        f"{missing.folder} has {size_text(missing.free)} free."
     )
     if missing.num_bytes > missing.free:
         return Finding("model", "fail", fact, "Make room, or choose another folder with --download-folder.")

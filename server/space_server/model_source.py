@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from space_common import default_model
+from space_common.default_model import DEFAULT_BASE
 from space_model.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound
 from space_proto.hub import Hub, HubError, is_hub_id
@@ -34,11 +36,14 @@ class ModelSource:
         }
 
     def fetch(self, model: str) -> Path:
-        """The folder of an id. A revision is the model's own, not its base's or an adapter's."""
+        """The folder of an id, or the file of the default model's weights.
+
+        A revision is the model's own, not its base's or an adapter's.
+        """
         if model not in self._folders:
             hub = self._hub if model == self._model else replace(self._hub, revision=None)
             try:
-                self._folders[model] = hub.fetch(model)
+                self._folders[model] = default_model.fetch(hub) if model == DEFAULT_BASE else hub.fetch(model)
             except HubError as error:
                 raise CheckpointNotFound(str(error)) from error
         return self._folders[model]

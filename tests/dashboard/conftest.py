@@ -21,7 +21,7 @@ from space_eval.bench_server import ServerProcess
 SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))
 """Of load, before anybody looks."""
 
-FLAGS = ["--num-threads", "1", "--speculation", os.environ.get("SPACESERVE_TEST_SPECULATION", "3")]
+FLAGS = ["--model", "demo", "--num-threads", "1", "--speculation", os.environ.get("SPACESERVE_TEST_SPECULATION", "3")]
 """Drafts in every step, also on a busy machine where the controller lays out none; the picture has its choice."""
 
 WATTS = 35

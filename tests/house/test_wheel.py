@@ -1,5 +1,6 @@
 """What `pip install` would install: every room, whole, and the embedded model."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -9,14 +10,19 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def inside(root: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of the files in the wheel."""
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
         cwd=root, check=True, capture_output=True,
     )  # fmt: skip
     (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def inside(wheel: Path) -> set[str]:
+    """Names of the files in the wheel."""
     return set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -34,3 +40,29 @@ def test_the_wheel_holds_the_licence_and_no_tests(inside: set[str]) -> None:
 
 def test_the_embedded_model_is_whole(inside: set[str]) -> None:
     assert {f"space_demo/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")} <= inside
+
+
+def test_the_default_model_s_masks_open_from_the_wheel_and_name_their_base(wheel: Path, tmp_path: Path) -> None:
+    """Through importlib.resources, out of the wheel and not of this folder."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = """
+import json, sys
+from importlib.resources import as_file, files
+from safetensors import safe_open
+from space_common.default_model import SMOLLM2, packaged
+assert files("space_smollm2").is_relative_to(sys.argv[1]), files("space_smollm2")
+section = json.loads((packaged("smollm2") / "config.json").read_text())["space"]
+assert (section["base"], section["base_sha256"]) == (SMOLLM2.wheel, SMOLLM2.sha256)
+assert SMOLLM2.requirements.is_file()
+for name in (section["adapter"], section["draft_head"]["file"]):
+    with as_file(files("space_smollm2") / name) as file, safe_open(file, "pt") as tensors:
+        assert len(tensors.keys()) > 1
+assert sum(path.stat().st_size for path in files("space_smollm2").iterdir() if path.is_file()) < 22e6
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=tmp_path, env=environment)
+
+
+def test_the_wheel_holds_licence_and_notice_of_the_default_model(inside: set[str]) -> None:
+    licences = {name.split(".dist-info/licenses/")[-1] for name in inside if ".dist-info/licenses/" in name}
+    assert {"LICENSE", "server/space_smollm2/LICENSE", "server/space_smollm2/NOTICE"} <= licences

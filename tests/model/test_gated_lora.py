@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -12,6 +14,7 @@ import pytest
 import torch
 from space_kernels.gated_delta import GatedDelta
 from space_kernels.linear import can_pack
+from space_model.checkpoint import Checkpoint
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
 from space_model.gated_lora import GatedLora
@@ -317,6 +320,36 @@ def test_errors_of_a_named_adapter_say_which(checkpoint_of: Callable[[str], Path
     deep = tiny_checkpoint(tmp_path / "deep", num_layers=3)
     with pytest.raises(InvalidSpaceSection, match=r"adapts model\.layers\.2"):
         load_model(checkpoint_of("llama"), adapters={"one": tiny_adapter(tmp_path / "deeper", deep)})
+
+
+def test_an_adapter_that_names_its_base_is_refused_on_another(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base, folder = checkpoint_of("llama"), tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+    own = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    change(folder, base_sha256=own)
+    assert load_model(folder).facts.num_masks == 5
+    assert load_model(base, adapters={"one": folder}).facts.adapters[0].num_masks == 5
+    other = tiny_checkpoint(tmp_path / "other", seed=99)
+    its = hashlib.sha256((other / "model.safetensors").read_bytes()).hexdigest()
+    assert its != own
+    both = f"made for weights with the sha256 {own}; those of {re.escape(str(other))} have {its}"
+    with pytest.raises(InvalidSpaceSection, match=f"Adapter one: .*{both}"):
+        load_model(other, adapters={"one": folder})
+    change(folder, base=str(other))
+    with pytest.raises(InvalidSpaceSection, match=own):
+        load_model(folder)
+    change(folder, base_sha256="abc")
+    with pytest.raises(InvalidSpaceSection, match="must be 64 hexadecimal digits; got 'abc'"):
+        load_model(folder)
+
+
+def test_weights_in_several_files_have_one_hash_too(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "b").write_bytes(b"b")
+    digests = "".join(hashlib.sha256(part).hexdigest() for part in (b"a", b"b"))
+    checkpoint = Checkpoint("two", tmp_path, {}, (tmp_path / "a", tmp_path / "b"), tmp_path)
+    assert checkpoint.weights_sha256() == hashlib.sha256(digests.encode()).hexdigest()
 
 
 def test_mask_ids_and_an_adapter_exclude_each_other(tmp_path: Path) -> None:

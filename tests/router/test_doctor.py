@@ -18,7 +18,7 @@ def found(worker: Sequence[Finding] = HEALTHY, /, **flags: str) -> list[Finding]
     def ask(config: ServeConfig) -> Sequence[Finding]:
         return worker
 
-    return list(doctor.examine({"port": "0", **flags}, {}, ask))
+    return list(doctor.examine({"port": "0", "model": "demo", **flags}, {}, ask))
 
 
 def failures(worker: Sequence[Finding] = HEALTHY, /, **flags: str) -> list[Finding]:
@@ -71,7 +71,7 @@ def test_a_server_that_others_reach_and_that_asks_for_no_key_is_noted() -> None:
     (note,) = [finding for finding in found(host="0.0.0.0", grpc_port="0") if finding.state == "note"]
     assert note.fact == "Whoever reaches 0.0.0.0 may use the server: it asks for no key."
     assert "SPACESERVE_API_KEYS" in note.cure
-    flags = {"port": "0", "host": "0.0.0.0"}
+    flags = {"port": "0", "host": "0.0.0.0", "model": "demo"}
     told = doctor.examine(flags, {"SPACESERVE_API_KEYS": "sk-1"}, lambda config: HEALTHY)
     assert all(finding.state == "ok" for finding in told)
 
@@ -110,6 +110,25 @@ def test_programs_get_json_and_the_exit_code_says_it_too(
     told = json.loads(capsys.readouterr().out)
     assert told["would_start"] is False
     assert [one["part"] for one in told["findings"] if one["state"] == "fail"] == ["model"]
+
+
+def test_a_default_model_that_is_not_here_is_said_and_is_no_failure(tmp_path: Path) -> None:
+    flags = {"port": "0", "download_folder": str(tmp_path)}
+    asked: list[str] = []
+
+    def ask(config: ServeConfig) -> Sequence[Finding]:
+        asked.append(config.model)
+        return HEALTHY
+
+    told = list(doctor.examine(flags, {}, ask))
+    assert doctor.would_start(told)
+    assert "Tokenizer and chat template of smollm2 come with its weights." in {finding.fact for finding in told}
+    offline = list(doctor.examine({**flags, "offline": "on"}, {}, ask))
+    assert doctor.would_start(offline)
+    assert "As it is, demo would be served." in {finding.cure for finding in offline}
+    assert asked == ["smollm2", "demo"]
+    (named,) = failures(download_folder=str(tmp_path), offline="on", model="smollm2")
+    assert "--offline on forbids to fetch them" in named.fact
 
 
 def test_a_page_is_no_wider_than_a_terminal() -> None:

@@ -6,8 +6,14 @@ from space_server.config import parse
 
 def test_defaults() -> None:
     config = parse(["--listen", "unix:/tmp/w"])
-    assert (config.model, config.speculation, config.max_draft_length) == ("demo", "auto", None)
+    assert (config.model, config.speculation, config.max_draft_length) == ("smollm2", "auto", None)
     assert (config.block_size, config.max_sequences, config.kv_memory, config.log_level) == (16, 64, None, "INFO")
+
+
+def test_only_a_model_that_was_not_named_may_give_way_and_ranks_must_agree() -> None:
+    assert not parse(["--listen", "h:1"]).model_is_named
+    assert parse(["--listen", "h:1", "--model", "smollm2"]).model_is_named
+    assert parse(["--listen", "h:1", "--tensor-parallel", "2"]).model_is_named
 
 
 def test_every_flag_is_parsed_into_its_unit() -> None:

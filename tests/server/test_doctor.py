@@ -14,7 +14,8 @@ from space_server.__main__ import main as serve
 from space_server.config import parse
 from space_server.doctor import examine, main
 
-WORDS = ["--listen", "unix:/nowhere", "--device", "cpu"]
+LISTEN = ["--listen", "unix:/nowhere", "--device", "cpu"]
+WORDS = [*LISTEN, "--model", "demo"]  # the last --model counts
 
 
 def found(*words: str) -> list[Finding]:
@@ -74,6 +75,17 @@ def test_what_keeps_a_worker_from_starting_is_found_and_a_worker_says_so_too(
     assert fact in told[0].fact
     assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_default_model_is_judged_before_it_is_here(tmp_path: Path) -> None:
+    told = list(examine(parse([*LISTEN, "--download-folder", str(tmp_path)])))
+    assert [finding for finding in told if finding.state == "fail"] == []
+    model = [finding.fact for finding in told if finding.part == "model"]
+    assert "smollm2 is not here yet: 92.9 MB, are fetched at the first start" in model[0]
+    assert "smollm2: llama, 30 layers" in model[1]
+    assert "an adapter that drafts" in model[1]
+    (memory,) = [finding.fact for finding in told if finding.part == "memory"]
+    assert "windows of 8192" in memory
 
 
 def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:

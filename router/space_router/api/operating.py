@@ -117,6 +117,7 @@ def describe(service: Service) -> dict[str, Any]:
             "draft_head": None if facts is None else facts.has_draft_head,
         },
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
+        "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,

@@ -115,6 +115,7 @@ class Info(Answer):
     num_blocks: Count | None
     speculation: SpeculationInfo
     synthetic_acceptance: list[float] | None
+    model_fallback: str | None
     adapters: list[str]
     chat_template: bool
     ready: bool

@@ -15,7 +15,21 @@ import { fieldOf, wordsFor } from "./trouble.mjs";
 const $ = (id) => document.getElementById(id);
 const form = $("ask");
 
+/** For a chat model; the embedded `demo` writes code, and has examples of its own. */
 const EXAMPLES = {
+  completion: [
+    ["a story", "Once upon a time, in a village by the sea,"],
+    ["a list", "Three reasons to learn a new language:\n\n1."],
+  ],
+  chat: [
+    ["a question", "Why is the sky blue?"],
+    ["a letter", "Write a short letter that invites a friend to a picnic by the lake."],
+    ["code", "Write a Python function that counts how often each word appears in a text."],
+  ],
+};
+
+const DEMO = "spaceserve-demo";
+const DEMO_EXAMPLES = {
   completion: [
     ["a class", 'class Account:\n    """A bank account."""\n\n    def __init__(self, name, number, balance=0):\n'],
     ["a function", 'def count_words(text):\n    """Count how often each word appears in a text."""\n    counts = {}\n'],
@@ -38,6 +52,8 @@ let sides = []; // {name, plain, pane, answer, record} of what is shown
 let question = null; // the message that is answered, in a chat
 let controller = null; // of what is running
 let facts = new AbortController(); // of the questions about the server
+let examples = DEMO_EXAMPLES;
+let touched = false; // whether the user has chosen what to ask
 let most = Number($("max_tokens").value); // tokens that the drawings have room for
 let drawing = false;
 
@@ -57,16 +73,17 @@ function showMode() {
   $("system-field").hidden = mode !== "chat";
   $("thread").hidden = mode !== "chat" || thread.messages.length === 0;
   $("prompt-label").textContent = mode === "chat" ? "Message" : "Prompt";
-  const examples = EXAMPLES[mode].map(([name, text]) => {
+  const buttons = examples[mode].map(([name, text]) => {
     const button = element("button", { type: "button" }, name);
     button.addEventListener("click", () => {
+      touched = true;
       $("prompt").value = text;
       $("prompt").focus();
       showSettings();
     });
     return button;
   });
-  $("examples").replaceChildren(...examples);
+  $("examples").replaceChildren(...buttons);
 }
 
 function showSettings() {
@@ -88,6 +105,7 @@ function showCurl() {
 
 async function run() {
   if (controller !== null) return;
+  touched = true;
   complain(null);
   let request;
   const given = settings();
@@ -318,12 +336,24 @@ function showFacts({ info, models }) {
   const decree = info.synthetic_acceptance;
   $("decree").hidden = !decree;
   if (decree) $("decree").textContent = `Synthetic acceptance: drafts come true by decree (${decree.join(", ")}). Speeds say nothing about the checkpoint.`;
+  $("fallback").hidden = !info.model_fallback;
+  if (info.model_fallback) $("fallback").textContent = info.model_fallback;
   offer($("model"), models.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]));
   offer($("speculation"), draftOptions(info));
   const chat = form.querySelector("[value=chat]");
   chat.disabled = !info.chat_template;
   chat.parentElement.title = info.chat_template ? "" : "This model has no chat template: start the server with --chat-template.";
+  begin(info);
   showSettings();
+}
+
+/** Until something is typed or chosen: a chat model is asked in a chat, with its first example. */
+function begin(info) {
+  if (touched) return;
+  examples = info.model_id === DEMO ? DEMO_EXAMPLES : EXAMPLES;
+  form.elements.mode.value = info.chat_template && info.model_id !== DEMO ? "chat" : "completion";
+  $("prompt").value = examples[form.elements.mode.value][0][1];
+  showMode();
 }
 
 /* --- wiring ------------------------------------------------------------------------------------------------------ */
@@ -332,7 +362,10 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
-form.addEventListener("input", showSettings);
+form.addEventListener("input", () => {
+  touched = true;
+  showSettings();
+});
 for (const radio of form.elements.mode) radio.addEventListener("change", showMode);
 $("stop").addEventListener("click", () => controller?.abort());
 $("replay").addEventListener("click", replayBoth);
@@ -360,7 +393,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-$("prompt").value = EXAMPLES.completion[0][1];
+$("prompt").value = examples.completion[0][1];
 $("key").value = remembered("sessionStorage", "spaceserve.key") ?? "";
 theme($("theme"));
 showMode();

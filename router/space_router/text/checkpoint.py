@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from space_common import default_model
+from space_common.default_model import DEFAULT_BASE
 from space_common.gguf.errors import GgufError
 from space_common.gguf.find import find_gguf
 from space_proto.hub import Hub, HubError, is_hub_id
@@ -37,17 +38,18 @@ def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
 
 
 def _folder(model: str, hub: Hub) -> Path:
-    if model == "demo":
-        return Path(str(resources.files("space_demo")))
+    packaged = default_model.packaged(model)
+    if packaged is not None:
+        return packaged
     place = Path(model).expanduser()
     if not place.exists():
-        if not is_hub_id(model):
+        if model != DEFAULT_BASE and not is_hub_id(model):
             raise ConfigError(
-                f"--model={model!r}: there is no such folder or file; give `demo`, a folder, a GGUF file or a Hugging "
-                "Face id."
+                f"--model={model!r}: there is no such folder or file; give `smollm2`, `demo`, a folder, a GGUF file or "
+                "a Hugging Face id."
             )
         try:
-            place = hub.fetch(model, weights=False)
+            place = default_model.fetch(hub) if model == DEFAULT_BASE else hub.fetch(model, weights=False)
         except HubError as error:
             raise ConfigError(f"--model={model!r} is no folder, and: {error}") from error
     try:

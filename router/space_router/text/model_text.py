@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from space_proto.hub import Hub
+from space_common import default_model
+from space_proto.hub import Hub, HubError
 
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError
@@ -56,6 +57,21 @@ class ModelText:
         template = chat_template.find(folder, config.chat_template, tokens)
         defaults = _defaults(folder) if config.generation_config == "auto" else {}
         return cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
+
+
+def with_default_model(config: ServeConfig) -> ServeConfig:
+    """The same; with the default model's weights fetched, or, if it was not named and cannot be had, with `demo`.
+
+    Raises ConfigError where it was named.
+    """
+    try:
+        model, fallback = default_model.choose(config.model, is_named=config.model_is_named, hub=hub_of(config))
+    except HubError as error:
+        raise ConfigError(f"--model={config.model!r}: {error}") from error
+    if fallback is None:
+        return config
+    log.warning("%s", fallback)
+    return replace(config, model=model, model_fallback=fallback)
 
 
 def hub_of(config: ServeConfig) -> Hub:

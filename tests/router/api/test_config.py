@@ -9,6 +9,7 @@ from space_router import cli
 from space_router.api_keys import KeyLimits, plain_keys
 from space_router.config import ServeConfig, build, settings
 from space_router.errors import ConfigError
+from space_router.text.model_text import with_default_model
 
 
 def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
@@ -40,7 +41,7 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"adapter": "code"}, {}, "--adapter='code': must be NAME=FOLDER"),
         ({}, {"SPACESERVE_ADAPTER": "a b=c"}, "with a name of letters, digits"),
         ({"adapter": "a=b,a=c"}, {}, "two adapters the same name"),
-        ({"adapter": "spaceserve-demo=b"}, {}, "the model itself is called so"),
+        ({"adapter": "smollm2=b"}, {}, "the model itself is called so"),
         ({"worker_address": "w:1", "dtype": "auto"}, {}, "--dtype does nothing with --worker-address"),
     ],
 )
@@ -82,7 +83,29 @@ def test_adapters_come_from_one_flag_several_times_or_from_one_variable(monkeypa
 def test_the_model_is_called_by_the_last_part_of_its_path() -> None:
     assert build({"model": "/data/models/llama/"}, {}).model_name == "llama"
     assert build({"model": "org/llama", "served_model_name": "mine"}, {}).model_name == "mine"
-    assert build({}, {}).model_name == "spaceserve-demo"
+    assert build({"model": "demo"}, {}).model_name == "spaceserve-demo"
+    assert build({}, {}).model_name == "smollm2"
+
+
+def test_a_model_is_named_by_flag_or_variable() -> None:
+    assert not build({}, {}).model_is_named
+    assert build({"model": "smollm2"}, {}).model_is_named
+    assert build({}, {"SPACESERVE_MODEL": "smollm2"}).model_is_named
+
+
+def test_a_default_model_that_cannot_be_had_gives_way_to_demo_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = {"offline": "on", "download_folder": str(tmp_path)}
+    config = with_default_model(build(flags, {}))
+    assert (config.model, config.model_name) == ("demo", "spaceserve-demo")
+    (line,) = caplog.messages
+    assert line == config.model_fallback
+    assert line.startswith("demo is served in place of smollm2: ")
+    with pytest.raises(ConfigError, match="--model='smollm2': The weights of smollm2 are not in"):
+        with_default_model(build({**flags, "model": "smollm2"}, {}))
+    named = build({"model": "demo"}, {})
+    assert with_default_model(named) is named
 
 
 def test_help_teaches_every_flag_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from space_router.testing import Script, ScriptedWorker
 from space_router.workers.supervisor import WorkerDidNotStart
 
 LIMIT = 60.0
-CONFIG = ServeConfig(drain_timeout=0.5, worker_start_timeout=LIMIT)
+CONFIG = ServeConfig(model="demo", drain_timeout=0.5, worker_start_timeout=LIMIT)
 
 
 def scripted(config: ServeConfig, address: str) -> Sequence[str]:

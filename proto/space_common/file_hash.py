@@ -1,0 +1,19 @@
+"""The sha256 of large files, read once in the life of a process."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+
+def sha256_of(file: Path) -> str:
+    """In hexadecimal digits; computed anew where size or time of the file have changed. Raises OSError."""
+    stat = file.stat()
+    return _digest(file.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache
+def _digest(file: Path, num_bytes: int, changed: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

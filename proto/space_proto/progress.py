@@ -1,0 +1,50 @@
+"""Lines about a download that goes on, the same whatever is downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+PROGRESS_SECONDS = 5.0
+"""Between two lines about a download that goes on."""
+
+
+@contextlib.contextmanager
+def download_progress(
+    name: str, total: int, measure: Callable[[], int], say: Callable[[str], None], *, what: str = ""
+) -> Iterator[None]:
+    """A line at the begin, one every few seconds while the block runs, one at its end unless it raises.
+
+    `measure`: bytes that are there now, of `total`; `what` follows the name in the first line ("3 files, ").
+    """
+    before, begun = measure(), time.monotonic()
+    resumed = f", {size_text(before)} of them since last time" if before else ""
+    say(f"downloading {name}: {what}{size_text(total)}{resumed}")
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(PROGRESS_SECONDS):
+            done = measure()
+            rate = max(done - before, 1) / (time.monotonic() - begun)
+            left = max(total - done, 0) / rate
+            share = f"{size_text(done)} of {size_text(total)}" + (f" ({done / total:.0%})" if total else "")
+            say(f"downloading {name}: {share}, {size_text(rate)}/s, {left:.0f} s left")
+
+    watcher = threading.Thread(target=watch, name="download progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    say(f"downloaded {name}: {size_text(total)} in {time.monotonic() - begun:.1f} s")
+
+
+def size_text(num_bytes: float) -> str:
+    """In the largest unit that fits: 92.9 MB."""
+    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= bound:
+            return f"{num_bytes / bound:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
