@@ -17,7 +17,8 @@ from space_router.errors import ConfigError
 
 _SERVE_EXAMPLES = """\
 examples:
-  spaceserve serve                                         the embedded demo model on http://127.0.0.1:8080
+  spaceserve serve                                         SmolLM2-135M-Instruct on http://127.0.0.1:8080
+  spaceserve serve --model demo                            a tiny Python-code model: nothing is downloaded
   spaceserve serve --model ./my-checkpoint --port 9000     a folder with config.json, tokenizer.json, safetensors
   SPACESERVE_PORT=9000 spaceserve serve                    every flag is also an environment variable
   spaceserve serve --model PATH --space-mask-ids 32002 --space-num-masks 5 --chat-template vicuna

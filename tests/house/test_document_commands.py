@@ -243,6 +243,8 @@ def test_the_python_examples_talk_to_the_server(documents: dict[str, str], folde
     examples = re.findall(r"```python\n(.*?)```", "\n".join(documents.values()), flags=re.DOTALL)
     clients = [example.replace("http://127.0.0.1:8080", url) for example in examples if "OpenAI" in example]
     assert clients
+    assert all('model="smollm2"' in example for example in clients)
+    clients = [example.replace('model="smollm2"', 'model="spaceserve-demo"') for example in clients]
     for example in clients:
         assert run([sys.executable, "-c", example], folder).strip()
 

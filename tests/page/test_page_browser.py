@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from space_eval.bench_server import ServerProcess
+from space_model.testing import tiny_checkpoint
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -280,3 +281,23 @@ def test_a_stream_that_breaks_is_said_to_have_broken(browser: Any, serve: Serve)
         assert "broken off" in page.text(".pane")
         run(page, max_tokens="4")
         assert "The server cannot be reached" in page.text("#error")
+
+
+def test_a_chat_model_is_asked_in_a_chat_until_the_user_chooses(browser: Any, serve: Serve, tmp_path: Path) -> None:
+    with serve("--model", str(tiny_checkpoint(tmp_path / "tiny", vocab_size=300))) as server:
+        page = ready(browser.open(f"{server.url}/"))
+        assert page.js("document.forms.ask.elements.mode.value") == "chat"
+        assert page.js("document.getElementById('prompt').value") == "Why is the sky blue?"
+        run(page, max_tokens="4")
+        assert "all 4 tokens" in page.text("#verdict")
+        page.js("document.querySelector('[value=completion]').click()")
+        assert page.js("document.forms.ask.elements.mode.value") == "completion"
+
+
+def test_what_is_served_in_place_of_the_default_model_is_said(browser: Any, tmp_path: Path) -> None:
+    nowhere = {"SPACESERVE_MODEL": "", "SPACESERVE_OFFLINE": "on", "HF_HOME": str(tmp_path)}
+    with ServerProcess(["--num-threads", "1"], environment=nowhere) as server:
+        page = ready(browser.open(f"{server.url}/"))
+        assert "demo is served in place of smollm2" in page.text("#fallback")
+        assert not page.js("document.getElementById('fallback').hidden")
+        assert page.js("document.forms.ask.elements.mode.value") == "completion"
