@@ -142,7 +142,7 @@ class Hub:
         if self.token_file is None:
             return None
         try:
-            words = self.token_file.read_text(encoding="utf-8").split()
+            words = self.token_file.read_text(encoding="utf-8-sig").split()
         except (OSError, UnicodeDecodeError) as error:
             raise HubError(f"--token-file {self.token_file} cannot be read: {_first_line(error)}.") from error
         if len(words) != 1:

@@ -96,7 +96,7 @@ def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
     keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
     if file is not None:
         try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
             raise ConfigError(f"--api-key-file={file!r}: cannot be read: {reason}.") from None

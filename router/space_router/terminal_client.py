@@ -145,6 +145,6 @@ def own_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
     if file is None:
         return environment.get(KEY_VARIABLE, "").strip() or None
     try:
-        return file.expanduser().read_text(encoding="utf-8").split()[0]
+        return file.expanduser().read_text(encoding="utf-8-sig").split()[0]
     except (OSError, IndexError, UnicodeError):
         raise ChatError(f"--api-key-file {file}: there is no key in it.") from None

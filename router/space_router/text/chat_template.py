@@ -14,6 +14,7 @@ import jinja2.sandbox
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from space_common.text_file import NotUtf8, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
@@ -209,8 +210,10 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
         if choice in BUILT_IN:
             return ChatTemplate(BUILT_IN[choice], tokens, name=choice)
         try:
-            source = Path(choice).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_text(Path(choice).expanduser())
+        except NotUtf8 as error:
+            raise ConfigError(f"--chat-template={choice!r}: {error}") from error
+        except OSError as error:
             raise ConfigError(
                 f"--chat-template={choice!r}: neither one of {', '.join(BUILT_IN)} nor a readable file."
             ) from error
@@ -237,20 +240,37 @@ class _Source:
 
 
 def _own(folder: Path) -> dict[str, _Source]:
-    """The checkpoint's templates by their names there: files win over tokenizer_config.json."""
+    """The checkpoint's templates by their names there, where transformers looks for them: chat_template.jinja is in the
+    place of all of tokenizer_config.json, others of their own add to them; what multimodal models keep in
+    chat_template.json comes last.
+    """
     config = "chat_template of tokenizer_config.json"
-    own = read_json(folder, "tokenizer_config.json").get("chat_template")
-    found: dict[str, _Source] = {}
-    if isinstance(own, str):
-        found["default"] = _Source(own, config)
-    elif isinstance(own, list):  # several by name: [{"name": "default", "template": ...}]
-        found |= {entry["name"]: _Source(entry["template"], f"{config} ({entry['name']})") for entry in own}
+    found = _parts(read_json(folder, "tokenizer_config.json").get("chat_template"), config)
     file = folder / "chat_template.jinja"
     others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    for name, place in [("default", file), *((other.stem, other) for other in others)]:
-        if place.is_file():
-            found[name] = _Source(place.read_text(encoding="utf-8"), str(place))
+    if file.is_file():
+        found = {"default": _Source(_text(file), str(file))}
+    found |= {other.stem: _Source(_text(other), str(other)) for other in others}
+    if not found:
+        processor = "chat_template.json"
+        found = _parts(read_json(folder, processor).get("chat_template"), processor)
     return found
+
+
+def _parts(own: Any, name: str) -> dict[str, _Source]:
+    """One template, or several by name, as a list of objects or as one."""
+    if isinstance(own, str):
+        return {"default": _Source(own, name)}
+    if isinstance(own, list):
+        own = {entry["name"]: entry["template"] for entry in own}
+    return {key: _Source(template, f"{name} ({key})") for key, template in (own or {}).items()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except NotUtf8 as error:
+        raise ConfigError(str(error)) from error
 
 
 def _raise(message: str) -> NoReturn:

@@ -9,6 +9,7 @@ from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.gguf.errors import GgufError
 from space_common.gguf.find import find_gguf
+from space_common.text_file import NotUtf8, read_text
 from space_proto.hub import Hub, HubError, is_hub_id
 
 from space_router.errors import ConfigError
@@ -74,10 +75,12 @@ def _view_of(place: Path) -> Path | None:
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The object in a file of the folder; empty where there is no such file. Raises ConfigError."""
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        value = json.loads(read_text(folder / name))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except NotUtf8 as error:
+        raise ConfigError(str(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / name} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{folder / name} holds no JSON object.")

@@ -1,14 +1,19 @@
 """The checkpoint's tokenizer, as the router uses it."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
+from space_common.special_tokens import further_tokens, named_tokens, token_text
+from space_common.text_file import NotUtf8, decoded
 
 from space_router.errors import ConfigError
+from space_router.text import llama_tokenizer
 from space_router.text.checkpoint import read_json
 from space_router.text.token_bytes import TokenBytes
 
@@ -18,17 +23,36 @@ _NO_WORD = "☺"  # merges with nothing that could follow it
 class Tokenizer:
     """Text to ids and ids to text; `content_hash` is the sha256 of tokenizer.json, to compare with the worker's."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, config: dict[str, Any], content_hash: str = "") -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        content_hash: str = "",
+        *,
+        special_map: Mapping[str, Any] = MappingProxyType({}),
+        defaults: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`config`: tokenizer_config.json; `special_map`: special_tokens_map.json; `defaults`: what special tokens are
+        called where neither says so.
+        """
         inner.no_truncation()
         inner.no_padding()
+        named = {**_known(inner, defaults, config), **named_tokens(config, special_map)}
+        _add_tokens(inner, config, [*named.values(), *further_tokens(config, special_map)])
         self._inner = inner
         self.content_hash = content_hash
         self.bytes_of = TokenBytes(inner)
+        self.num_ids = inner.get_vocab_size()
+        """Ids of all tokens, added ones too; an embedding may have fewer rows."""
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
-        self.bos_token = _token_text(config.get("bos_token"))
-        self.eos_token = _token_text(config.get("eos_token"))
-        self.pad_token = _token_text(config.get("pad_token"))
-        self.unk_token = _token_text(config.get("unk_token"))
+        self.added_texts = frozenset(token.content for token in inner.get_added_tokens_decoder().values())
+        """Tokens that a text holds whole or not at all, special ones and others."""
+        self.named_tokens: Mapping[str, str] = {name: token_text(entry) or "" for name, entry in named.items()}
+        """`bos_token`, `eos_token`, … as chat templates know them."""
+        self.bos_token = self.named_tokens.get("bos_token")
+        self.eos_token = self.named_tokens.get("eos_token")
+        self.pad_token = self.named_tokens.get("pad_token")
+        self.unk_token = self.named_tokens.get("unk_token")
         # Older Llama checkpoints say only in tokenizer_config.json that a prompt begins with BOS.
         self._bos_id = None
         self.bos_id: int | None = None if self.bos_token is None else inner.token_to_id(self.bos_token)
@@ -37,14 +61,29 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """From tokenizer.json and tokenizer_config.json of a folder. Raises ConfigError."""
+        """From the tokenizer's files of a folder. Raises ConfigError."""
         file = folder / "tokenizer.json"
+        config, special_map = (read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+        defaults: Mapping[str, str] = {}
         try:
             content = file.read_bytes()
-            inner = tokenizers.Tokenizer.from_str(content.decode())
+            text = decoded(content, file)
+            inner = tokenizers.Tokenizer.from_str(text)
+            if (parsed := _of_llama_class(text, config, folder)) is not None:
+                added = parsed["added_tokens"]
+                inner = tokenizers.Tokenizer.from_str(json.dumps(llama_tokenizer.rebuilt(parsed, config)))
+                defaults = llama_tokenizer.DEFAULTS
+                if config.get("added_tokens_decoder") is None:
+                    config = {**config, "added_tokens_decoder": {str(token["id"]): token for token in added}}
+                    special_map = {}
+        except ConfigError:
+            raise
+        except NotUtf8 as error:
+            raise ConfigError(str(error)) from error
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise ConfigError(f"{file} cannot be read: {str(error)[:200]}.") from error
-        return cls(inner, read_json(folder, "tokenizer_config.json"), hashlib.sha256(content).hexdigest())
+        digest = hashlib.sha256(content).hexdigest()
+        return cls(inner, config, digest, special_map=special_map, defaults=defaults)
 
     # The batch calls alone let other threads run meanwhile; a long prompt takes seconds.
 
@@ -103,8 +142,37 @@ def _no_halves(text: str) -> Iterator[None]:
         raise
 
 
-def _token_text(entry: Any) -> str | None:
-    """A special token of tokenizer_config.json: a text, or an object with `content`."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
+def _of_llama_class(text: str, config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """tokenizer.json, parsed, where transformers builds the tokenizer by Llama's class."""
+    model_config = read_json(folder, "config.json")
+    if not llama_tokenizer.is_llama_class({}, config, model_config):
+        return None  # before a large file is parsed
+    parsed: dict[str, Any] = json.loads(text)
+    return parsed if llama_tokenizer.is_llama_class(parsed, config, model_config) else None
+
+
+def _known(inner: tokenizers.Tokenizer, defaults: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, str]:
+    """The defaults that the vocabulary has and the config does not name, be it as null."""
+    return {name: text for name, text in defaults.items() if name not in config and inner.token_to_id(text) is not None}
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Sequence[Any]) -> None:
+    """Tokens that only the other files know, as transformers adds them; without that `<s>` would be read as `<`, `s`,
+    `>`. One that the vocabulary lacks gets the next id.
+    """
+    listed = (config.get("added_tokens_decoder") or {}).items()
+    made = [_added(entry) for _, entry in sorted(listed, key=lambda item: int(item[0]))]
+    known = {token.content for token in (*inner.get_added_tokens_decoder().values(), *made)}
+    for entry in special:
+        if (text := token_text(entry)) is not None and text not in known:
+            made.append(_added(entry, special=True))
+            known.add(text)
+    inner.add_tokens(made)
+
+
+def _added(entry: Any, *, special: bool = False) -> tokenizers.AddedToken:
+    """A token as it is written in the files: a text, or an object."""
+    if isinstance(entry, str):
+        return tokenizers.AddedToken(entry, special=special)
+    flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
+    return tokenizers.AddedToken(entry["content"], special=special or bool(entry.get("special")), **flags)

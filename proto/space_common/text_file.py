@@ -1,0 +1,30 @@
+"""A checkpoint's small text files, however they were saved."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+_OTHERS = {
+    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}  # fmt: skip
+
+
+class NotUtf8(ValueError):
+    """A text file in another encoding; the message names the file, the place and the cure."""
+
+
+def decoded(content: bytes, name: str | Path) -> str:
+    """The text of a file of this name: UTF-8, with or without a byte order mark. Raises NotUtf8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        other = next((encoding for mark, encoding in _OTHERS.items() if content.startswith(mark)), None)
+        what = f"is {other}" if other else f"is not UTF-8: the byte 0x{content[error.start]:02x} at {error.start}"
+        raise NotUtf8(f"{name} {what}. Save it as UTF-8.") from error
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises NotUtf8, OSError."""
+    return decoded(file.read_bytes(), file)
