@@ -689,7 +689,7 @@ class Hello(_message.Message):
 
     @_builtins.property
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """as the checkpoint's generation config says"""
+        """what ends every text"""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:

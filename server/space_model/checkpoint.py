@@ -18,6 +18,7 @@ from space_common.gguf.find import SUFFIX, find_gguf
 from space_model.json_file import read_object
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.peft_folder import PEFT_CONFIG, refuse_as_model
+from space_model.tokenizer_eos import tokenizer_eos
 from space_model.weight_index import INDEX, indexed_files
 
 if TYPE_CHECKING:
@@ -142,12 +143,13 @@ class Checkpoint:
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """What ends a text, as the generation config says, else the config; an id the head does not have ends none."""
-        for source in (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {}):
-            ids = source.get("eos_token_id")
-            if ids is not None:
-                return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if 0 <= id < vocab_size)
-        return ()
+        """What ends every text: what the generation config says, without it the config, as in transformers, and the
+        tokenizer's own EOS; an id the head does not have ends none.
+        """
+        sources = (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {})
+        said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+        ids = [*(said if isinstance(said, list) else [said]), tokenizer_eos(self.read_json)]
+        return tuple(dict.fromkeys(id for id in ids if id is not None and 0 <= id < vocab_size))
 
 
 def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -243,14 +243,14 @@ def test_sharded_weights_are_read_as_one(copy_of: Callable[..., Path]) -> None:
         load_model(path)
 
 
-def test_eos_ids_come_from_the_generation_config_first(copy_of: Callable[..., Path]) -> None:
+def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(copy_of: Callable[..., Path]) -> None:
     path = copy_of(eos_token_id=9)
     (path / "generation_config.json").write_text('{"eos_token_id": [3, 10]}')
-    assert load_model(path).facts.eos_ids == (3, 10)
+    assert load_model(path).facts.eos_ids == (3, 10, 0)
     (path / "generation_config.json").unlink()
-    assert load_model(path).facts.eos_ids == (9,)
+    assert load_model(path).facts.eos_ids == (9, 0)
     (path / "generation_config.json").write_text('{"eos_token_id": [128, 11, -1]}')
-    assert load_model(path).facts.eos_ids == (11,)
+    assert load_model(path).facts.eos_ids == (11, 0)
 
 
 def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of: Callable[[str], Path]) -> None:

@@ -80,6 +80,7 @@ def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
         adapter=adapter,
+        end_ids=door.text.turn_end_ids,
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )

@@ -134,6 +134,7 @@ class Door:
             self._check_characters(value, truncate, param)
             with whole_characters(param):
                 ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
+            self._check_rows(ids, param)
         elif all(type(id_) is int for id_ in value):
             ids = self.check_ids(value, param)
         else:
@@ -144,6 +145,7 @@ class Door:
             if not may_begin or tokenizer.bos_id is None:
                 why = ", and the tokenizer has no BOS to begin with" if may_begin else ""
                 raise InvalidRequest(f"`{param}` has no tokens{why}; give at least one.", param=param)
+            self._check_rows([tokenizer.bos_id], param)
             ids = [tokenizer.bos_id]
         most = self._most_ids(truncate, max_tokens, reserved)
         cut = most is not None and len(ids) > most
@@ -180,6 +182,7 @@ class Door:
         self._check_characters(suffix, None, "suffix")
         with whole_characters("suffix"):
             ids = self.text.tokenizer.encode_inside(suffix)
+        self._check_rows([*tokens.ids(ids, ())], "suffix")
         self._check_masks(ids, "suffix")
         return Infill(tokens, tuple(ids))
 
@@ -219,7 +222,7 @@ class Door:
                 prompt_ids=prompt.ids,
                 sampling=replace(sampling, choice=choice),
                 max_tokens=self._limit(wanted, len(prompt.ids)),
-                eos_ids=() if wanted.ignore_eos else tuple(dict.fromkeys((*self.facts.eos_ids, *wanted.end_ids))),
+                eos_ids=() if wanted.ignore_eos else self.end_ids(wanted.end_ids),
                 stop_ids=stop_ids,
                 max_draft_length=drafts,
                 prediction=prediction,
@@ -246,6 +249,11 @@ class Door:
             answered=max_tokens != 0,
         )
 
+    def end_ids(self, more: Sequence[int] = ()) -> tuple[int, ...]:
+        """What ends every text, and of `more` what this model can say: no mask, and no id without a row."""
+        possible = (id_ for id_ in more if id_ < self.facts.vocab_size and id_ not in self._masks)
+        return tuple(dict.fromkeys((*self.facts.eos_ids, *possible)))
+
     def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
         """`max_tokens` for the engine, which always makes one; what nobody asked for is cut to what fits."""
         if wanted.max_tokens is not None or wanted.default_max_tokens is None:
@@ -262,6 +270,16 @@ class Door:
                 param=param,
             )
         return list(ids)
+
+    def _check_rows(self, ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequest where a text has a token that the model has no row for: its tokenizer is larger."""
+        if ids and (wrong := max(ids)) >= self.facts.vocab_size:
+            raise InvalidRequest(
+                f"`{param}` holds {shown(self.text.tokenizer.token_text(wrong))}, which the tokenizer makes the token "
+                f"id {wrong}; ids of this model are 0 to {self.facts.vocab_size - 1}. Leave it out, or serve the model "
+                "with the tokenizer that it was trained with.",
+                param=param,
+            )
 
     def _check_masks(self, ids: Sequence[int], param: str) -> None:
         if masks := self._masks.intersection(ids):
@@ -338,6 +356,7 @@ class Door:
         for word in words:
             for form in (word, " " + word.lstrip()):
                 if ids := self.text.tokenizer.encode(form, add_special_tokens=False):
+                    self._check_rows(ids, "bad_words")
                     runs[tuple(ids)] = None
         return tuple(runs)
 
@@ -369,6 +388,7 @@ class Door:
             raise InvalidRequest(
                 f"`prediction` has {size}; this model's window is {window} tokens. Shorten it.", param="prediction"
             )
+        self._check_rows(ids, "prediction")
         if masks := self._masks.intersection(ids):
             raise InvalidRequest(
                 f"`prediction` holds the mask token {min(masks)}, which is never sampled. Leave it out.",

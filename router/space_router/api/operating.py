@@ -119,6 +119,8 @@ def describe(service: Service) -> dict[str, Any]:
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
+        "eos_token_ids": None if facts is None else list(facts.eos_ids),  # end every text
+        "turn_end_token_ids": list(service.text.turn_end_ids),  # end an answer in a conversation, too
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,
     }

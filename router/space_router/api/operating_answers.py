@@ -117,5 +117,7 @@ class Info(Answer):
     synthetic_acceptance: list[float] | None
     model_fallback: str | None
     adapters: list[str]
+    eos_token_ids: list[int] | None
+    turn_end_token_ids: list[int]
     chat_template: bool
     ready: bool

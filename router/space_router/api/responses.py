@@ -96,6 +96,7 @@ def plan(door: Door, body: ResponseBody, tools: ToolUse) -> Plan:
         limit_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         adapter=door.adapter(body.model),
+        end_ids=door.text.turn_end_ids,
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from space_router.errors import ConfigError
 from space_router.text import chat_template, checkpoint
 from space_router.text.chat_template import ChatTemplate
 from space_router.text.tokenizer import Tokenizer
+from space_router.text.turn_ends import turn_end_ids
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +44,18 @@ class ModelText:
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, float]
 
+    @cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer in a conversation, beside those that end any text."""
+        return () if self.chat_template is None else turn_end_ids(self.chat_template, self.tokenizer)
+
     @classmethod
     @malformed_is_unusable()
     def load(cls, config: ServeConfig) -> "ModelText":
         """Raises ConfigError where a file is missing or unusable."""
         folder = checkpoint.locate(config.model, hub_of(config))
         tokenizer = Tokenizer.load(folder)
-        tokens = {
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "pad_token": tokenizer.pad_token,
-            "unk_token": tokenizer.unk_token,
-        }
-        template = chat_template.find(folder, config.chat_template, tokens)
+        template = chat_template.find(folder, config.chat_template, tokenizer.named_tokens)
         defaults = _defaults(folder) if config.generation_config == "auto" else {}
         return cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
 
