@@ -45,6 +45,9 @@ HEAD_IDS = 4096
 SMALL_ROWS = (-3.3, -0.3)
 """Powers of ten: from and to what root mean square rows enter a part that do not enter it as they are."""
 
+LARGE_ROWS = (0.0, 1.5)
+"""Powers of ten: how many times larger than they are rows enter the head."""
+
 CHECKED_WEIGHTS = 250_000_000
 """Layers are checked up to so many weights: each kind of layer, the last one, and others evenly."""
 
@@ -149,7 +152,7 @@ class _Walk:
         _, layers = family.decoder_layers(self._base)
         self._layers = list(layers)
         self._checked = set(_checked(self._layers))
-        self._contexts = Contexts(facts, self._rows.start, _windows(model))
+        self._contexts = Contexts(facts, self._rows.start, _windows(model), capped=_has_caps(model))
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         self._has_head = isinstance(getattr(head, "weight", None), Tensor) and head.weight.device.type != "meta"
@@ -180,8 +183,7 @@ class _Walk:
             return hidden
 
         with self._around_layers(self._wide):
-            logits.append(self._pass(exactly, cache, norms, None))
-        head_given = norms[0].to(self._dtype)
+            logits.append(self._pass(exactly, cache, norms))
 
         def usually(number: int, hidden: Tensor, run: RunLayer) -> Tensor:
             if number == 0:
@@ -192,7 +194,7 @@ class _Walk:
             return given[parts][None] if number == parts - 1 else hidden
 
         with self._around_layers(self._dtype):
-            logits.append(self._pass(usually, cache, norms, head_given))
+            logits.append(self._pass(usually, cache, norms))
         return Reference(
             rows=rows,
             entry=Made(*entries),
@@ -209,7 +211,7 @@ class _Walk:
             ],
             norm_given=given[parts],
             norm=Made(*norms),
-            head_given=head_given,
+            head_given=self._head_input(norms[0]),
             head_ids=self._head_ids,
             logits=None if logits[0] is None or logits[1] is None else Made(logits[0], logits[1]),
             contexts=self._contexts,
@@ -224,20 +226,22 @@ class _Walk:
         small = small * (sizes[:, None] / small.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-30))
         return torch.cat([hidden[:whole].to(self._wide), small]).to(self._dtype)
 
+    def _head_input(self, normed: Tensor) -> Tensor:
+        """[R, hidden] for the head: half of the rows as they are, half so large that a cap on logits counts."""
+        whole = len(normed) // 2
+        sizes = torch.logspace(*LARGE_ROWS, len(normed) - whole, dtype=self._wide, device=normed.device)
+        return torch.cat([normed[:whole], normed[whole:] * sizes[:, None]]).to(self._dtype)
+
     def _held(self, number: int, dtype: torch.dtype) -> AbstractContextManager[None]:
         return _held(self._layers[number], self._dtype, dtype, eight_bits=self._facts.eight_bits)
 
-    def _pass(
-        self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor], head_given: Tensor | None
-    ) -> Tensor | None:
-        """The logits of `head_given` (None: of what comes out of the norm), which follow what is put on `norms`."""
+    def _pass(self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor]) -> Tensor | None:
+        """The logits of the head's input. What the norm makes of its own is put on `norms`, the exact first."""
         rows, device = self._rows, self._facts.device
 
         def note(base: nn.Module, inputs: object, out: Any) -> Any:
-            hidden = out.last_hidden_state
-            norms.append(hidden[0])
-            rounded = hidden[0].to(self._dtype) if head_given is None else head_given
-            out.last_hidden_state = rounded.to(hidden.dtype)[None]
+            norms.append(out.last_hidden_state[0])
+            out.last_hidden_state = self._head_input(norms[0]).to(norms[-1].dtype)[None]
             return out
 
         hook = self._base.register_forward_hook(note)
@@ -283,11 +287,12 @@ class _Walk:
 class Contexts:
     """Keys and values that the rows stand behind: like those of the rows themselves, and as different as noise.
 
-    Values at the edges of the sliding windows are loud: a window that is off by one shows.
+    Values at the edges of the sliding windows are loud: a window that is off by one shows. Where scores have a cap, one
+    key in eight is so large that it is reached.
     """
 
-    def __init__(self, facts: ModelFacts, length: int, windows: Sequence[int]) -> None:
-        self._facts, self.length = facts, length
+    def __init__(self, facts: ModelFacts, length: int, windows: Sequence[int], *, capped: bool) -> None:
+        self._facts, self.length, self._capped = facts, length, capped
         self._noise: dict[tuple[int, ...], Tensor] = {}
         self._edges = [(length - window, window) for window in windows if 0 <= length - window < length]
 
@@ -296,7 +301,10 @@ class Contexts:
         loudness = torch.ones(self.length, device=keys.device)
         for first, window in self._edges:
             loudness[first : first + keys.shape[1]] = 2.0 * window**0.5
-        return self.kept(self._like(keys, 1)), self.kept(self._like(values, 2) * loudness[:, None])
+        size = torch.ones(self.length, device=keys.device)
+        if self._capped:
+            size[::8] = torch.logspace(0.3, 1.2, len(size[::8]), device=keys.device)
+        return self.kept(self._like(keys, 1) * size[:, None]), self.kept(self._like(values, 2) * loudness[:, None])
 
     @property
     def has_float8(self) -> bool:
@@ -438,18 +446,28 @@ def _windows(model: PreTrainedModel) -> list[int]:
     return sorted(window for window in found if isinstance(window, int) and window > 0)
 
 
+def _has_caps(model: PreTrainedModel) -> bool:
+    """Scores of attention go through a cap."""
+    caps = {getattr(module, "attn_logit_softcapping", None) for module in (*model.base_model.modules(), model.config)}
+    return caps != {None}
+
+
 def _is_routed(layer: nn.Module) -> bool:
     return any("expert" in name for name, _ in layer.named_modules())
 
 
 def _checked(layers: Sequence[nn.Module]) -> list[int]:
     """Numbers of the layers to check: the first of each kind, the last, and as many others as are not too many."""
+    chosen = {*first_of_kinds(layers), len(layers) - 1}
+    room = CHECKED_WEIGHTS // max(1, *(sum(p.numel() for p in layer.parameters()) for layer in layers))
+    if room >= len(layers):
+        return list(range(len(layers)))
+    return sorted(chosen | {number * len(layers) // room for number in range(room - len(chosen))})
+
+
+def first_of_kinds(layers: Sequence[nn.Module]) -> list[int]:
+    """Numbers of the first layers of each kind: they have the same modules and windows as those of their kind."""
     kinds: dict[object, int] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(tuple((type(m), getattr(m, "sliding_window", None)) for m in layer.modules()), number)
-    chosen = {*kinds.values(), len(layers) - 1}
-    most = sum(parameter.numel() for parameter in layers[0].parameters()) or 1
-    room = min(len(layers), CHECKED_WEIGHTS // most)
-    if room >= len(layers):
-        return list(range(len(layers)))
-    return sorted(chosen | {number * len(layers) // max(1, room) for number in range(room - len(chosen))})
+    return list(kinds.values())

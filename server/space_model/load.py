@@ -37,7 +37,7 @@ from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
-from space_model.probe import check_parts
+from space_model.probe import check_attention, check_parts
 from space_model.quantized_format import read_format
 from space_model.quantized_model import read_packed, stays_packed
 from space_model.sharded_model import assemble_part, read_part
@@ -196,6 +196,7 @@ def _assemble(
     ops: Ops,
 ) -> SpaceModel:
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
+    check_attention(model, facts)
     wanted = reference(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
     head = OutputHead(

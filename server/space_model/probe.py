@@ -23,13 +23,16 @@ from dataclasses import dataclass
 import torch
 from space_kernels.float8 import as_kept, to_keep, widened
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from space_model import family
 from space_model.forward_batch import ForwardBatch, Segment
-from space_model.layer_reference import Made, Reference
+from space_model.layer_reference import Made, Reference, first_of_kinds
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.network import Network
 from space_model.paged_kv import PagedKV
+from space_model.transformers_network import TransformersNetwork
 
 FACTOR = 2.0
 """How much further than transformers a part may be from wide numbers, but for the two terms above."""
@@ -50,6 +53,17 @@ class Difference:
     def is_rounding(self) -> bool:
         """Rounding explains it; NaN never."""
         return self.ours <= self.bound
+
+
+@torch.inference_mode()
+def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
+    """Raises UnsupportedModel unless every kind of layer attends through transformers' AttentionInterface, on pages."""
+    batch = ForwardBatch.build([Segment(range(4), 0, [0])], block_size=_BLOCK, mask_ids=(), device=facts.device)
+    network, kv = TransformersNetwork(model.base_model), _pages_of_one_layer(facts, 1)
+    _, layers = family.decoder_layers(model.base_model)
+    hidden = network.enter(batch)
+    for number in first_of_kinds(list(layers)):
+        network.layer(number, hidden, batch, kv)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.output_head import OutputHead
 from space_model.paged_attention_interface import ATTENTION_NAME
-from space_model.probe import check_parts
+from space_model.probe import check_attention, check_parts
 from space_model.quantized_model import say_dense, without_quantization
 from space_model.quantized_weights import QuantizedWeights, open_weights
 from space_model.sharded_head import ShardedHead
@@ -111,6 +111,7 @@ def assemble_part(
     """This rank's part of the model, which `read_part` read. `config`: of the whole one; `facts`: of the part."""
     share, others = Share(ranks.rank, ranks.size), LaterRanks(ranks)
     base, prefix = model.base_model, model.base_model_prefix
+    check_attention(model, facts)
     wanted = reference(model, facts)
     head, own = _head(model, checkpoint, config, facts, share, others, ops, rescores=facts.has_any_draft_head)
     parts = [share.of_adapter(adapter) for adapter in adapters]
