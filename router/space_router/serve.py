@@ -153,6 +153,12 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
     """Say when the model is ready; then return only by an error, when no worker can be had any more."""
     facts = await service.engine.wait_ready()
     service.started = True
+    if (num_ids := service.text.tokenizer.num_ids) > facts.vocab_size:
+        log.warning(
+            "the tokenizer has %d ids, the model %d: texts with one of the others are refused",
+            num_ids,
+            facts.vocab_size,
+        )
     say(f"ready: {service.text.name}, {_description(facts)}")
     say("try it:")
     path, body = _first_request(service)

@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from space_common.special_tokens import further_tokens, named_tokens, token_text
+from space_common.text_file import read_text
 from space_kernels.row import IdBits
+from space_model.json_file import read_object
+from space_model.model_error import ModelError
 from space_proto.grammar import tokenizer_of
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -58,10 +62,12 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path, num_ids: int, never: Collection[int] = ()) -> Vocabulary:
-        """From tokenizer.json of a folder; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
-        kinds = _decoder_kinds(folder)
+        """From a folder's tokenizer files; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
+        content = _content(folder)
+        kinds = _decoder_kinds(content)
+        named = _special_texts(folder)
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise NoVocabulary(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
         added = tokenizer.get_added_tokens_decoder()
@@ -70,20 +76,37 @@ class Vocabulary:
         for token, id_ in tokenizer.get_vocab(with_added_tokens=True).items():
             if id_ >= num_ids or id_ in never:
                 continue
-            if id_ in added and added[id_].special:
-                special[id_] = added[id_].content.encode()
+            if (id_ in added and added[id_].special) or token in named:
+                special[id_] = token.encode()
             else:
                 texts[id_] = added[id_].content.encode() if id_ in added else _text(token, letters)
         return cls(texts, special)
 
 
-def _decoder_kinds(folder: Path) -> set[str]:
-    """What the decoder of tokenizer.json is made of. Raises NoVocabulary for one whose tokens are not bytes."""
+def _content(folder: Path) -> str:
     try:
-        decoder = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("decoder")
+        return read_text(folder / "tokenizer.json")
     except FileNotFoundError:
         raise NoVocabulary("the checkpoint has no tokenizer.json") from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
+        raise NoVocabulary(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
+
+
+def _special_texts(folder: Path) -> set[str | None]:
+    """Special tokens that the files beside tokenizer.json name, which it need not list."""
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    try:
+        config, special_map = (read_object(file) if (file := folder / name).is_file() else {} for name in names)
+    except ModelError as error:
+        raise NoVocabulary(str(error)) from error
+    return set(map(token_text, [*named_tokens(config, special_map).values(), *further_tokens(config, special_map)]))
+
+
+def _decoder_kinds(content: str) -> set[str]:
+    """What the decoder of tokenizer.json is made of. Raises NoVocabulary for one whose tokens are not bytes."""
+    try:
+        decoder = json.loads(content).get("decoder")
+    except (ValueError, AttributeError) as error:
         raise NoVocabulary(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
     kinds = _kinds(decoder)
     if not kinds & {"ByteLevel", "Metaspace", "Replace", "ByteFallback"}:

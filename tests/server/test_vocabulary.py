@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from space_model.testing import tiny_checkpoint
+from space_router.text.testing import write_checkpoint
 from space_router.text.tokenizer import Tokenizer
 from space_server.vocabulary import NoVocabulary, Vocabulary, bits_of, ids_of
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -80,3 +81,14 @@ def test_a_checkpoint_whose_bytes_nobody_knows_is_refused_with_the_reason(tmp_pa
     assert why() == "tokenizer.json has the decoder ['WordPiece'], neither byte-level nor SentencePiece's"
     (tmp_path / "tokenizer.json").write_text("{")
     assert "cannot be read" in why()
+
+
+def test_files_with_a_byte_order_mark_and_special_tokens_of_the_other_files_are_known(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(content).encode())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    vocabulary = Vocabulary.read(tmp_path, 16)
+    assert (vocabulary.texts[0], vocabulary.texts[2]) == (b"", b""), "special ids are no text"
+    assert vocabulary.texts[1] == b"<|im_start|>", "which only tokenizer.json could have called special"

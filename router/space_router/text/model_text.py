@@ -57,7 +57,9 @@ class ModelText:
         tokenizer = Tokenizer.load(folder)
         template = chat_template.find(folder, config.chat_template, tokenizer.named_tokens)
         defaults = _defaults(folder) if config.generation_config == "auto" else {}
-        return cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
+        made = cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
+        log.debug("token ids that end an answer: %s", made.turn_end_ids)  # found now, so that no request waits for it
+        return made
 
 
 def with_default_model(config: ServeConfig) -> ServeConfig:
