@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from space_model.model_error import UnsupportedModel
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
 """Whose angles depend on the longest sequence of a batch; `su` is the old name of longrope."""
 
@@ -72,10 +72,10 @@ def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
                 f"{name} scales its rotary positions by {kind!r}: the angles would depend on the longest "
                 "sequence of the batch. Use a checkpoint with linear, llama3 or yarn scaling, or none."
             )
-        if kind not in _SERVED_ROPE:
+        if kind not in SERVED_ROPE:
             raise UnsupportedModel(
                 f"{name} scales its rotary positions by {kind!r} (rope_scaling in config.json), which is none of "
-                f"{', '.join(_SERVED_ROPE)}. Correct config.json, or use another checkpoint."
+                f"{', '.join(SERVED_ROPE)}. Correct config.json, or use another checkpoint."
             )
         if theta is not None and not (isinstance(theta, int | float) and math.isfinite(theta) and theta > 0):
             raise UnsupportedModel(

@@ -27,9 +27,41 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"Models of type {config.model_type!r} are no causal language models in transformers.")
+    if type(config).sub_configs and not hasattr(config, "vocab_size"):
+        config, model_class = _text_of(checkpoint, config)
     first = model_class[0] if isinstance(model_class, list | tuple) else model_class
     refuse_config(checkpoint.name, checkpoint.config, config, first)
     return config
+
+
+_TEXT_PARTS = {
+    "gemma3": {
+        r"^language_model\.model\.": "model.",
+        r"^model\.language_model\.": "model.",
+        r"^language_model\.lm_head": "lm_head",
+    },
+}
+"""Models that see images, too, whose text part is a model by itself, and what its tensors are called there."""
+
+
+def key_mapping(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """For from_pretrained: how the checkpoint's tensors become those of the model that is served; None: they are."""
+    return _TEXT_PARTS.get(str(checkpoint.config.get("model_type")))
+
+
+def _text_of(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
+    """The text part of a model that sees or hears, too, and its class. Raises UnsupportedModel."""
+    text = config.get_text_config()
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if text is config or model_class is None or config.model_type not in _TEXT_PARTS:
+        raise UnsupportedModel(
+            f"Models of type {config.model_type!r} see or hear, too; of such, only the text part of those of type "
+            f"{', '.join(_TEXT_PARTS)} is served. Use a checkpoint of a model of text alone."
+        )
+    if text.dtype is None:
+        text.dtype = config.dtype
+    text.name_or_path = checkpoint.name
+    return text, model_class
 
 
 def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:

@@ -244,7 +244,8 @@ class _Walk:
             out.last_hidden_state = self._head_input(norms[0]).to(norms[-1].dtype)[None]
             return out
 
-        hook = self._base.register_forward_hook(note)
+        path, _ = family.decoder_layers(self._base)  # OPT's whole model calls what has the layers, and not its base
+        hook = self._base.get_submodule(path.rpartition(".")[0]).register_forward_hook(note)
         try:
             with each_layer(self._base, around):
                 out = (self._model if self._has_head else self._base)(

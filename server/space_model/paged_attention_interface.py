@@ -66,8 +66,8 @@ def paged_attention(
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("a mask of its own" if attention_mask is not None else "dropout")
         raise UnsupportedModel(
-            f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do "
-            "(s_aux: attention sinks)."
+            f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do"
+            f"{' (s_aux: attention sinks)' if 's_aux' in unknown else ''}."
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     space_step.layers_seen.append(layer)

@@ -19,7 +19,7 @@ few large errors, of mean square 2u·u₈, at other places than transformers'. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,8 @@ def differences(
 
     yield judge.compare("the embedding", network.enter(batch)[:count], wanted.entry)
     for layer in wanted.layers:
+        for made in (layer.keys, layer.values):
+            refuse_other_heads(f"Layer {layer.number}", made.exact.shape, facts)
         _fill(kv, wanted.contexts.of(layer.keys.exact, layer.values.exact), pages)
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
         name = f"layer {layer.number} of {facts.num_layers}"
@@ -112,6 +114,16 @@ def differences(
     yield judge.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
     if wanted.logits is not None:
         yield judge.compare("the output head", logits(wanted.head_given)[:, wanted.head_ids], wanted.logits)
+
+
+def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> None:
+    """Keys and values [G, R, D] have the heads that config.json says. Raises UnsupportedModel."""
+    if (shape[0], shape[2]) != (facts.kv_heads, facts.head_dim):
+        raise UnsupportedModel(
+            f"{part} has {shape[0]} heads of keys or values, of size {shape[2]}, where config.json says "
+            f"{facts.kv_heads} of size {facts.head_dim} (num_key_value_heads, head_dim): pages hold keys and values of "
+            "one size, the same in all layers."
+        )
 
 
 class _Judge:

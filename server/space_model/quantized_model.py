@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint import Checkpoint
+from space_model.family import key_mapping
 from space_model.quantized_format import QuantizedFormat
 from space_model.quantized_weights import has_kernels
 
@@ -40,6 +41,7 @@ def read_packed(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            key_mapping=key_mapping(checkpoint),
             ignore_mismatched_sizes=True,
         )
         ends = tuple(f".{part}" for part in form.needless)

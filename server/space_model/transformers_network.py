@@ -10,6 +10,7 @@ from space_kernels.experts import RowInvariantExperts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from space_model.each_layer import AroundLayer, RunLayer, each_layer
 from space_model.forward_batch import ForwardBatch, Segment
@@ -111,13 +112,17 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = 
         if type(child) is nn.Linear:
             setattr(base, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
             let_go(child.weight)
+        elif type(child) is Conv1D:  # a linear of GPT-2, which keeps its weight the other way round
+            weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
+            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, eight_bits=eight_bits))
+            let_go(weight)
         elif _is_activation(child):
             setattr(base, name, row_invariant(child, num_threads))
         elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
             if type(child).__name__ not in _STANDARD_EXPERTS:
                 raise UnsupportedModel(
-                    f"{type(child).__name__} is no mixture of experts that this server knows "
-                    f"({', '.join(sorted(_STANDARD_EXPERTS))})."
+                    f"{type(child).__name__} is no mixture of experts that this server computes row by row on a CPU "
+                    f"({', '.join(sorted(_STANDARD_EXPERTS))} are). Serve the model on a GPU."
                 )
             activation = row_invariant(child.get_submodule("act_fn"), num_threads)
             weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
@@ -137,4 +142,6 @@ def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:
     for composed in (silu, gelu, gelu_tanh):
         if same_function(activation, composed):
             return RowInvariantActivation(activation, composed, num_threads)
-    raise UnsupportedModel(f"The activation {type(activation).__name__} is not served; silu, gelu and gelu_tanh are.")
+    raise UnsupportedModel(
+        f"The activation {type(activation).__name__} is not served on a CPU; silu, gelu and gelu_tanh are."
+    )

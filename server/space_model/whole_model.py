@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint import Checkpoint
+from space_model.family import key_mapping
 from space_model.joined_rows import JoinedRows
 from space_model.llama_network import FAMILIES
 from space_model.quantized_model import Loaded, say_dense, without_quantization
@@ -47,6 +48,7 @@ def stream_model(
             state_dict=stream.unread(),
             dtype=dtype,
             output_loading_info=True,
+            key_mapping=key_mapping(checkpoint),
             ignore_mismatched_sizes=True,  # it says which they are, and no more than that there are any without
         )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())

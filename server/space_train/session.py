@@ -179,6 +179,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            key_mapping=family.key_mapping(checkpoint),
             ignore_mismatched_sizes=True,
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:

@@ -22,7 +22,14 @@ from space_train.__main__ import plan_of
 from space_train.estimate import to_markdown
 from space_train.model_shape import ModelShape
 
-ROOMS = {"router/README.md", "server/README.md", "kernels/README.md", "docker/README.md", "server/QUESTIONS.md"}
+ROOMS = {
+    "router/README.md",
+    "server/README.md",
+    "kernels/README.md",
+    "docker/README.md",
+    "server/QUESTIONS.md",
+    "server/MODELS.md",
+}
 MAY_NEED = {"a GPU", "Docker", "13 GB", "Docker and a cluster", "a package registry", "those engines"}
 """What a command may need that no test has: said beside it, for whoever types it."""
 

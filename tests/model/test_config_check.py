@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from space_model.checkpoint import Checkpoint
+from space_model.family import read_config
+from space_model.family_sweep import EQUAL, sweep
 from space_model.load import load_model
 from space_model.model_error import ModelError, UnsupportedModel
 from space_model.testing import tiny_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 THETA = {"rope_theta": 10000.0}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -89,6 +94,30 @@ def test_attention_that_is_not_causal_is_noticed_where_no_field_says_so(tmp_path
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
     with pytest.raises(ModelError, match="attends to later tokens, too"):
         load_model(path)
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_served_as_the_whole_one_says_it(tmp_path: Path) -> None:
+    """gemma3, with names as transformers 4 and 5 have them."""
+    assert sweep("gemma3", tmp_path).difference < EQUAL
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("model.language_model.", "language_model.model.").replace(
+            "model.", "", name.startswith("model.v")
+        ): t
+        for name, t in load_file(file).items()
+    }
+    before = load_model(tmp_path, dtype="float32")
+    save_file(tensors, file, metadata={"format": "pt"})
+    after = load_model(tmp_path, dtype="float32")
+    rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(after.logits(rows), before.logits(rows))
+    assert torch.equal(after.embed(torch.arange(9)), before.embed(torch.arange(9)))
+
+
+def test_other_models_that_see_images_are_refused_by_name(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["got_ocr2"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"of type 'got_ocr2' see or hear, too.*Use a checkpoint"):
+        read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
 
 
 def test_a_file_of_the_config_may_say_infinity_as_transformers_writes_it(copy_of: Callable[..., Path]) -> None:

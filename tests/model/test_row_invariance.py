@@ -13,7 +13,9 @@ from space_model.forward_batch import ForwardBatch, Segment
 from space_model.load import load_model
 from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
+from space_model.transformers_network import make_row_invariant
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2"]
 LENGTH = 280  # beyond one key block
@@ -93,6 +95,21 @@ def test_the_number_of_threads_and_rows_changes_no_bit(
         (found,) = forward(model, kv, Segment(ids[:rows], 0, pages_of(0)))
         assert torch.equal(found, whole[:rows]), rows
         assert torch.equal(model.logits(found), logits[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_the_linears_of_gpt2_give_a_row_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    """GPT-2's keep their weight the other way round, and as they are depend on the number of rows."""
+    torch.manual_seed(0)
+    theirs = Conv1D(2304, 768).to(dtype)
+    block = torch.nn.ModuleDict({"c_attn": theirs})
+    make_row_invariant(block, 1)
+    rows = torch.randn(64, 768).to(dtype)
+    whole = block["c_attn"](rows)
+    torch.testing.assert_close(whole, theirs(rows), atol=1e-4 if dtype is torch.float32 else 0.02, rtol=2e-2)
+    for count in range(1, 64):
+        assert torch.equal(block["c_attn"](rows[:count]), whole[:count]), count
 
 
 def test_drafts_never_leave_the_step(checkpoint_of: Callable[[str], Path]) -> None:

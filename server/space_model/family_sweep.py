@@ -1,0 +1,396 @@
+"""Every causal language model that transformers has, tiny and random: served like transformers, or refused, and why.
+
+`python -m space_model.family_sweep` writes the page of them (server/MODELS.md), which a test holds against the code.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
+from space_common.gguf.tensors import SERVED_KINDS
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from space_model.checkpoint import Checkpoint
+from space_model.config_check import SERVED_ROPE
+from space_model.family import read_config
+from space_model.forward_batch import ForwardBatch, Segment
+from space_model.load import load_model
+from space_model.model_error import ModelError
+from space_model.quantized_format import read_format
+from space_model.quantized_testing import KINDS
+from space_model.space_model import SpaceModel
+from space_model.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
+from space_model.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
+
+NUM_TOKENS, WINDOW = 40, 24
+"""A prompt, and a sliding window that it is longer than."""
+
+CHUNKS = (1, 1, 2, 3, 7, 26)
+"""The prompt in parts."""
+
+MOST_WEIGHTS = 30_000_000
+"""A larger model is not tiny."""
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "embedding_size": 64,
+    "intermediate_size": 128,
+    "ffn_dim": 128,
+    "ffn_hidden_size": 128,
+    "d_ff": 128,
+    "num_hidden_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_ffn_dim": 128,
+    "encoder_ffn_dim": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "expert_ffn_hidden_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "mamba_d_state": 8,
+}
+"""Of a tiny model; a config takes those that it has."""
+
+_SMALL_IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "cohere_compass_text": {"num_hidden_layers": 4},
+    "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "moshi": {"audio_vocab_size": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs besides, or otherwise; None: its own default."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family."""
+
+    model_type: str
+    model_class: str
+    cpu: str  # served, refused or untried
+    gpu: str
+    reason: str = ""  # why it is refused, or could not be tried
+    difference: float = 0.0  # of logits from transformers' own, as a share of the largest
+    exact: bool = True  # a prompt in chunks has the same bits as a whole one
+
+
+def families() -> dict[str, str]:
+    """Model type -> its class in transformers."""
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in sorted(named)}
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """The family's config with tiny sizes. Raises what the family says to them."""
+    return CONFIG_MAPPING[model_type](**_sizes_of(CONFIG_MAPPING[model_type], _OF_FAMILY.get(model_type, {})))
+
+
+def _sizes_of(config_class: Any, more: dict[str, Any], depth: int = 0) -> dict[str, Any]:
+    default = config_class()
+    known = set(default.to_dict()) | set(config_class.attribute_map)
+    fields = {name: value for name, value in _SIZES.items() if name in known}
+    for name, part in config_class.sub_configs.items():
+        if depth < 2 and hasattr(part, "model_type") and part.model_type in CONFIG_MAPPING:
+            fields[name] = _sizes_of(part, _OF_FAMILY.get(part.model_type, {}), depth + 1)
+    fields |= more
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def write_tiny(model_type: str, folder: Path) -> None:
+    """A random model of the family: unit gain through a layer, and biases and norms that are felt."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST_WEIGHTS:
+        raise ValueError(f"its smallest model here has {count / 1e6:.0f} million weights")
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.dim() > 1:
+            gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
+            weight.data = noise * (gain * weight.shape[-1] ** -0.5)
+        else:
+            weight.data = weight.data + 0.1 * noise
+    model.tie_weights()
+    model.save_pretrained(folder)
+
+
+def sweep(model_type: str, folder: Path) -> Outcome:
+    """Make a tiny model of the family in `folder`, serve it, and hold it against transformers."""
+    with warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        return _sweep(model_type, families()[model_type], folder)
+
+
+def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
+    usual = refused_by_config(model_type)
+    try:
+        write_tiny(model_type, folder)
+    except Exception as error:  # what transformers says to our sizes may be anything
+        if usual is not None:
+            return Outcome(model_type, name, "refused", "refused", usual)
+        return Outcome(model_type, name, "untried", "untried", _short(error))
+    try:
+        model = load_model(folder, dtype="float32")
+    except ModelError as error:
+        reason = _impersonal(str(error), model_type, folder)
+        try:
+            with mock.patch("space_model.load.make_row_invariant"):  # a GPU's networks have none
+                model = load_model(folder, dtype="float32")
+        except ModelError as second:
+            reason = _impersonal(str(second), model_type, folder)
+            return Outcome(model_type, name, "refused", "refused", reason)
+        difference, _ = _compare(model, folder)
+        return Outcome(model_type, name, "refused", "served", reason, difference)
+    return Outcome(model_type, name, "served", "served", usual or "", *_compare(model, folder))
+
+
+def refused_by_config(model_type: str) -> str | None:
+    """Why a model with the family's own config is refused before it is read; None: it is not."""
+    try:
+        said = CONFIG_MAPPING[model_type]().to_dict() | {"model_type": model_type}
+        read_config(Checkpoint(model_type, Path(), said, (), Path()))
+    except ModelError as error:
+        reason = _impersonal(str(error), model_type, None)
+        return None if "cannot read the config" in reason else reason
+    except Exception:  # transformers has no whole default of some
+        return None
+    return None
+
+
+@torch.inference_mode()
+def _compare(model: SpaceModel, folder: Path) -> tuple[float, bool]:
+    """Largest difference from transformers as a share of its largest logit; whether chunks have the same bits."""
+    ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
+    whole = _logits(model, ids, (NUM_TOKENS,))
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    wanted = dense(torch.tensor([ids]), use_cache=False).logits[0].float()[:, : whole.shape[1]]
+    difference = float((whole - wanted).abs().max() / wanted.abs().max())
+    return difference, torch.equal(_logits(model, ids, CHUNKS), whole)
+
+
+def _logits(model: SpaceModel, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
+    kv, parts, start = model.allocate_kv(3, 16), [], 0
+    for length in chunks:
+        segment = Segment(ids[start : start + length], start, [0, 1, 2])
+        batch = ForwardBatch.build([segment], block_size=16, mask_ids=())
+        parts.append(model.logits(model.forward(batch, kv)[:length]))
+        start += length
+    return torch.cat(parts)
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if len(words) < 100 else words[:97] + "..."
+
+
+def _impersonal(reason: str, model_type: str, folder: Path | None) -> str:
+    """What a refusal says of all such models, without the name of the one."""
+    if folder is not None:
+        reason = reason.replace(str(folder), "the checkpoint")
+    reason = re.sub(r"^\w+(ForCausalLM|LMHeadModel|WithLMHead|Decoder|Model) ", "It ", reason)
+    reason = re.sub(r"Models of type '[^']*'( as in (the checkpoint|\S+))?", "They", reason)
+    reason = re.sub(r"^The attention of \w+", "Its attention", reason)
+    reason = re.sub(r"^\w+(Attention) ", "Its attention ", reason)
+    reason = re.sub(r"^\w+Experts is no", "It has no", reason)
+    reason = re.sub(r" \([a-z_.]+\.[a-zA-Z_.]+\)", "", reason)
+    reason = re.sub(r"Layer 0 of \w+", "Its layer 0", reason)
+    reason = re.sub(r" It is off by .* parts differ\)\.", "", reason).replace("the checkpoint would", "It would")
+    return reason.replace(f"{model_type} attends", "It attends")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def sweep_all() -> list[Outcome]:
+    """Every family."""
+    outcomes = []
+    for model_type in families():
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(sweep(model_type, Path(folder)))
+    return outcomes
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+EQUAL = 1e-5
+"""Of the largest logit, float32: rounding of one layer behind the other, and two orders of magnitude below a fault."""
+
+TRIED_ON_GPU = frozenset({"llama", "qwen3", "gemma2", "gemma3_text"})
+"""Families that `spaceserve eval gpu-check` holds against transformers on a GPU."""
+
+
+def to_page(outcomes: Sequence[Outcome]) -> str:
+    """server/MODELS.md"""
+    served = [one for one in outcomes if "served" in (one.cpu, one.gpu)]
+    on_cpu = sum(one.cpu == "served" for one in served)
+    refused: dict[str, list[str]] = {}
+    for one in outcomes:
+        if one.gpu == "refused":
+            refused.setdefault(one.reason, []).append(one.model_type)
+    untried = [one for one in outcomes if one.gpu == "untried"]
+    lines = [
+        "# Models that are served",
+        "",
+        "This page is made by `python -m space_model.family_sweep`, and a test makes it again. It goes through all "
+        f"{len(outcomes)} causal language models of transformers {transformers.__version__}: for each, a tiny random "
+        "checkpoint is written, loaded as a server loads it, and its logits are held against transformers' own. "
+        f"{on_cpu} are served on a CPU and a GPU, {len(served) - on_cpu} on a GPU alone. What is not served is refused "
+        "at the start, with the reason.",
+        "",
+        "[Families](#families) · [Formats](#formats) · [Refused](#refused) · [Not tried](#not-tried) · "
+        "[Left out](#left-out)",
+        "",
+        "## Families",
+        "",
+        "`model_type` is what `config.json` says. *Equal*: the logits of a prompt of 40 tokens are those of "
+        "transformers in float32, but for rounding; in chunks they have the same bits. *Computed*: equal with the "
+        "networks that a GPU runs, on a CPU; no GPU has tried this family. *Tried*: on a GPU, too. Layers of other "
+        "kinds than attention and feed-forward, such as the convolutions of LFM2, are refused where a checkpoint has "
+        "them.",
+        "",
+        "| `model_type` | in transformers | CPU | GPU | remark |",
+        "|---|---|---|---|---|",
+    ]
+    for one in served:
+        gpu = "tried" if one.model_type in TRIED_ON_GPU else "computed"
+        cpu = ("equal" if one.difference < EQUAL else "differs") if one.cpu == "served" else "refused"
+        remark = "" if not one.reason else f"{'CPU' if one.cpu == 'refused' else 'usual checkpoints'}: {one.reason}"
+        lines.append(f"| `{one.model_type}` | {one.model_class} | {cpu} | {gpu} | {remark} |")
+    shared = ", ".join(f"`{name}`" for name in sorted(SHARED_AMONG_RANKS))
+    architectures = ", ".join(f"`{name}`" for name in GGUF_FAMILIES)
+    lines += [
+        "",
+        f"`--tensor-parallel` shares {shared} among processes. Rotary scaling is served as "
+        f"{', '.join(f'`{kind}`' for kind in SERVED_ROPE)}; `dynamic`, `longrope` and `su` are refused, for their "
+        "angles depend on the longest sequence of a batch. `auto_map` is passed over where transformers has the model; "
+        "code of a checkpoint is never run.",
+        "",
+        "## Formats",
+        "",
+        "A family that is served can come in each of these. The kinds in brackets are tried against the same numbers "
+        "as plain floats, in the tests, on a CPU.",
+        "",
+        "| format | CPU | GPU |",
+        "|---|---|---|",
+        "| safetensors, float32, bfloat16 or float16, in one file or several | served | served |",
+        f"| GGUF of {architectures} ({', '.join(sorted(SERVED_KINDS))}) | as plain numbers | as plain numbers |",
+    ]
+    for name, (library, kinds) in _formats().items():
+        packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
+        lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers | {packed} |")
+    lines += [
+        "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",
+        "| an adapter as `peft` writes it | refused, with how to merge it; gated ones draft (`--adapter`) | refused |",
+        "",
+        "## Refused",
+        "",
+        "| reason | `model_type` |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(f'`{kind}`' for kind in kinds)} |" for reason, kinds in sorted(refused.items())),
+        "",
+        "## Not tried",
+        "",
+        "No tiny model of these could be made here. The checks of every start decide: logits that are not those of "
+        "transformers are refused.",
+        "",
+        "| `model_type` | what transformers says to the tiny sizes |",
+        "|---|---|",
+        *(f"| `{one.model_type}` | {one.reason} |" for one in untried),
+        "",
+        "## Left out",
+        "",
+        "Every tensor of a checkpoint is used, or is one of these, or the checkpoint is refused by the tensor's name.",
+        "",
+        "| pattern of the name | why the text is the same without |",
+        "|---|---|",
+        *(f"| `{_in_cell(pattern)}` | {reason} |" for pattern, reason in MAY_BE_LEFT_OUT),
+        f"| layers from `num_hidden_layers` on, as many as `num_nextn_predict_layers` | {MTP_LAYERS} |",
+        "| what transformers' class leaves out itself | as transformers does |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _formats() -> dict[str, tuple[str, list[str]]]:
+    """Name -> the library that multiplies by such weights, and what is tried of it."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for kind, (_, section) in KINDS.items():
+        form = read_format({"quantization_config": section}, kind)
+        if form is not None:
+            found.setdefault(form.name, (form.library, []))[1].append(kind)
+    return found
+
+
+def _in_cell(pattern: str) -> str:
+    return pattern.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_page(sweep_all()))

@@ -1,0 +1,51 @@
+"""Every causal language model of transformers is served as transformers computes it, or refused with a reason.
+
+server/MODELS.md says which; it is made again here, and must say the same.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from space_eval.gpu_exact import FAMILIES as ON_A_GPU
+from space_model.family_sweep import EQUAL, TRIED_ON_GPU, Outcome, families, sweep, to_page
+from space_model.testing import FAMILIES
+
+PAGE = Path(__file__).resolve().parents[2] / "server" / "MODELS.md"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    return [sweep(model_type, tmp_path_factory.mktemp("family")) for model_type in families()]
+
+
+@pytest.mark.timeout(900)
+def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceback(outcomes: list[Outcome]) -> None:
+    served = [one for one in outcomes if "served" in (one.cpu, one.gpu)]
+    assert [one for one in served if not one.difference < EQUAL] == []
+    assert [one for one in served if one.cpu == "served" and not one.exact] == []
+    refused = [one for one in outcomes if one.cpu == "refused"]
+    odd = re.compile(
+        r"Error|Traceback|report above|above report|index out of range|shape|size of tensor|says what cannot be"
+    )
+    assert [one for one in refused if not one.reason or odd.search(one.reason)] == []
+    assert {one.model_type for one in served} >= {str(fields["model_type"]) for fields in FAMILIES.values()}
+    assert len(served) > 60
+    assert len(refused) > 100
+
+
+@pytest.mark.timeout(900)
+def test_the_page_of_models_says_what_becomes_of_them(outcomes: list[Outcome]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    version = re.search(r"of transformers (\S+):", text)
+    assert version is not None
+    if version[1] != transformers.__version__:
+        pytest.skip(f"the page is of transformers {version[1]}; this is {transformers.__version__}")
+    assert text == to_page(outcomes), "python -m space_model.family_sweep > server/MODELS.md"
+
+
+def test_the_families_that_the_page_calls_tried_on_a_gpu_are(outcomes: list[Outcome]) -> None:
+    assert {str(FAMILIES[name]["model_type"]) for name in ON_A_GPU} == TRIED_ON_GPU
