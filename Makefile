@@ -8,7 +8,7 @@ INSTALL = docker/install.sh --venv $(VENV)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard clean-root bench crowd faults gpu-check fuzz audit lock oldest
+.PHONY: help install serve test lint types unit matrix clients page dashboard real clean-root bench crowd faults gpu-check fuzz audit lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ clients: install  ## real clients (OpenAI, Hugging Face, LangChain, LiteLLM, lm-
 
 page: install  ## the page in headless Chromium, in front of a real server (Debian: apt-get install chromium)
 	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page
+
+real: install  ## real models (SmolLM2 with its drafts, Gemma 3; 350 MB once): exact text, transformers' logits, every command
+	@$(PYTHON_IN_VENV) tests/support/real_models.py && echo "pytest -m real" && $(PYTEST) -m real tests/real
 
 dashboard: install  ## a real Prometheus scrapes a real server, every panel is asked and drawn (Debian: apt-get install prometheus)
 	@echo "pytest tests/dashboard" && SPACESERVE_TEST_SPECULATION=auto SPACESERVE_TEST_SECONDS=90 SPACESERVE_TEST_PICTURE=docker/grafana/dashboard.png \

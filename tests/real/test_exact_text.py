@@ -1,0 +1,87 @@
+"""Drafts on ≡ off on real models: ids and log-probabilities, bit for bit, greedy and seeded.
+
+Every cell fails unless drafts were accepted and rejected in it. The whole run compares more than 20,000 tokens.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from space_eval.desk import Record, Request
+from space_eval.drafters import all_right, half_right, none_right
+from space_model.space_model import SpaceModel
+from space_router.text.model_text import ModelText
+from worker_answers import Drafting, answers, request
+
+PLAIN = Drafting("off", k=0)
+OF_SMOLLM2 = [Drafting("auto"), *(Drafting(f"k={k}", k=k) for k in (1, 3, 5))]
+OF_GEMMA = [
+    Drafting("auto"),
+    Drafting("oracle", k=4, right=all_right),
+    Drafting("half-right", k=4, right=half_right),
+    Drafting("wrong", k=4, right=none_right),
+]
+LAWS = {"greedy": 0.0, "seeded": 0.8}
+
+
+def asked(
+    text: ModelText, model: SpaceModel, prompts: Sequence[str], *, max_tokens: int, temperature: float
+) -> list[Request]:
+    """The questions behind the model's own chat template."""
+    assert text.chat_template is not None
+    found = []
+    for number, prompt in enumerate(prompts):
+        rendered = text.chat_template.render([{"role": "user", "content": prompt}])
+        ids = text.tokenizer.encode(rendered, add_special_tokens=False)
+        eos = model.facts.eos_ids
+        found.append(request(ids, eos=eos, max_tokens=max_tokens, temperature=temperature, seed=1000 + number))
+    return found
+
+
+def compare(model: SpaceModel, requests: Sequence[Request], ways: Sequence[Drafting]) -> int:
+    """Every way of drafting against plain decoding; the number of tokens compared."""
+    plain = answers(model, requests, PLAIN)
+    num_tokens = 0
+    for way in ways:
+        drafted = answers(model, requests, way, plain)
+        for one, other in zip(drafted, plain, strict=True):
+            assert one.tokens == other.tokens, way.name
+            assert one.finish == other.finish, way.name
+            assert one.logprobs == other.logprobs, way.name
+            num_tokens += len(one.tokens)
+        prove_power(way, drafted)
+    return num_tokens
+
+
+def prove_power(way: Drafting, records: Sequence[Record]) -> None:
+    """Drafts were accepted and rejected, as far as this way of drafting has both."""
+    verdicts = [verdict for record in records for verdict in record.verdicts[:-1] if verdict[0]]
+    accepted = sum(accepted for _, accepted in verdicts)
+    rejected = sum(drafted > accepted for drafted, accepted in verdicts)
+    assert (accepted > 0) == (way.right is not none_right), (way.name, accepted)
+    assert (rejected > 0) == (way.right is not all_right), (way.name, rejected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("law", LAWS)
+def test_smollm2_says_the_same_with_its_drafts_and_without(
+    smollm2: SpaceModel, smollm2_text: ModelText, prompts: list[str], law: str
+) -> None:
+    requests = asked(smollm2_text, smollm2, prompts[:16], max_tokens=128, temperature=LAWS[law])
+    assert compare(smollm2, requests, OF_SMOLLM2) > 6_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("law", LAWS)
+def test_gemma_says_the_same_with_drafts_from_outside_and_without(
+    gemma: SpaceModel, gemma_text: ModelText, prompts: list[str], law: str
+) -> None:
+    requests = asked(gemma_text, gemma, prompts[:12], max_tokens=96, temperature=LAWS[law])
+    assert compare(gemma, requests, OF_GEMMA) > 4_000
+
+
+def test_smollm2_says_the_same_at_a_glance(smollm2: SpaceModel, smollm2_text: ModelText, prompts: list[str]) -> None:
+    requests = asked(smollm2_text, smollm2, prompts[:2], max_tokens=32, temperature=0.0)
+    requests += asked(smollm2_text, smollm2, prompts[2:4], max_tokens=32, temperature=0.8)
+    assert compare(smollm2, requests, [Drafting("auto"), Drafting("k=5", k=5)]) == 256

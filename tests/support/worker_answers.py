@@ -1,0 +1,73 @@
+"""Answers of a model in process: several requests at once through a worker, with this or that way of drafting."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from space_eval.desk import Desk, Record, Request
+from space_eval.drafters import Future, Right, ScriptedDrafts
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.drafts import DraftSources
+from space_server.measured_controller import MeasuredController
+from space_server.step_cost import StepCost, StepShape
+from space_server.worker import Worker
+
+BLOCK_SIZE = 16
+SLOTS = 1024
+"""Of one sequence: prompt and answer."""
+
+
+class IdleArithmetic(StepCost):
+    """What steps cost on a device that waits for memory, whatever steps take here: `auto` then drafts."""
+
+    def __init__(self) -> None:
+        super().__init__(StepCost.typical("cuda").as_json())
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        """Nothing: times of this machine are not what the test is about."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How drafts are made: by the model's masks and by looking up, as `auto` or k say, or by a script."""
+
+    name: str
+    k: int | None = None  # mask drafts per step, laid out in full; None: the controller chooses; 0: none
+    right: Right | None = None  # how many scripted drafts are right before the first wrong one
+
+
+def answers(
+    model: SpaceModel,
+    requests: Sequence[Request],
+    drafting: Drafting,
+    plain: Sequence[Record] = (),
+) -> list[Record]:
+    """The answers, all requests at once. `plain`: what a script of drafts knows of each."""
+    cost = IdleArithmetic()
+    source = None if drafting.right is None else ScriptedDrafts(drafting.right, range(model.facts.vocab_size))
+    controller = MeasuredController(cost) if drafting.k is None else FixedLayout.full(drafting.k)
+    worker = Worker(
+        model,
+        num_blocks=len(requests) * SLOTS // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        controller=controller,
+        cost=cost,
+        draft_source=source,
+        sources=DraftSources(lookup=True) if drafting.k is None and source is None else None,
+    )
+    desk = Desk(worker)
+    records = [Record(request) for request in requests]
+    for number, record in enumerate(records):
+        seq_id = desk.admit(record)
+        if source is not None:
+            assert drafting.k is not None
+            source.futures[seq_id] = Future(plain[number].ids, drafting.k)
+    desk.run(lambda: not desk.records, most_steps=20_000)
+    return records
+
+
+def request(prompt: Sequence[int], *, eos: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Request:
+    """One question's ids, greedy or seeded."""
+    sampling = pb.Sampling(seed=seed, temperature=temperature, top_p=0.95)
+    return Request(tuple(prompt), sampling, pb.Limits(max_tokens=max_tokens, eos_ids=eos), want_logprobs=True)
