@@ -25,7 +25,8 @@ def spaceserve(*arguments: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def server(smollm2_folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(["--model", str(smollm2_folder), "--adapter", f"again={smollm2_folder}"]) as running:
+    flags = ["--model", str(smollm2_folder), "--adapter", f"again={smollm2_folder}", "--speculation", "5"]
+    with ServerProcess(flags) as running:
         yield running
 
 
