@@ -1,6 +1,6 @@
 """Real models against transformers, which reads the same GGUF file by its own means: logits, greedy text, templates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from space_model.space_model import SpaceModel
 from space_router.config import ServeConfig
 from space_router.text.model_text import ModelText
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from worker_answers import Drafting, answers, request
+from worker_answers import Drafting, answers, encoded, request
 
 MESSAGES = [
     {"role": "user", "content": "Name two rivers.\n\n"},
@@ -48,16 +48,6 @@ def text(file: Path) -> ModelText:
     return ModelText.load(ServeConfig(model=str(file)))
 
 
-@pytest.fixture(scope="module")
-def encode(text: ModelText) -> Callable[[str], list[int]]:
-    def ids(prompt: str) -> list[int]:
-        assert text.chat_template is not None
-        rendered = text.chat_template.render([{"role": "user", "content": prompt}])
-        return text.tokenizer.encode(rendered, add_special_tokens=False)
-
-    return ids
-
-
 @torch.inference_mode()
 def logits_of(model: SpaceModel, ids: Sequence[int]) -> torch.Tensor:
     """[N, V] float32"""
@@ -71,10 +61,10 @@ def logits_of(model: SpaceModel, ids: Sequence[int]) -> torch.Tensor:
 @pytest.mark.timeout(1200)
 @torch.inference_mode()
 def test_logits_and_greedy_text_are_those_of_transformers(
-    ours: SpaceModel, theirs: Any, encode: Callable[[str], list[int]], prompts: list[str], record_property: Any
+    ours: SpaceModel, theirs: Any, text: ModelText, prompts: list[str], record_property: Any
 ) -> None:
     """128 greedy tokens on 40 prompts: each the first of transformers' logits behind the same ids, but at a tie."""
-    requests = [request(encode(prompt), eos=(), max_tokens=128, temperature=0.0, seed=0) for prompt in prompts]
+    requests = [request(ids, eos=(), max_tokens=128, temperature=0.0, seed=0) for ids in encoded(text, prompts)]
     num_ties, worst = 0, 0.0
     for record in answers(ours, requests, Drafting("off", k=0)):
         ids = record.ids
@@ -95,9 +85,9 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     assert num_ties <= 1
 
 
-def test_chat_template_renders_as_in_transformers(file: Path, text: ModelText) -> None:
-    theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
-    assert text.chat_template is not None
+def test_the_chat_template_renders_as_in_transformers(smollm2_file: Path, smollm2_text: ModelText) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(smollm2_file.parent), gguf_file=smollm2_file.name, local_files_only=True)
+    assert smollm2_text.chat_template is not None
     for messages in (MESSAGES[:1], MESSAGES):
         wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert text.chat_template.render(messages) == wanted
+        assert smollm2_text.chat_template.render(messages) == wanted

@@ -10,7 +10,7 @@ from space_eval.desk import Record, Request
 from space_eval.drafters import all_right, half_right, none_right
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText
-from worker_answers import Drafting, answers, request
+from worker_answers import Drafting, answers, encoded, request
 
 PLAIN = Drafting("off", k=0)
 OF_SMOLLM2 = [Drafting("auto"), *(Drafting(f"k={k}", k=k) for k in (1, 3, 5))]
@@ -26,15 +26,11 @@ LAWS = {"greedy": 0.0, "seeded": 0.8}
 def asked(
     text: ModelText, model: SpaceModel, prompts: Sequence[str], *, max_tokens: int, temperature: float
 ) -> list[Request]:
-    """The questions behind the model's own chat template."""
-    assert text.chat_template is not None
-    found = []
-    for number, prompt in enumerate(prompts):
-        rendered = text.chat_template.render([{"role": "user", "content": prompt}])
-        ids = text.tokenizer.encode(rendered, add_special_tokens=False)
-        eos = model.facts.eos_ids
-        found.append(request(ids, eos=eos, max_tokens=max_tokens, temperature=temperature, seed=1000 + number))
-    return found
+    """The questions, behind the model's chat template where it has one."""
+    return [
+        request(ids, eos=model.facts.eos_ids, max_tokens=max_tokens, temperature=temperature, seed=1000 + number)
+        for number, ids in enumerate(encoded(text, prompts))
+    ]
 
 
 def compare(model: SpaceModel, requests: Sequence[Request], ways: Sequence[Drafting]) -> int:

@@ -7,6 +7,7 @@ from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_router.text.model_text import ModelText
 from space_server.controller import FixedLayout
 from space_server.drafts import DraftSources
 from space_server.measured_controller import MeasuredController
@@ -71,3 +72,12 @@ def request(prompt: Sequence[int], *, eos: Sequence[int], max_tokens: int, tempe
     """One question's ids, greedy or seeded."""
     sampling = pb.Sampling(seed=seed, temperature=temperature, top_p=0.95)
     return Request(tuple(prompt), sampling, pb.Limits(max_tokens=max_tokens, eos_ids=eos), want_logprobs=True)
+
+
+def encoded(text: ModelText, prompts: Sequence[str]) -> list[list[int]]:
+    """The ids of each question: rendered by the chat template, or as a text to go on with where there is none."""
+    template = text.chat_template
+    if template is None:
+        return [text.tokenizer.encode(f"Question: {prompt}\nAnswer:") for prompt in prompts]
+    rendered = [template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [text.tokenizer.encode(one, add_special_tokens=False) for one in rendered]
