@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from space_model.checkpoint import Checkpoint, adapter_section
+from space_model.checkpoint_file import is_contained, is_local_name
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.gated_lora import GatedLora
 from space_model.model_error import InvalidSpaceSection
@@ -46,8 +47,8 @@ class Adapter:
         """What `section` declares, from `folder`. Raises InvalidSpaceSection."""
         if section.adapter is None:
             raise InvalidSpaceSection(f'{folder} declares no "adapter" in the space section of its config.json.')
-        file = (folder / section.adapter).resolve()
-        if folder.resolve() not in (file, file.parent):
+        file = folder / section.adapter
+        if not is_local_name(section.adapter) or not is_contained(file, folder):
             raise InvalidSpaceSection(f"The adapter {section.adapter} is not in {folder}.")
         gated = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden_size, dtype=dtype, device=device)
         head = None

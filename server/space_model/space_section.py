@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from space_kernels.draft_head import DraftHeadForm
 
+from space_model.checkpoint_file import is_contained
 from space_model.draft_head_weights import DraftHeadWeights
 from space_model.model_error import InvalidSpaceSection
 
@@ -150,7 +151,7 @@ def load_draft_head(
 ) -> DraftHeadWeights:
     """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
     file = folder / section.file
-    if file.parent != folder or not file.is_file():
+    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
         raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
     wanted = {
         "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),

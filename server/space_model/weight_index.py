@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from space_model.checkpoint_file import is_contained, is_local_name
 from space_model.json_file import read_object
 from space_model.model_error import CheckpointNotFound
 
@@ -26,8 +27,7 @@ def indexed_files(index: Path) -> tuple[Path, ...]:
     folder = index.parent
     names = sorted(set(read_index(index).values()))
     for name in names:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name:
+        if not is_local_name(name):
             raise CheckpointNotFound(
                 f"{index} names {name!r}, which is outside its folder. Only files of the checkpoint are read: fetch it "
                 "again, or correct the index."
@@ -39,15 +39,9 @@ def indexed_files(index: Path) -> tuple[Path, ...]:
             "Was the download finished?"
         )
     for name in names:
-        there = (folder / name).resolve()
-        if not there.is_relative_to(folder.resolve()) and not _is_blob(there):
+        if not is_contained(folder / name, folder):
             raise CheckpointNotFound(
-                f"{folder / name} is a link to {there}, outside its folder. Copy the file to {folder}, or give the "
-                "folder that it is in."
+                f"{folder / name} is a link to {(folder / name).resolve()}, outside its folder. Copy the file to "
+                f"{folder}, or give the folder that it is in."
             )
     return tuple(folder / name for name in names)
-
-
-def _is_blob(file: Path) -> bool:
-    """A file of the hub's cache, whose snapshots are links to it: models--OWNER--NAME/blobs/HASH."""
-    return file.parent.name == "blobs" and file.parent.parent.name.startswith("models--")

@@ -283,6 +283,32 @@ def change(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps(config))
 
 
+def test_an_adapter_in_the_hubs_cache_is_served_though_its_files_are_links(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+    change(folder, base=str(checkpoint_of("llama")))
+    snapshot, blobs = (tmp_path / "models--owner--name" / part for part in ("snapshots/abc", "blobs"))
+    for made in (snapshot, blobs):
+        made.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs", str(number)))
+    facts = load_model(snapshot).facts
+    assert (facts.num_masks, facts.has_draft_head) == (5, True)
+
+
+@pytest.mark.parametrize("link", ["gated_lora.safetensors", "draft_head.safetensors"])
+def test_an_adapter_that_is_a_link_out_of_its_folder_is_refused(
+    link: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+    (folder / link).rename(tmp_path / link)
+    (folder / link).symlink_to(tmp_path / link)
+    with pytest.raises(InvalidSpaceSection, match=f"{link} is not in"):
+        load_model(folder)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
