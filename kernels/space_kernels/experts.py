@@ -1,11 +1,14 @@
-"""Mixture-of-experts feed-forward whose rows do not depend on which other rows chose the same expert."""
+"""Mixture of experts, router and feed-forward, whose rows do not depend on which other rows there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from space_kernels.cpu_linear import cpu_linear
 
@@ -40,3 +43,43 @@ class RowInvariantExperts(nn.Module):
             result = self.down[expert](self.activation(gate.contiguous()) * up)[: len(rows)]
             out.index_add_(0, rows, (result * weight_of[rows, places, None]).to(out.dtype))
         return out
+
+
+class RowInvariantRouter(nn.Module):
+    """A router of transformers that multiplies by its own `weight` [experts, hidden] through `F.linear`.
+
+    Only that product depends on the number of rows: it is computed by a row-invariant linear in the dtype that the
+    router asks for. Softmax, top-k and sums run over a row's experts.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self._linear_of: dict[torch.dtype, nn.Module] = {}  # by the dtype of the product
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """What the router gives."""
+        with _OwnLinear(self._product, self.router.get_parameter("weight").shape):
+            return self.router(*arguments, **named)
+
+    def _product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if rows.dtype not in self._linear_of:
+            weight = self.router.get_parameter("weight").detach().to(rows.dtype)
+            self._linear_of[rows.dtype] = cpu_linear(weight, bias)
+        product: Tensor = self._linear_of[rows.dtype](rows)
+        return product
+
+
+class _OwnLinear(TorchFunctionMode):
+    """Sends products with a weight of this shape elsewhere."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
+        super().__init__()
+        self._product, self._shape = product, shape
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and args[1].shape == self._shape:
+            return self._product(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
+        return function(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, sa
 from space_kernels.attention import space_attention
 from space_kernels.cpu_linear import cpu_linear
 from space_kernels.dispatch import Attention
-from space_kernels.experts import RowInvariantExperts
+from space_kernels.experts import RowInvariantExperts, RowInvariantRouter
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -101,7 +101,7 @@ class TransformersNetwork:
 
 
 def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
-    """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts.
+    """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts, routers.
 
     `eight_bits`: linears and experts are held in whole numbers and scales.
 
@@ -129,6 +129,14 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = 
             setattr(base, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
         else:
             make_row_invariant(child, num_threads, eight_bits=eight_bits)
+            if _multiplies_by_itself(child):
+                setattr(base, name, RowInvariantRouter(child))
+
+
+def _multiplies_by_itself(module: nn.Module) -> bool:
+    """Whether the module is a router: it has a matrix of its own, and is no embedding."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 def _is_activation(module: nn.Module) -> bool:

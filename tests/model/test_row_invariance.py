@@ -15,6 +15,8 @@ from space_model.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.transformers_network import make_row_invariant
 from torch import Tensor
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2"]
@@ -123,3 +125,22 @@ def test_drafts_never_leave_the_step(checkpoint_of: Callable[[str], Path]) -> No
         kept.append(kv)
     for plain, space in zip((*kept[0].keys, *kept[0].values), (*kept[1].keys, *kept[1].values), strict=True):
         assert torch.equal(plain, space)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_experts", [8, 128])
+def test_a_router_of_real_width_chooses_alike_in_any_company(num_experts: int, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(hidden_size=2048, num_experts=num_experts, num_experts_per_tok=2, norm_topk_prob=True)
+    base = torch.nn.ModuleDict({"gate": Qwen3MoeTopKRouter(config).to(dtype)})
+    generator = torch.Generator().manual_seed(3)
+    weight = base.get_submodule("gate").get_parameter("weight")
+    weight.data = torch.randn(num_experts, 2048, generator=generator).to(dtype)
+    rows = torch.randn(64, 2048, generator=generator).to(dtype)
+    expected = base["gate"](rows)[0]
+    with torch.inference_mode():
+        make_row_invariant(base, torch.get_num_threads())
+        whole = base["gate"](rows)
+        assert torch.allclose(whole[0].float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
+        for count in range(1, 64):
+            for part, of_all in zip(base["gate"](rows[:count]), whole, strict=True):
+                assert torch.equal(part, of_all[:count]), count
