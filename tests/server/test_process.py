@@ -88,7 +88,7 @@ def test_exact_products_are_asked_for_by_the_flag_that_the_router_passes_on(
     monkeypatch.setattr("space_server.__main__.load_model", load)
     command = worker_command(ServeConfig(exact=exact), "h:1")
     words = command[command.index("--exact") : command.index("--exact") + 2]
-    assert main(["--listen", "h:1", *words]) == 3
+    assert main(["--model", "demo", "--listen", "h:1", *words]) == 3
     assert asked == [exact == "on"]
 
 
@@ -99,7 +99,7 @@ def test_a_signal_while_the_model_is_loaded_ends_with_0(
     before = signal.getsignal(number)
     monkeypatch.setattr("space_server.__main__.load_model", lambda path, **settings: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
-        main(["--listen", "h:1"])
+        main(["--model", "demo", "--listen", "h:1"])
     assert left.value.code == 0
     assert signal.getsignal(number) is before
 
