@@ -61,7 +61,7 @@ COPY --from=flash-attn /wheels /wheels
 RUN find /wheels -name '*.whl' -exec /opt/spaceserve/bin/python -m pip install --no-cache-dir --no-deps --no-index {} +
 COPY proto proto
 # The default model's weights, checked by their hashes, beside the environment: nothing is fetched at a start.
-RUN PYTHONPATH=proto /opt/spaceserve/bin/python -m space_common.default_model
+RUN PYTHONPATH=proto /opt/spaceserve/bin/python -P -m space_common.default_model
 COPY LICENSE README.md pyproject.toml ./
 COPY kernels kernels
 COPY router router

@@ -16,7 +16,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     docker/install.sh --venv /opt/spaceserve --device cpu --stages dependencies
 COPY proto proto
 # The default model's weights, checked by their hashes, beside the environment: nothing is fetched at a start.
-RUN PYTHONPATH=proto /opt/spaceserve/bin/python -m space_common.default_model
+RUN PYTHONPATH=proto /opt/spaceserve/bin/python -P -m space_common.default_model
 COPY LICENSE README.md pyproject.toml ./
 COPY kernels kernels
 COPY router router

@@ -57,14 +57,16 @@ class PackedLinear(nn.Module):
         return product
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x·Wᵀ + b)·other, rounded once; packed only, rows a multiple of ROW_TILE."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
-        return product
+        """(x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.
+
+        Two operations: the library's product with a product or a sum fused behind it gives a row of bfloat16 other bits
+        beside some numbers of rows (20 to 64) than beside 128, on a processor with AMX (torch 2.13).
+        """
+        return self._product(x).mul_(other)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """x·Wᵀ + b + other, rounded once; packed only, rows a multiple of ROW_TILE."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
-        return product
+        """x·Wᵀ + b + other, in two operations as `times`; packed only, rows a multiple of ROW_TILE."""
+        return self._product(x).add_(other)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -92,16 +94,14 @@ def can_pack(dtype: torch.dtype) -> bool:
     bias = torch.randn(24, generator=generator).to(dtype)
     x = torch.randn(8, 40, generator=generator).to(dtype)
     try:
-        packed, other = pack(weight), torch.ones(8, 24, dtype=dtype)
+        packed = pack(weight)
         operator = torch.ops.mkldnn._linear_pointwise
         found = [
             operator(x, packed, bias, "none", [], ""),
             operator(x, packed, bias, "swish", [], ""),
-            operator.binary(x, other, packed, bias, "mul"),
-            operator.binary(x, other, packed, bias, "add"),
         ]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     plain = F.linear(x, weight, bias).float()
-    wanted = [plain, F.silu(plain), plain, plain + 1.0]
+    wanted = [plain, F.silu(plain)]
     return all(torch.allclose(a.float(), b, rtol=2e-2, atol=2e-2) for a, b in zip(found, wanted, strict=True))

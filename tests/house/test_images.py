@@ -60,7 +60,7 @@ def test_a_change_in_the_source_reuses_the_dependency_layers(steps: list[tuple[s
 def test_the_image_holds_the_default_model_and_checks_its_hash(root: Path, steps: list[tuple[str, str]]) -> None:
     """By the module that a server fetches it with, before the sources that change often."""
     order = [f"{word} {rest}" for word, rest in steps]
-    fetched = order.index("RUN PYTHONPATH=proto /opt/spaceserve/bin/python -m space_common.default_model")
+    fetched = order.index("RUN PYTHONPATH=proto /opt/spaceserve/bin/python -P -m space_common.default_model")
     assert order.index("COPY proto proto") < fetched < order.index("COPY server server")
     assert next(n for n, line in enumerate(order) if "--stages dependencies" in line) < fetched
     assert SMOLLM2.requirements.is_relative_to(root / "proto")

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from space_model.layer_reference import CONTEXT
 from space_model.testing import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
@@ -101,17 +102,22 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("how", "size"),
-    [
-        ("on a device", 1.0),
-        ("on a device, widened", 2.0),
-        ("half of it, widened", 1.0),
-        ("packed", 1.0),
-        ("packed, widened", 2.0),
-    ],
+    ("how", "size"), [("on a device", 1.0), ("on a device, widened", 2.0), ("half of it, widened", 1.0)]
 )
 def test_beside_the_model_there_is_a_shard_at_most(how: str, size: float, peaks: dict[str, tuple[int, int]]) -> None:
     most, held = peaks[how]
     model = size * LAYERS * SHARD
     assert 0.9 * model < held < 1.2 * model, (most, held)
     assert most < held + 1.5 * size * SHARD, (most / SHARD, held / SHARD)
+
+
+@pytest.mark.parametrize(("how", "size"), [("packed", 1.0), ("packed, widened", 2.0)])
+def test_the_check_at_load_takes_one_layer_in_wide_numbers(
+    how: str, size: float, peaks: dict[str, tuple[int, int]]
+) -> None:
+    """Twice as wide as served. With it its context: keys and values of CONTEXT positions, as made and in pages."""
+    most, held = peaks[how]
+    wide_layer = 2 * size * SHARD
+    context = 2 * 2 * CONTEXT * HIDDEN * 4 * size
+    assert 0.9 * size * LAYERS * SHARD < held < 1.2 * size * LAYERS * SHARD, (most, held)
+    assert most < held + wide_layer + context + 0.25 * size * SHARD, (most / SHARD, held / SHARD)

@@ -167,7 +167,11 @@ class Seat:
     async def run(self, engaged: Engaged) -> None:
         """For ever; raises WorkerStartFailed once there is no hope of a worker here. May be run again then."""
         num_failed_starts = 0
+        task = asyncio.current_task()
         while True:
+            if task is not None and task.cancelling():
+                # grpc.aio raises its own error for a call that ends in the moment its task is cancelled.
+                raise asyncio.CancelledError
             try:
                 begun = asyncio.get_running_loop().time()
                 address = await self.source.start()

@@ -15,6 +15,8 @@ from space_router.engine.engine import Engine
 from space_router.engine.request import ValidRequest
 from space_router.metrics import Metrics
 from space_router.testing import Script, ScriptedWorker
+from space_router.workers.link import LinkLost
+from space_router.workers.remote import RemoteWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
@@ -70,6 +72,30 @@ def test_workers_are_met_as_they_are_listed_and_their_seats_taken_once_they_are_
             assert sorted(seat.number for seat in engine.seats) == [0, 1]  # numbers are used again
 
     run(whole())
+
+
+def test_an_engine_ends_though_a_connection_hides_that_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_starts = 0
+
+    async def start(worker: RemoteWorker) -> str:
+        nonlocal num_starts
+        num_starts += 1
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if num_starts == 1:
+                raise LinkLost(f"{worker.name} is gone") from None  # as grpc.aio does where the call fails meanwhile
+            raise
+        return ""
+
+    async def whole() -> None:
+        async with following() as engine:
+            engine.roster.follow(["127.0.0.1:1"], finish_seconds=0.0)
+            await until(lambda: num_starts == 1)
+
+    monkeypatch.setattr(RemoteWorker, "start", start)
+    run(whole())
+    assert num_starts == 1
 
 
 def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer) -> None:
