@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import socket
@@ -124,6 +125,9 @@ class ServerProcess:
             self._news.wait_for(lambda: self._ready or not self._alive(), self._start_seconds)
             if self._ready:
                 return
+        if not self._alive():  # its pipes close a moment before it has ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
         code = self.code
         how = f"was not ready within {self._start_seconds:g} s" if code is None else f"ended with code {code}"
         raise ServerError(f"The server {how}. It said:\n{self.last_words()}")
