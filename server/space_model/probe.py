@@ -96,12 +96,12 @@ def differences(
         [Segment(wanted.rows.ids, start, pages)], block_size=_BLOCK, mask_ids=(), device=facts.device
     )
     kv = _pages_of_one_layer(facts, len(pages))
-    judge = _Judge(facts, wanted)
+    comparison = _Comparison(facts, wanted)
 
     def padded(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows.new_zeros(len(batch.ids) - count, rows.shape[1])])
 
-    yield judge.compare("the embedding", network.enter(batch)[:count], wanted.entry)
+    yield comparison.compare("the embedding", network.enter(batch)[:count], wanted.entry)
     for layer in wanted.layers:
         for made in (layer.keys, layer.values):
             refuse_other_heads(f"Layer {layer.number}", made.exact.shape, facts)
@@ -109,11 +109,11 @@ def differences(
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
         name = f"layer {layer.number} of {facts.num_layers}"
         for what, kept, made in (("keys", kv.keys[0], layer.keys), ("values", kv.values[0], layer.values)):
-            yield judge.compare(f"{name} ({what})", _read(kept, pages, start, count), made, kept=True)
-        yield judge.compare(name, out, layer.out, is_routed=layer.is_routed)
-    yield judge.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
+            yield comparison.compare(f"{name} ({what})", _read(kept, pages, start, count), made, kept=True)
+        yield comparison.compare(name, out, layer.out, is_routed=layer.is_routed)
+    yield comparison.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
     if wanted.logits is not None:
-        yield judge.compare("the output head", logits(wanted.head_given)[:, wanted.head_ids], wanted.logits)
+        yield comparison.compare("the output head", logits(wanted.head_given)[:, wanted.head_ids], wanted.logits)
 
 
 def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> None:
@@ -126,7 +126,7 @@ def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> No
         )
 
 
-class _Judge:
+class _Comparison:
     def __init__(self, facts: ModelFacts, wanted: Reference) -> None:
         self._unit, self._unit_kept = (torch.finfo(dtype).eps / 2 for dtype in (facts.dtype, facts.kv_dtype))
         self._turned_squared = 2 * self._unit_kept * self._unit if facts.float8_kv else 0.0
