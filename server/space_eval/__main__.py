@@ -27,12 +27,16 @@ COMMANDS = {
         "workers on machines of their own: killed, cut off and restarted; nothing may be lost",
     ),
     "crowd": ("space_eval.crowd", "slow readers beside fast ones, and ten times more requests than can be served"),
-    "verdicts": ("space_eval.verdicts", "five verification rules on the same weights, and which of them are exact"),
-    "explain": ("space_eval.explain", "which drafts stand: by position, entropy, kind of token, repetition"),
     "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
-    "recipes": ("space_eval.recipes", "training recipes at equal compute (needs spaceserve[train])"),
 }
 """The module of each command, which is loaded only when it is asked for, and what it measures."""
+
+MOVED = {
+    "explain": "`spaceserve eval acceptance` shows acceptance by position",
+    "recipes": "its results are in server/README.md, under Train",
+    "verdicts": "its results are in server/QUESTIONS.md; `pytest tests/exactness` enumerates the verification rules",
+}
+"""Commands that were removed, and what to use instead."""
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -55,6 +59,9 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit status 0, or 2 with one line of explanation."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in MOVED:
+        print(f"spaceserve eval {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)
+        return 2
     try:
         options = parser(given).parse_args(given)
         status: int = options.run(options)

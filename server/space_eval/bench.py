@@ -46,16 +46,23 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
     "soak": ("space_eval.soak", "mixed load for an hour: does memory, latency or anything else grow"),
     "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
-    "sizing": ("space_eval.sizing", "what one node and many serve, and the routers they need, by the simulator"),
     "streams": ("space_eval.streams", "what one router adds and costs, from one stream to a thousand"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }
 """What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
 
+MOVED = {
+    "sizing": "`spaceserve bench --rate … --slo …` measures what a server holds",
+}
+"""Commands that were removed, and what to use instead."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 after a measurement, 1 where a server failed, 2 for unusable flags."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in MOVED:
+        print(f"spaceserve bench {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)
+        return 2
     if given and given[0] in COMMANDS:
         status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
         return status

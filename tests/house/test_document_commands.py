@@ -71,20 +71,15 @@ ADDED = {
     "bench overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
     "bench product": "--rounds 1 --shapes 768x768",
     "bench simulate": "--duration 1s",
-    "bench sizing": "--nodes 1 --workers 1 --max-sequences 4 --duration 200ms",
     "bench streams": "--tokens 8 --no-flood",
     "eval acceptance": FEW,
     "eval crowd": "--seconds 4 --tokens 32",
     "eval equivalence": "--k 3",
-    "eval explain": FEW,
     "eval faults": "--tokens 32",
     "eval hosts": "--tokens 48 --loopback --scripted",
     "eval paper": f"{FEW} --rounds 1",
     "eval quality": f"{FEW} --seconds 5",
-    "eval recipes": "--flops 2e9 --seeds 0 --num-prompts 1 --max-tokens 8 --evaluations 1 --length 64 "
-    "--held-out-rows 1 --paper-rates 5e-4 --full-rates 5e-4 --gated-rates 1e-3",
     "eval speed": f"{FEW} --rounds 1 --k 3",
-    "eval verdicts": f"{FEW} --draws 50 --k 2",
 }
 """Flags by which a program does little, where the command does not give them itself."""
 

@@ -1,4 +1,4 @@
-"""The law of the first few tokens under a rule, by exact enumeration on a vocabulary of a few ids."""
+"""The distribution of the first few tokens under a rule, by exact enumeration on a vocabulary of a few ids."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from itertools import product
 from typing import Protocol
 
 import numpy as np
+from exact_distribution import Floats, softmax
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
-
-from space_eval.exact_law import Floats, softmax
-from space_eval.verdict_rules import Rule, outcome_law, pair_law
+from verification_rules import Rule, outcome_distribution, pair_distribution
 
 Ids = tuple[int, ...]
 
 
-class StepLaws(Protocol):
-    """What a step needs to know of a model, temperature and bans applied."""
+class StepDistributions(Protocol):
+    """The distributions of a model that a step depends on, temperature and bans applied."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -38,29 +37,29 @@ class StepLaws(Protocol):
 
 
 @dataclass(frozen=True)
-class TableLaws:
-    """Laws written by hand."""
+class TableDistributions:
+    """Distributions written by hand."""
 
     vocab_size: int
-    next_law: Callable[[Ids], Floats]
-    draft_law: Callable[[Ids, Ids], Floats]
+    next_token: Callable[[Ids], Floats]
+    draft: Callable[[Ids, Ids], Floats]
 
     def p(self, known: Ids) -> Floats:
-        """The table's."""
-        return self.next_law(known)
+        """Of the next token."""
+        return self.next_token(known)
 
     def q(self, known: Ids, behind: Ids) -> Floats:
-        """The table's."""
-        return self.draft_law(known, behind)
+        """Of a draft."""
+        return self.draft(known, behind)
 
 
-def worst_case() -> TableLaws:
+def worst_case() -> TableDistributions:
     """Two ids, a fair coin behind anything, and a mask that is sure: the published rule errs by 1/4 on one token."""
-    return TableLaws(2, lambda known: np.array([0.5, 0.5]), lambda known, behind: np.array([1.0, 0.0]))
+    return TableDistributions(2, lambda known: np.array([0.5, 0.5]), lambda known, behind: np.array([1.0, 0.0]))
 
 
-class ModelLaws:
-    """A loaded checkpoint's laws at a temperature, by its own forward pass. Its masks' own drafts: no draft head."""
+class ModelDistributions:
+    """A loaded checkpoint's distributions at a temperature, by its own forward pass; drafts by masks alone."""
 
     def __init__(self, model: SpaceModel, temperature: float) -> None:
         facts = model.facts
@@ -104,11 +103,11 @@ class ModelLaws:
 
 
 @dataclass(frozen=True)
-class RunLaw:
-    """What a rule makes of a model, exactly."""
+class RunDistribution:
+    """The exact distribution of text that a rule gives, and how many drafts it accepts."""
 
-    law: Floats  # [V, V, …]: probability of every run of the first tokens
-    reached: tuple[float, ...]  # of the first decode step: chance that at least 1, 2, … k drafts stand
+    distribution: Floats  # [V, V, …]: probability of every run of the first tokens
+    reached: tuple[float, ...]  # of the first decode step: chance that at least 1, 2, … k drafts are accepted
 
     @property
     def tokens_in_first_step(self) -> float:
@@ -116,45 +115,49 @@ class RunLaw:
         return 1.0 + sum(self.reached)
 
 
-def run_law(laws: StepLaws, rule: Rule, prompt: Ids, *, num_drafts: int, depth: int) -> RunLaw:
-    """Every run of `depth` tokens behind `prompt`, over every draft and every verdict of the steps that make it.
+def run_distribution(
+    distributions: StepDistributions, rule: Rule, prompt: Ids, *, num_drafts: int, depth: int
+) -> RunDistribution:
+    """Every run of `depth` tokens behind `prompt`, over all drafts and outcomes of the steps that make it.
 
     The first token is the prefill's. A step begins with masks that saw all but the last token.
     """
-    pairs = cache(partial(_pair, laws))
-    law = np.zeros((laws.vocab_size,) * depth)
+    pairs = cache(partial(_pair, distributions))
+    distribution = np.zeros((distributions.vocab_size,) * depth)
     reached = np.zeros(num_drafts)
-    states: dict[Ids, float] = {(int(t),): float(laws.p(prompt)[t]) for t in np.flatnonzero(laws.p(prompt))}
+    states: dict[Ids, float] = {
+        (int(t),): float(distributions.p(prompt)[t]) for t in np.flatnonzero(distributions.p(prompt))
+    }
     is_first = True
     while states:
         longer: dict[Ids, float] = {}
         for run, mass in states.items():
-            for emitted, chance in _step(laws, rule, prompt + run, num_drafts, pairs):
+            for emitted, chance in _step(distributions, rule, prompt + run, num_drafts, pairs):
                 if is_first:
                     reached[: len(emitted) - 1] += mass * chance
                 new = run + emitted
                 if len(new) >= depth:
-                    law[new[:depth]] += mass * chance
+                    distribution[new[:depth]] += mass * chance
                 else:
                     longer[new] = longer.get(new, 0.0) + mass * chance
         states, is_first = longer, False
-    return RunLaw(law, tuple(float(share) for share in reached))
+    return RunDistribution(distribution, tuple(float(share) for share in reached))
 
 
-def autoregressive_law(laws: StepLaws, prompt: Ids, depth: int) -> Floats:
+def autoregressive_distribution(distributions: StepDistributions, prompt: Ids, depth: int) -> Floats:
     """[V, V, …]: the same runs, one token at a time."""
-    law = np.zeros((laws.vocab_size,) * depth)
+    distribution = np.zeros((distributions.vocab_size,) * depth)
     runs: dict[Ids, float] = {(): 1.0}
     for _ in range(depth):
         runs = {
             (*run, int(t)): mass * float(p[t])
             for run, mass in runs.items()
-            for p in (laws.p(prompt + run),)
+            for p in (distributions.p(prompt + run),)
             for t in np.flatnonzero(p)
         }
     for run, mass in runs.items():
-        law[run] = mass
-    return law
+        distribution[run] = mass
+    return distribution
 
 
 def total_variation(one: Floats, other: Floats) -> float:
@@ -165,36 +168,38 @@ def total_variation(one: Floats, other: Floats) -> float:
 Pairs = Callable[[Ids, Ids, Ids], Floats]
 
 
-def _pair(laws: StepLaws, known: Ids, seen: Ids, behind: Ids) -> Floats:
-    return pair_law(laws.p(known), laws.q(seen, behind))
+def _pair(distributions: StepDistributions, known: Ids, seen: Ids, behind: Ids) -> Floats:
+    return pair_distribution(distributions.p(known), distributions.q(seen, behind))
 
 
-def _step(laws: StepLaws, rule: Rule, known: Ids, k: int, pairs: Pairs) -> Iterator[tuple[Ids, float]]:
+def _step(
+    distributions: StepDistributions, rule: Rule, known: Ids, k: int, pairs: Pairs
+) -> Iterator[tuple[Ids, float]]:
     """What one step behind `known` emits, each with its chance."""
     if rule is Rule.COUPLING:
-        yield from _coupled(laws, known, (), 1.0, k, pairs)
+        yield from _coupled(distributions, known, (), 1.0, k, pairs)
         return
     seen, bonus = known[:-1], known[-1:]
-    for drafts, chance in _drafts(laws, rule, seen, bonus, k):
-        p = np.array([laws.p(known + drafts[:i]) for i in range(k + 1)])
-        q = np.array([laws.q(seen, bonus + drafts[:i]) for i in range(k)])
-        outcomes = outcome_law(rule, p, q, drafts)
+    for drafts, chance in _drafts(distributions, rule, seen, bonus, k):
+        p = np.array([distributions.p(known + drafts[:i]) for i in range(k + 1)])
+        q = np.array([distributions.q(seen, bonus + drafts[:i]) for i in range(k)])
+        outcomes = outcome_distribution(rule, p, q, drafts)
         for a, v in zip(*np.nonzero(outcomes), strict=True):
             yield (*drafts[:a], int(v)), chance * float(outcomes[a, v])
 
 
-def _drafts(laws: StepLaws, rule: Rule, seen: Ids, bonus: Ids, k: int) -> Iterator[tuple[Ids, float]]:
+def _drafts(distributions: StepDistributions, rule: Rule, seen: Ids, bonus: Ids, k: int) -> Iterator[tuple[Ids, float]]:
     """Every chain of k drafts, with its chance."""
     if rule is Rule.ARGMAX:
         chain: Ids = ()
         while len(chain) < k:
-            chain = (*chain, int(laws.q(seen, bonus + chain).argmax()))
+            chain = (*chain, int(distributions.q(seen, bonus + chain).argmax()))
         yield chain, 1.0
         return
-    for chain in product(range(laws.vocab_size), repeat=k):
+    for chain in product(range(distributions.vocab_size), repeat=k):
         chance = 1.0
         for i, c in enumerate(chain):
-            chance *= float(laws.q(seen, bonus + chain[:i])[c])
+            chance *= float(distributions.q(seen, bonus + chain[:i])[c])
             if chance == 0.0:
                 break
         if chance > 0.0:
@@ -202,26 +207,17 @@ def _drafts(laws: StepLaws, rule: Rule, seen: Ids, bonus: Ids, k: int) -> Iterat
 
 
 def _coupled(
-    laws: StepLaws, known: Ids, accepted: Ids, reached: float, k: int, pairs: Pairs
+    distributions: StepDistributions, known: Ids, accepted: Ids, reached: float, k: int, pairs: Pairs
 ) -> Iterator[tuple[Ids, float]]:
     """Noise at a position is shared by draft and sample there; noise behind the bonus has decided nothing yet."""
     if len(accepted) == k:
-        p = laws.p(known + accepted)
+        p = distributions.p(known + accepted)
         yield from (((*accepted, int(v)), reached * float(p[v])) for v in np.flatnonzero(p))
         return
     joint = pairs(known + accepted, known[:-1], known[-1:] + accepted)
-    for v in range(laws.vocab_size):
+    for v in range(distributions.vocab_size):
         apart = float(joint[v].sum() - joint[v, v])
         if apart > 0.0:
             yield (*accepted, v), reached * apart
         if joint[v, v] > 0.0:
-            yield from _coupled(laws, known, (*accepted, v), reached * float(joint[v, v]), k, pairs)
-
-
-def noise_floor(law: Floats, num_runs: int, *, num_trials: int = 200, seed: int = 0) -> tuple[float, float]:
-    """Mean and standard deviation of the total variation that `num_runs` draws from `law` itself show."""
-    rng = np.random.default_rng(seed)
-    flat = law.reshape(-1)
-    draws: Floats = rng.multinomial(num_runs, flat / flat.sum(), size=num_trials) / num_runs
-    errors = [total_variation(draw, flat) for draw in draws]
-    return float(np.mean(errors)), float(np.std(errors, ddof=1))
+            yield from _coupled(distributions, known, (*accepted, v), reached * float(joint[v, v]), k, pairs)

@@ -1,10 +1,11 @@
-"""The next 2 and 3 tokens have the law they should, drafts on: chi-square against exact enumeration."""
+"""The next 2 and 3 tokens have the distribution they should, drafts on: chi-square against exact enumeration."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from space_eval.distribution import (
+from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution
+from octal_model import (
     MASK_IDS,
     VOCABULARY,
     DenseLogits,
@@ -14,7 +15,6 @@ from space_eval.distribution import (
     draw,
     octal_checkpoint,
 )
-from space_eval.exact_law import Floats, chi_square_p, counts_of, joint_law
 from space_model.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -54,41 +54,43 @@ def octal(tmp_path_factory: pytest.TempPathFactory) -> tuple[SpaceModel, DenseLo
     return load_model(path, dtype="float32"), DenseLogits(path)
 
 
-LawOf = Callable[[pb.Sampling], Floats]
+DistributionOf = Callable[[pb.Sampling], Floats]
 
 
 @pytest.fixture
-def law_of(octal: tuple[SpaceModel, DenseLogits]) -> LawOf:
+def distribution_of(octal: tuple[SpaceModel, DenseLogits]) -> DistributionOf:
     """Sampling -> [V, V, V] by enumeration."""
-    return lambda sampling: joint_law(octal[1], PROMPT, DEPTH, sampling, vocab_size=VOCABULARY, banned_ids=MASK_IDS)
+    return lambda sampling: joint_distribution(
+        octal[1], PROMPT, DEPTH, sampling, vocab_size=VOCABULARY, banned_ids=MASK_IDS
+    )
 
 
-def p_values(draws: Draws, law: Floats) -> tuple[float, float]:
+def p_values(draws: Draws, distribution: Floats) -> tuple[float, float]:
     """Of the next 2 tokens, and of the next 3."""
     pairs = counts_of([run[:2] for run in draws.runs], vocab_size=VOCABULARY, depth=2)
     triples = counts_of(draws.runs, vocab_size=VOCABULARY, depth=3)
-    return chi_square_p(pairs, law.sum(axis=2)), chi_square_p(triples, law)
+    return chi_square_p(pairs, distribution.sum(axis=2)), chi_square_p(triples, distribution)
 
 
 @pytest.mark.timeout(900)  # a minute of work, on a machine that may be shared
-def test_with_every_processor_on_the_joint_law_is_the_enumerated_one(
-    octal: tuple[SpaceModel, DenseLogits], law_of: LawOf
+def test_with_every_processor_on_the_joint_distribution_is_the_enumerated_one(
+    octal: tuple[SpaceModel, DenseLogits], distribution_of: DistributionOf
 ) -> None:
     draws = draw(octal[0], PROMPT, EVERYTHING, depth=DEPTH, num_runs=100_000)
     assert draws.num_accepted > 10_000
-    assert min(p_values(draws, law_of(EVERYTHING))) > LEAST_P
+    assert min(p_values(draws, distribution_of(EVERYTHING))) > LEAST_P
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processor", ONE_BY_ONE)
-def test_with_each_processor_the_joint_law_is_the_enumerated_one(
-    processor: str, octal: tuple[SpaceModel, DenseLogits], law_of: LawOf
+def test_with_each_processor_the_joint_distribution_is_the_enumerated_one(
+    processor: str, octal: tuple[SpaceModel, DenseLogits], distribution_of: DistributionOf
 ) -> None:
     sampling = ONE_BY_ONE[processor]
     draws = draw(octal[0], PROMPT, sampling, depth=DEPTH, num_runs=100_000, first_seed=1 << 40)
     assert draws.num_accepted > 10_000
-    assert min(p_values(draws, law_of(sampling))) > LEAST_P
+    assert min(p_values(draws, distribution_of(sampling))) > LEAST_P
 
 
 @pytest.mark.parametrize(("residual", "exact"), [(True, True), (False, False)], ids=["lossless", "published"])
@@ -96,23 +98,23 @@ def test_the_published_rule_fails_the_test_that_rejection_sampling_passes(
     residual: bool,
     exact: bool,
     octal: tuple[SpaceModel, DenseLogits],
-    law_of: LawOf,
+    distribution_of: DistributionOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling = pb.Sampling(temperature=0.9)
     monkeypatch.setattr("space_server.step.choose_rows", RejectionRule(1, residual=residual))
     draws = draw(octal[0], PROMPT, sampling, depth=DEPTH, num_runs=8_000, draft_source=UniformDrafts(2))
     assert draws.num_accepted > 1_000
-    p = p_values(draws, law_of(sampling))
+    p = p_values(draws, distribution_of(sampling))
     assert min(p) > LEAST_P if exact else max(p) < 1e-9
 
 
 def test_tokens_of_neighbouring_seeds_and_choices_are_independent(
-    octal: tuple[SpaceModel, DenseLogits], law_of: LawOf
+    octal: tuple[SpaceModel, DenseLogits], distribution_of: DistributionOf
 ) -> None:
-    # Behind one prompt the first tokens of all runs have one law, so pairs of runs have its square.
+    # Behind one prompt the first tokens of all runs have one distribution, so pairs of runs have its square.
     sampling = pb.Sampling(temperature=1.0)
-    first = law_of(sampling).sum(axis=(1, 2))
+    first = distribution_of(sampling).sum(axis=(1, 2))
     by_seed = draw(octal[0], PROMPT, sampling, depth=1, num_runs=8_000).runs
     other = pb.Sampling(temperature=1.0, choice=1)
     by_choice = draw(octal[0], PROMPT, other, depth=1, num_runs=8_000).runs

@@ -1,4 +1,4 @@
-"""The law of the next few tokens as a worker draws them, for a chi-square test against enumeration."""
+"""A model of 8 ids, and many runs of a worker on it, for chi-square tests against exact enumeration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from exact_distribution import Floats, softmax
+from space_eval.desk import Desk, Record, Request
 from space_kernels.processors import Row, process
 from space_kernels.sampling import Choice
 from space_model.space_model import SpaceModel
@@ -20,9 +22,6 @@ from space_server.worker import Worker
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from space_eval.desk import Desk, Record, Request
-from space_eval.exact_law import Floats, softmax
-
 VOCABULARY = 8
 MASK_IDS = (6, 7)
 LIVE_IDS = tuple(range(6))
@@ -30,7 +29,7 @@ BLOCK_SIZE = 16
 
 
 def octal_checkpoint(path: Path, *, seed: int = 0) -> Path:
-    """A random Llama of 8 ids, two of them masks, whose next-token law is neither flat nor certain."""
+    """A random Llama of 8 ids, two of them masks, whose next-token distribution is neither flat nor certain."""
     config = AutoConfig.for_model(
         "llama",
         vocab_size=VOCABULARY,
@@ -98,11 +97,11 @@ def draw(
     records = []
     for begin in range(0, num_runs, batch_size):
         for seed in range(begin, min(begin + batch_size, num_runs)):
-            law = pb.Sampling()
-            law.CopyFrom(sampling)
-            law.seed = first_seed + seed
+            seeded = pb.Sampling()
+            seeded.CopyFrom(sampling)
+            seeded.seed = first_seed + seed
             limits = pb.Limits(max_tokens=depth + 1)
-            record = Record(Request(tuple(prompt), law, limits, max_draft_length=len(MASK_IDS), slots_ahead=4))
+            record = Record(Request(tuple(prompt), seeded, limits, max_draft_length=len(MASK_IDS), slots_ahead=4))
             records.append(record)
             desk.admit(record)
         while desk.records:
@@ -134,7 +133,7 @@ class DenseLogits:
 
 
 class UniformDrafts:
-    """A draft source whose law is known: every id that can be sampled is as likely as the others."""
+    """A draft source whose distribution is known: every id that can be sampled is as likely as the others."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -161,14 +160,14 @@ class RejectionRule:
         judged = [n + 1 < len(rows) and len(rows[n + 1].tail) == len(row.tail) + 1 for n, row in enumerate(rows)]
         chosen = []
         for n, row in enumerate(rows):
-            law = p[n]
+            weights = p[n]
             if judged[n]:
                 draft = rows[n + 1].tail[len(row.tail)]
-                if self._rng.random() < law[draft] / self._q[draft]:
+                if self._rng.random() < weights[draft] / self._q[draft]:
                     chosen.append(draft)
                     continue
                 if self._residual:
-                    law = np.maximum(law - self._q, 0)
-                    law = law / law.sum()
-            chosen.append(int(self._rng.choice(VOCABULARY, p=law)))
+                    weights = np.maximum(weights - self._q, 0)
+                    weights = weights / weights.sum()
+            chosen.append(int(self._rng.choice(VOCABULARY, p=weights)))
         return Choice(torch.tensor(chosen), torch.ones(len(rows), dtype=torch.bool))

@@ -1,46 +1,46 @@
-"""Each rule's law of outcomes is the published algorithm's, and what theory says of it holds."""
+"""Each rule's distribution of outcomes is the published algorithm's, and what theory says of it holds."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from space_eval.exact_law import Floats, chi_square_p, softmax
-from space_eval.verdict_rules import (
+from exact_distribution import Floats, chi_square_p, softmax
+from verification_rules import (
     Rule,
     agreement_by_id,
     expected_accepted,
     first_draft_chances,
-    outcome_law,
-    pair_law,
+    outcome_distribution,
+    pair_distribution,
 )
 
 JUDGED = (Rule.TOKEN_WISE, Rule.BLOCK, Rule.ARGMAX, Rule.PUBLISHED)
 V, K = 4, 3
 
 
-def laws(seed: int, rows: int, *, sharpness: float = 1.5, vocab: int = V) -> Floats:
+def distributions(seed: int, rows: int, *, sharpness: float = 1.5, vocab: int = V) -> Floats:
     return softmax(np.random.default_rng(seed).normal(size=(rows, vocab)) * sharpness)
 
 
 def drawn(seed: int) -> tuple[Floats, Floats, list[int]]:
     """p, q, and drafts of them."""
-    q = laws(1000 + seed, K)
+    q = distributions(1000 + seed, K)
     rng = np.random.default_rng(seed)
-    return laws(seed, K + 1), q, [int(rng.choice(V, p=row)) for row in q]
+    return distributions(seed, K + 1), q, [int(rng.choice(V, p=row)) for row in q]
 
 
 @pytest.mark.parametrize("rule", JUDGED)
-def test_the_outcomes_of_a_step_are_a_law(rule: Rule) -> None:
+def test_the_outcomes_of_a_step_are_a_distribution(rule: Rule) -> None:
     for seed in range(20):
-        law = outcome_law(rule, *drawn(seed))
-        assert law.min() >= 0
-        assert law.sum() == pytest.approx(1)
+        distribution = outcome_distribution(rule, *drawn(seed))
+        assert distribution.min() >= 0
+        assert distribution.sum() == pytest.approx(1)
 
 
 def test_without_drafts_every_rule_draws_from_the_model() -> None:
-    p = laws(0, 1)
+    p = distributions(0, 1)
     for rule in JUDGED:
-        assert outcome_law(rule, p, np.empty((0, V)), []) == pytest.approx(p)
+        assert outcome_distribution(rule, p, np.empty((0, V)), []) == pytest.approx(p)
 
 
 Judge = Callable[[Floats, Floats, list[int], np.random.Generator], tuple[int, int]]
@@ -87,15 +87,15 @@ def block_with_coins(p: Floats, q: Floats, drafts: list[int], rng: np.random.Gen
         (Rule.BLOCK, block_with_coins),
     ],
 )
-def test_the_law_is_that_of_the_algorithm_run_with_coins(rule: Rule, judge: Judge) -> None:
+def test_the_distribution_is_that_of_the_algorithm_run_with_coins(rule: Rule, judge: Judge) -> None:
     p, q, drafts = drawn(3)
     counts = np.zeros((K + 1, V), dtype=np.int64)
     rng = np.random.default_rng(0)
     for _ in range(6000):
         counts[judge(p, q, drafts, rng)] += 1
-    law = outcome_law(rule, p, q, drafts)
-    assert counts[law == 0].sum() == 0
-    assert chi_square_p(counts, law) > 1e-3
+    distribution = outcome_distribution(rule, p, q, drafts)
+    assert counts[distribution == 0].sum() == 0
+    assert chi_square_p(counts, distribution) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_another_algorithm_run_with_coins_is_told_apart(rule: Rule, judge: Judge
     rng = np.random.default_rng(0)
     for _ in range(6000):
         counts[judge(p, q, drafts, rng)] += 1
-    assert chi_square_p(counts, outcome_law(rule, p, q, drafts)) < 1e-6
+    assert chi_square_p(counts, outcome_distribution(rule, p, q, drafts)) < 1e-6
 
 
-def test_the_coupling_draws_sample_and_draft_each_from_its_own_law() -> None:
+def test_the_coupling_draws_sample_and_draft_each_from_its_own_distribution() -> None:
     for seed in range(20):
-        p, q = laws(seed, 1)[0], laws(100 + seed, 1)[0]
-        joint = pair_law(p, q)
+        p, q = distributions(seed, 1)[0], distributions(100 + seed, 1)[0]
+        joint = pair_distribution(p, q)
         assert joint.min() >= 0
         assert joint.sum(axis=1) == pytest.approx(p, abs=1e-12)
         assert joint.sum(axis=0) == pytest.approx(q, abs=1e-12)
@@ -122,7 +122,7 @@ def test_the_coupling_draws_sample_and_draft_each_from_its_own_law() -> None:
 
 def test_the_coupling_holds_where_ids_are_impossible() -> None:
     p, q = np.array([0.5, 0.5, 0, 0]), np.array([0, 0.25, 0.75, 0])
-    joint = pair_law(p, q)
+    joint = pair_distribution(p, q)
     assert joint.sum(axis=1) == pytest.approx(p)
     assert joint.sum(axis=0) == pytest.approx(q)
     # E_1 <= E_0 and E_1/.25 <= E_2/.75, in one noise: 1/(1 + 1 + 3)
@@ -130,16 +130,16 @@ def test_the_coupling_holds_where_ids_are_impossible() -> None:
 
 
 def test_the_coupling_is_what_shared_noise_gives() -> None:
-    p, q = laws(1, 1)[0], laws(2, 1)[0]
+    p, q = distributions(1, 1)[0], distributions(2, 1)[0]
     noise = np.random.default_rng(0).gumbel(size=(20_000, V))
     counts = np.zeros((V, V), dtype=np.int64)
     np.add.at(counts, ((np.log(p) + noise).argmax(axis=1), (np.log(q) + noise).argmax(axis=1)), 1)
-    assert chi_square_p(counts, pair_law(p, q)) > 1e-3
+    assert chi_square_p(counts, pair_distribution(p, q)) > 1e-3
 
 
 def test_agreement_lies_between_the_published_bound_and_the_most_there_can_be() -> None:
     for seed in range(50):
-        p, q = laws(seed, 1, vocab=30)[0], laws(100 + seed, 1, vocab=30)[0]
+        p, q = distributions(seed, 1, vocab=30)[0], distributions(100 + seed, 1, vocab=30)[0]
         distance = np.abs(p - q).sum() / 2
         chances = first_draft_chances(p, q)
         assert (1 - distance) / (1 + distance) <= chances[Rule.COUPLING] <= chances[Rule.TOKEN_WISE] + 1e-12
@@ -150,11 +150,11 @@ def test_agreement_lies_between_the_published_bound_and_the_most_there_can_be() 
 def test_the_block_rule_accepts_no_less_than_the_token_wise_on_average() -> None:
     gains = []
     for seed in range(10):
-        p, q = laws(seed, 3, vocab=3), laws(50 + seed, 2, vocab=3)
+        p, q = distributions(seed, 3, vocab=3), distributions(50 + seed, 2, vocab=3)
         mean = {}
         for rule in (Rule.TOKEN_WISE, Rule.BLOCK):
             mean[rule] = sum(
-                q[0, a] * q[1, b] * expected_accepted(outcome_law(rule, p, q, [a, b]))
+                q[0, a] * q[1, b] * expected_accepted(outcome_distribution(rule, p, q, [a, b]))
                 for a in range(3)
                 for b in range(3)
             )
@@ -164,12 +164,12 @@ def test_the_block_rule_accepts_no_less_than_the_token_wise_on_average() -> None
 
 
 def test_with_one_draft_block_and_token_wise_are_one_rule() -> None:
-    p, q = laws(5, 2), laws(6, 1)
+    p, q = distributions(5, 2), distributions(6, 1)
     for c in range(V):
-        block, token_wise = (outcome_law(rule, p, q, [c]) for rule in (Rule.BLOCK, Rule.TOKEN_WISE))
+        block, token_wise = (outcome_distribution(rule, p, q, [c]) for rule in (Rule.BLOCK, Rule.TOKEN_WISE))
         assert block == pytest.approx(token_wise)
 
 
-def test_the_coupling_has_no_law_given_its_drafts() -> None:
+def test_the_coupling_has_no_distribution_given_its_drafts() -> None:
     with pytest.raises(ValueError, match="share their noise"):
-        outcome_law(Rule.COUPLING, *drawn(0))
+        outcome_distribution(Rule.COUPLING, *drawn(0))

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from space_eval.exact_law import chi_square_p, chi_square_tail, choice_probabilities, counts_of, joint_law
+from exact_distribution import chi_square_p, chi_square_tail, choice_probabilities, counts_of, joint_distribution
 from space_proto import worker_pb2 as pb
 
 FOUR = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
 
 
-def law_of(sampling: pb.Sampling, prefix: list[int] | None = None, **more: tuple[int, ...]) -> list[float]:
+def distribution_of(sampling: pb.Sampling, prefix: list[int] | None = None, **more: tuple[int, ...]) -> list[float]:
     p = choice_probabilities(FOUR, prefix or [0], 1, sampling, **more)
     return [round(float(x), 6) for x in p]
 
@@ -28,31 +28,33 @@ def law_of(sampling: pb.Sampling, prefix: list[int] | None = None, **more: tuple
     ],
 )
 def test_each_stage_keeps_the_ids_it_should(sampling: pb.Sampling, wanted: list[float]) -> None:
-    assert law_of(sampling) == pytest.approx(wanted, abs=1e-5)
+    assert distribution_of(sampling) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_stages_that_look_back_see_prompt_and_output_apart() -> None:
     presence = pb.Sampling(temperature=1.0, presence_penalty=float(np.log(2)))
-    assert law_of(presence, [0, 1, 1]) == pytest.approx([0.4 / 0.85, 0.15 / 0.85, 0.2 / 0.85, 0.1 / 0.85], abs=1e-5)
+    assert distribution_of(presence, [0, 1, 1]) == pytest.approx(
+        [0.4 / 0.85, 0.15 / 0.85, 0.2 / 0.85, 0.1 / 0.85], abs=1e-5
+    )
     frequency = pb.Sampling(temperature=1.0, frequency_penalty=float(np.log(2)))
-    assert law_of(frequency, [0, 1, 1])[1] == pytest.approx(0.075 / 0.775, abs=1e-5)
+    assert distribution_of(frequency, [0, 1, 1])[1] == pytest.approx(0.075 / 0.775, abs=1e-5)
     repetition = pb.Sampling(temperature=1.0, repetition_penalty=2.0)
-    assert law_of(repetition, [0])[0] == pytest.approx(0.16 / 0.76, abs=1e-5)  # negative logits are multiplied
+    assert distribution_of(repetition, [0])[0] == pytest.approx(0.16 / 0.76, abs=1e-5)  # negative logits are multiplied
     bad_word = pb.Sampling(temperature=1.0, bad_words=[pb.IdRun(ids=[2, 0])])
-    assert law_of(bad_word, [1, 2])[0] == 0
-    assert law_of(bad_word, [2, 1])[0] == pytest.approx(0.4)
+    assert distribution_of(bad_word, [1, 2])[0] == 0
+    assert distribution_of(bad_word, [2, 1])[0] == pytest.approx(0.4)
     early = pb.Sampling(temperature=1.0, min_tokens=2)
-    assert law_of(early, [1, 1], end_ids=(0,))[0] == 0
-    assert law_of(early, [1, 1, 1], end_ids=(0,))[0] == pytest.approx(0.4)
+    assert distribution_of(early, [1, 1], end_ids=(0,))[0] == 0
+    assert distribution_of(early, [1, 1, 1], end_ids=(0,))[0] == pytest.approx(0.4)
 
 
-def test_the_joint_law_is_the_product_along_each_run() -> None:
+def test_the_joint_distribution_is_the_product_along_each_run() -> None:
     table = np.log(np.array([[0.9, 0.1], [0.2, 0.8]]))
-    law = joint_law(
+    distribution = joint_distribution(
         lambda prefixes: table[[p[-1] for p in prefixes]], [0], 2, pb.Sampling(temperature=1.0), vocab_size=2
     )
-    assert law == pytest.approx(np.array([[0.81, 0.09], [0.02, 0.08]]))
-    ended = joint_law(
+    assert distribution == pytest.approx(np.array([[0.81, 0.09], [0.02, 0.08]]))
+    ended = joint_distribution(
         lambda prefixes: table[[p[-1] for p in prefixes]],
         [0],
         2,
@@ -63,7 +65,7 @@ def test_the_joint_law_is_the_product_along_each_run() -> None:
     assert ended == pytest.approx(np.array([[0.81, 0.09], [0.0, 0.1]]))
 
 
-def test_chi_square_passes_a_true_law_and_fails_a_false_one() -> None:
+def test_chi_square_passes_a_true_distribution_and_fails_a_false_one() -> None:
     assert chi_square_tail(3.841459, 1) == pytest.approx(0.05, abs=1e-6)
     draws = np.random.default_rng(0).choice(4, size=(20_000, 1), p=np.exp(FOUR))
     counts = counts_of(draws.tolist(), vocab_size=4, depth=1)

@@ -1,6 +1,6 @@
-"""The law of SPACE §3 a second time, slowly: numpy, float64, one row at a time, and exact enumeration over it.
+"""The sampling distribution of SPACE §3, written again: numpy, float64, one row at a time; and its exact enumeration.
 
-An oracle, so it shares no code with the ops it judges.
+An oracle: it shares no code with the ops that it checks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def softmax(z: Floats) -> Floats:
     return p
 
 
-def joint_law(
+def joint_distribution(
     next_logits: NextLogits,
     prompt: Sequence[int],
     depth: int,
@@ -106,7 +106,7 @@ def joint_law(
 
     A run that ends early (at an end id) keeps its whole probability in the cell filled up with the end id.
     """
-    law = np.zeros((vocab_size,) * depth)
+    distribution = np.zeros((vocab_size,) * depth)
     alive: dict[tuple[int, ...], float] = {(): 1.0}
     for level in range(depth):
         prefixes = [[*prompt, *run] for run in alive]
@@ -117,21 +117,21 @@ def joint_law(
             for id_ in np.flatnonzero(p):
                 longer = (*run, int(id_))
                 if int(id_) in end_ids:
-                    law[longer + (int(id_),) * (depth - level - 1)] += mass * p[id_]
+                    distribution[longer + (int(id_),) * (depth - level - 1)] += mass * p[id_]
                 else:
                     grown[longer] = mass * float(p[id_])
         alive = grown
     for run, mass in alive.items():
-        law[run] += mass
-    return law
+        distribution[run] += mass
+    return distribution
 
 
-def chi_square_p(observed: npt.NDArray[np.int64], law: Floats, *, least_expected: float = 5.0) -> float:
-    """Probability that counts drawn from `law` lie at least as far from it as `observed`. Both of one shape.
+def chi_square_p(observed: npt.NDArray[np.int64], distribution: Floats, *, least_expected: float = 5.0) -> float:
+    """Probability that counts drawn from `distribution` lie at least as far from it as `observed`. Both of one shape.
 
     Cells with fewer than `least_expected` expected counts are pooled; a count in an impossible cell gives 0.
     """
-    counts, p = observed.reshape(-1).astype(np.float64), law.reshape(-1)
+    counts, p = observed.reshape(-1).astype(np.float64), distribution.reshape(-1)
     if counts[p == 0].any():
         return 0.0
     expected = p * counts.sum()

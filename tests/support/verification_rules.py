@@ -1,15 +1,16 @@
-"""The rules that decide which drafts stand, as laws: the probability of every outcome of a step, given its drafts.
+"""Verification rules as distributions: the probability of every outcome of a step, given its drafts.
 
-    coupling    the model's own sample of every row, by noise that drafts and rows share; drafts stand while they equal
-                the samples (SPACE §3). The one rule that serves.
+    coupling    the model's own sample of every row, by noise that drafts and rows share; drafts are accepted while
+                they equal the samples (SPACE §3). The rule that the server uses.
     token-wise  accept draft c with probability min(1, p(c)/q(c)); on rejection draw from the residual max(p - q, 0)
                 (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
     block       accept the longest prefix that the drafts' joint probability allows (Sun et al. 2403.10444, algorithm
                 2).
-    argmax      the coupling's verdict on drafts that are the masks' most probable ids.
+    argmax      the coupling's verification of drafts that are the masks' most probable ids.
     published   the SPACE code as published: accept with p(c)/q(c); on rejection draw from p. Not exact.
 
-Letters: p [k+1, V] the model's law at the root and behind each draft, q [k, V] the law each draft was drawn from.
+Letters: p [k+1, V] the model's distributions at the root and behind each draft, q [k, V] those the drafts were drawn
+from.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import numpy as np
-
-from space_eval.exact_law import Floats
+from exact_distribution import Floats
 
 
 class Rule(StrEnum):
-    """A way to judge drafts, and the way to make them that belongs to it."""
+    """A way to verify drafts, with the way of making them that belongs to it."""
 
     COUPLING = "coupling"
     TOKEN_WISE = "token-wise"
@@ -31,16 +31,11 @@ class Rule(StrEnum):
     ARGMAX = "argmax"
     PUBLISHED = "published"
 
-    @property
-    def is_coupled(self) -> bool:
-        """Its verdict is the served one: the longest prefix that equals the model's own keyed samples."""
-        return self in (Rule.COUPLING, Rule.ARGMAX)
 
+def outcome_distribution(rule: Rule, p: Floats, q: Floats, drafts: Sequence[int]) -> Floats:
+    """P(a drafts are accepted, the bonus is v | the drafts). p [k+1, V], q [k, V], k drafts -> [k+1, V], sum 1.
 
-def outcome_law(rule: Rule, p: Floats, q: Floats, drafts: Sequence[int]) -> Floats:
-    """P(a drafts stand, the bonus is v | the drafts). p [k+1, V], q [k, V], k drafts -> [k+1, V], sum 1.
-
-    For the coupling drafts and verdict share their noise: it has no such law. See `pair_law`.
+    The coupling has no such distribution, because drafts and samples share their noise: see `pair_distribution`.
     """
     match rule:
         case Rule.TOKEN_WISE:
@@ -51,38 +46,38 @@ def outcome_law(rule: Rule, p: Floats, q: Floats, drafts: Sequence[int]) -> Floa
             return _block(p, q, drafts)
         case Rule.ARGMAX:
             return _equal_to_samples(p, drafts)
-    raise ValueError("The coupling's drafts and verdict share their noise: it has no law given the drafts.")
+    raise ValueError("The coupling's drafts and samples share their noise: it has no distribution given the drafts.")
 
 
 def _one_by_one(p: Floats, q: Floats, drafts: Sequence[int], *, exact: bool) -> Floats:
-    law, reached = np.zeros_like(p), 1.0
+    distribution, reached = np.zeros_like(p), 1.0
     for i, c in enumerate(drafts):
         accept = min(1.0, p[i, c] / q[i, c])
-        law[i] = reached * (1.0 - accept) * (_normal(p[i] - q[i], p[i]) if exact else p[i])
+        distribution[i] = reached * (1.0 - accept) * (_normal(p[i] - q[i], p[i]) if exact else p[i])
         reached *= accept
-    law[len(drafts)] = reached * p[len(drafts)]
-    return law
+    distribution[len(drafts)] = reached * p[len(drafts)]
+    return distribution
 
 
 def _equal_to_samples(p: Floats, drafts: Sequence[int]) -> Floats:
-    law, reached = np.zeros_like(p), 1.0
+    distribution, reached = np.zeros_like(p), 1.0
     for i, c in enumerate(drafts):
-        law[i] = reached * p[i]
-        law[i, c] = 0.0
+        distribution[i] = reached * p[i]
+        distribution[i, c] = 0.0
         reached *= p[i, c]
-    law[len(drafts)] = reached * p[len(drafts)]
-    return law
+    distribution[len(drafts)] = reached * p[len(drafts)]
+    return distribution
 
 
 def _block(p: Floats, q: Floats, drafts: Sequence[int]) -> Floats:
     """w_i = min(w_{i-1}·p/q, 1);  h_i = S_i / (S_i + 1 - w_i) with S_i = Σ_v max(w_i·p_i(v) - q_i(v), 0), h_k = w_k;
-    the longest prefix i that an own coin of chance h_i accepts stands, the bonus is drawn from max(w_i·p_i - q_i, 0).
+    the longest prefix i that a coin with chance h_i accepts is kept; the bonus is drawn from max(w_i·p_i - q_i, 0).
     """
     k = len(drafts)
     weight = [1.0]
     for i, c in enumerate(drafts):
         weight.append(min(weight[i] * p[i, c] / q[i, c], 1.0))
-    law, longer_refused = np.zeros_like(p), 1.0
+    distribution, longer_refused = np.zeros_like(p), 1.0
     for i in range(k, -1, -1):
         spare = np.maximum(weight[i] * p[i] - q[i], 0.0) if i < k else p[i]
         if i == k:
@@ -92,9 +87,9 @@ def _block(p: Floats, q: Floats, drafts: Sequence[int]) -> Floats:
         else:
             short = 1.0 - weight[i]
             accept = spare.sum() / (spare.sum() + short) if spare.sum() + short > 0.0 else 1.0
-        law[i] = longer_refused * accept * _normal(spare, p[i])
+        distribution[i] = longer_refused * accept * _normal(spare, p[i])
         longer_refused *= 1.0 - accept
-    return law
+    return distribution
 
 
 def _normal(weights: Floats, otherwise: Floats) -> Floats:
@@ -104,12 +99,12 @@ def _normal(weights: Floats, otherwise: Floats) -> Floats:
     return positive / total if total > 0.0 else otherwise
 
 
-def expected_accepted(law: Floats) -> float:
-    """Mean of a under an outcome law [k+1, V]."""
-    return float(np.arange(len(law)) @ law.sum(axis=1))
+def expected_accepted(distribution: Floats) -> float:
+    """Mean of a under an outcome distribution [k+1, V]."""
+    return float(np.arange(len(distribution)) @ distribution.sum(axis=1))
 
 
-def pair_law(p: Floats, q: Floats) -> Floats:
+def pair_distribution(p: Floats, q: Floats) -> Floats:
     """The coupling: P(argmax(log p + g) = a, argmax(log q + g) = b) for one Gumbel noise g. [V], [V] -> [V, V]
 
     With E_v = exp(-g_v), which are independent and exponential, a is the least E_v/p_v and b the least E_v/q_v. At
@@ -121,9 +116,9 @@ def pair_law(p: Floats, q: Floats) -> Floats:
     and between two r at which a maximum changes sides the integrand is 1/(A + B·r)²: exact, without quadrature.
     """
     V = len(p)
-    law = np.zeros((V, V))
+    distribution = np.zeros((V, V))
     both = [int(v) for v in np.flatnonzero((p > 0) & (q > 0))]
-    law[both, both] = agreement_by_id(p, q)[both]
+    distribution[both, both] = agreement_by_id(p, q)[both]
     for a in np.flatnonzero(p > 0):
         for b in np.flatnonzero(q > 0):
             low, high = p[b] / p[a], (q[b] / q[a] if q[a] > 0 else np.inf)
@@ -140,10 +135,10 @@ def pair_law(p: Floats, q: Floats) -> Floats:
                 constant, slope = 1.0 + still[~rises].sum(), 1.0 + rising[rises].sum()
                 at_begin = constant + slope * begin
                 if np.isfinite(end):
-                    law[a, b] += (end - begin) / (at_begin * (constant + slope * end))
+                    distribution[a, b] += (end - begin) / (at_begin * (constant + slope * end))
                 else:
-                    law[a, b] += 1.0 / (slope * at_begin)
-    return law
+                    distribution[a, b] += 1.0 / (slope * at_begin)
+    return distribution
 
 
 def agreement_by_id(p: Floats, q: Floats) -> Floats:
@@ -158,7 +153,7 @@ def agreement_by_id(p: Floats, q: Floats) -> Floats:
 
 
 def first_draft_chances(p: Floats, q: Floats) -> dict[Rule, float]:
-    """The chance that the first draft stands, rule by rule, at one place. p [V] at the root, q [V] of the draft.
+    """The chance that the first draft is accepted, by rule. p [V] at the root, q [V] of the draft.
 
     Token-wise and published rejection and the block rule with a single draft reach Σ min(p, q), the most there can be.
     """
