@@ -7,8 +7,10 @@ INSTALL = docker/install.sh --venv $(VENV)
 # Two test processes share the cores: one thread each is faster than two that wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
+CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
+
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard real clean-root bench crowd faults gpu-check fuzz audit lock oldest
+.PHONY: help install serve test lint types unit matrix clients page dashboard real clean-root bench crowd faults hosts soak gpu-check fuzz audit lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,10 +63,16 @@ bench: install  ## tokens per second and latency of the embedded model, with and
 	@$(VENV)/bin/spaceserve bench
 
 crowd: install  ## 64 readers that do not read beside fast ones, and ten times more requests than can be served (FLAGS="--turns 2")
-	@$(VENV)/bin/spaceserve eval crowd $(FLAGS)
+	@$(CHAOS) crowd $(FLAGS)
 
 faults: install  ## kill, stop and crash the worker 200 times under 32 streams: nothing may be lost (FLAGS="--faults 20")
-	@$(VENV)/bin/spaceserve eval faults $(FLAGS)
+	@$(CHAOS) faults $(FLAGS)
+
+hosts: install  ## workers on hosts of their own: killed, cut off from the network, restarted; nothing may be lost (FLAGS="--loopback")
+	@$(CHAOS) hosts $(FLAGS)
+
+soak: install  ## an hour of mixed load: does memory, latency or anything else grow (FLAGS="--minutes 3")
+	@$(CHAOS) soak $(FLAGS)
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
 gpu-check: export PYTHONPATH := kernels:proto:server$(if $(PYTHONPATH),:$(PYTHONPATH))

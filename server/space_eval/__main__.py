@@ -21,18 +21,15 @@ COMMANDS = {
         "HumanEval pass@k in a sandbox, ROUGE-L, bits per byte, against a base",
     ),
     "equivalence": ("space_eval.equivalence_command", "prove that drafts change no text"),
-    "faults": ("space_eval.faults", "kill, stop and crash the worker under load: nothing may be lost"),
-    "hosts": (
-        "space_eval.hosts",
-        "workers on machines of their own: killed, cut off and restarted; nothing may be lost",
-    ),
-    "crowd": ("space_eval.crowd", "slow readers beside fast ones, and ten times more requests than can be served"),
     "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
 }
 """The module of each command, which is loaded only when it is asked for, and what it measures."""
 
 MOVED = {
+    "crowd": "in a checkout: `make crowd FLAGS=…`",
     "explain": "`spaceserve eval acceptance` shows acceptance by position",
+    "faults": "in a checkout: `make faults FLAGS=…`",
+    "hosts": "in a checkout: `make hosts FLAGS=…`",
     "recipes": "its results are in server/README.md, under Train",
     "verdicts": "its results are in server/QUESTIONS.md; `pytest tests/exactness` enumerates the verification rules",
 }

@@ -44,15 +44,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "product": ("space_eval.product", "the CPU's product of few rows, beside memory's speed and torch's own"),
     "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
-    "soak": ("space_eval.soak", "mixed load for an hour: does memory, latency or anything else grow"),
-    "simulate": ("space_eval.simulate", "the scheduler and controller against measured cost, at any scale, in seconds"),
     "streams": ("space_eval.streams", "what one router adds and costs, from one stream to a thousand"),
     "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }
 """What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
 
 MOVED = {
+    "simulate": "in a checkout, tests/simulation holds the scheduler and the controller in virtual time",
     "sizing": "`spaceserve bench --rate … --slo …` measures what a server holds",
+    "soak": "in a checkout: `make soak FLAGS=…`",
 }
 """Commands that were removed, and what to use instead."""
 

@@ -1,10 +1,10 @@
-"""The fault suite in small, with every kind of fault; `spaceserve eval faults` is the whole."""
+"""The fault experiment in small, with every kind of fault; `make faults` is the whole."""
 
 import json
 from pathlib import Path
 
 import pytest
-from space_eval.__main__ import main
+from chaos.__main__ import main
 
 
 def faults(out: Path, *flags: str) -> dict[str, object]:

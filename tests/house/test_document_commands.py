@@ -43,6 +43,12 @@ RUN_BY = {
         "tests/server/test_torchrun.py",
         "def test_two_agents_serve",
     ),
+    'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_crowd.py", '["crowd", "--turns", "2"'),
+    'make hosts FLAGS="--hosts 3 --streams 24 --faults 6 --restarts 2 --out hosts"': (
+        "tests/chaos/test_hosts.py",
+        '["hosts", *flags',
+    ),
+    'make faults FLAGS="--faults 200 --streams 32 --out faults"': ("tests/e2e/test_faults.py", '"--faults", "20"'),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
 }
 """Commands that other tests run, and what of those says so."""
@@ -57,9 +63,8 @@ NAMED = {
 
 SMALL = {
     "--rounds": "1", "--concurrency": "1", "--duration": "2s", "--rate": "4", "--swing": "1:2:1s", "--steps": "2",
-    "--output-tokens": "uniform:4:8", "--faults": "1", "--streams": "2", "--self-generate": "2", "--max-tokens": "8",
+    "--output-tokens": "uniform:4:8", "--streams": "2", "--self-generate": "2", "--max-tokens": "8",
     "--limit": "1", "--k": "3", "--num-threads": "1", "--workers": "2",
-    "--hosts": "2", "--restarts": "1", "--slow": "2", "--fast": "2", "--turns": "1",
 }  # fmt: skip
 """How much is measured here, where the command says how much."""
 
@@ -70,13 +75,9 @@ ADDED = {
     "bench edge": "--tokens 16",
     "bench overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
     "bench product": "--rounds 1 --shapes 768x768",
-    "bench simulate": "--duration 1s",
     "bench streams": "--tokens 8 --no-flood",
     "eval acceptance": FEW,
-    "eval crowd": "--seconds 4 --tokens 32",
     "eval equivalence": "--k 3",
-    "eval faults": "--tokens 32",
-    "eval hosts": "--tokens 48 --loopback --scripted",
     "eval paper": f"{FEW} --rounds 1",
     "eval quality": f"{FEW} --seconds 5",
     "eval speed": f"{FEW} --rounds 1 --k 3",

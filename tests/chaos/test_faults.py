@@ -5,11 +5,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from space_eval.fault_kinds import LOSSES, Fault, planned
-from space_eval.fault_report import Mended, markdown, record
-from space_eval.fault_requests import Answer, bodies
-from space_eval.faults import Streams
 from space_eval.process_figures import ProcessFigures
+
+from chaos.faults import Recovered, report
+from chaos.harness import StreamCounts
+from chaos.injection import LOSSES, Fault, planned
+from chaos.requests import StreamAnswer, bodies
 
 FACTS = {"id": "m", "dtype": "float32", "device_type": "cpu", "machine": "here", "commit": "c"}
 
@@ -34,25 +35,23 @@ def test_requests_are_unlike_each_other() -> None:
     ("ids", "text", "number"), [((1, 2, 3), "abc", 0), ((1, 9, 3), "axc", 1), ((1, 2), "ab", 1), ((1, 2, 3), "ab", 1)]
 )
 def test_tokens_that_differ_or_lack_are_counted(ids: tuple[int, ...], text: str, number: int) -> None:
-    assert Answer(ids, text, "length").num_different(Answer((1, 2, 3), "abc", "length")) == number
+    assert StreamAnswer(ids, text, "length").num_different(StreamAnswer((1, 2, 3), "abc", "length")) == number
 
 
 @pytest.mark.parametrize("field", ["lost", "num_different", "leaked", ""])
 def test_a_run_passes_only_where_nothing_was_lost(field: str) -> None:
-    streams = Streams(num_begun=3, num_whole=3, pauses=[0.5])
+    counts = StreamCounts(num_streams=3, pauses=[0.5])
     if field == "lost":
-        streams.lost.append("broken")
+        counts.lost.append("broken")
     if field == "num_different":
-        streams.num_different = 1
-    mended = [Mended(Fault.KILL, 1.0, 2.0), Mended(Fault.HANG, 3.0, 4.0), Mended(Fault.GARBAGE, 0.0, 0.1)]
-    made = record(
-        facts=FACTS, streams=streams, num_streams=2, num_workers=1, mended=mended, leaked=int(field == "leaked"),
-        seconds=9.0, router=(ProcessFigures(), ProcessFigures()),
-    )  # fmt: skip
-    assert made["passed"] is (field == "")
-    assert (made["num_kills_and_hangs"], made["num_faults"]) == (2, 3)
-    assert made["recovery_seconds"]["all kills and hangs"]["median"] == 3.0
-    assert "| killed | 1 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in markdown(made)
+        counts.num_different = 1
+    recovered = [Recovered(Fault.KILL, 2.0), Recovered(Fault.HANG, 4.0), Recovered(Fault.GARBAGE, 0.1)]
+    made = report(FACTS, counts, recovered, int(field == "leaked"), (ProcessFigures(), ProcessFigures()))
+    assert made.passed is made.record()["passed"] is (field == "")
+    assert (made.details["num_kills_and_hangs"], made.details["num_faults"]) == (2, 3)
+    assert made.details["recovery_seconds"]["all kills and hangs"]["median"] == 3.0
+    assert "| killed | 1 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in made.page()
+    assert ("- broken" in made.page()) is (field == "lost")
 
 
 def test_a_process_has_memory_files_and_threads_and_one_that_is_gone_has_none(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""What the streams of a fault run ask for: unequal prompts, lengths and laws, and the answers that they must get."""
+"""What streams ask for: unequal prompts, lengths and sampling parameters; and the answers that they must get."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +16,16 @@ PATH = "/v1/completions"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a stream gave, as far as it came."""
+class StreamAnswer:
+    """A whole stream."""
 
     token_ids: tuple[int, ...]
     text: str
     finish: str | None
     longest_pause: float = field(default=0.0, compare=False)  # seconds between two events
 
-    def num_different(self, other: Answer) -> int:
-        """Tokens at which the two differ, those that one of them lacks included; a text that differs counts once."""
+    def num_different(self, other: StreamAnswer) -> int:
+        """Tokens at which the two differ, missing ones included; a text or finish reason that differs counts once."""
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         num_different = sum(mine != theirs for mine, theirs in pairs)
         num_different += abs(len(self.token_ids) - len(other.token_ids))
@@ -33,7 +33,7 @@ class Answer:
 
 
 def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
-    """So many requests, no two alike: greedy and sampled, with and without drafts, penalties, predictions, grammars."""
+    """Requests, no two alike: greedy and sampled, with and without drafts, penalties, predictions, grammars."""
     prompts = [prompt.text for prompt in built_in()]
     made = []
     for place in range(number):
@@ -57,8 +57,10 @@ def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
     return made
 
 
-async def ask(endpoint: Endpoint, body: Mapping[str, Any], heard: Sequence[Any] = ()) -> Answer:
-    """The streamed answer; each of `heard` is called with the number of tokens of an event. Raises LoadError."""
+async def ask(
+    endpoint: Endpoint, body: Mapping[str, Any], on_tokens: Callable[[int], None] = lambda number: None
+) -> StreamAnswer:
+    """The streamed answer; `on_tokens` is called with the number of tokens of each event. Raises LoadError."""
     ids: list[int] = []
     text, finish, is_done = "", None, False
     clock = asyncio.get_running_loop().time
@@ -78,8 +80,7 @@ async def ask(endpoint: Endpoint, body: Mapping[str, Any], heard: Sequence[Any] 
                     ids += choice.get("token_ids") or ()
                     text += choice.get("text") or ""
                     finish = choice.get("finish_reason") or finish
-                    for listener in heard:
-                        listener(len(choice.get("token_ids") or ()))
+                    on_tokens(len(choice.get("token_ids") or ()))
     if not is_done:
         raise LoadError("The stream ended without [DONE].")
-    return Answer(tuple(ids), text, finish, longest)
+    return StreamAnswer(tuple(ids), text, finish, longest)

@@ -1,4 +1,4 @@
-"""Who comes during a soak: readers, leavers, slow ones, long prompts, grammars, predictions, choices, mistakes."""
+"""The clients of a soak: readers, cancellations, slow readers, long prompts, grammars, predictions, mistakes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import asyncio
 import json
 import random
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
-from space_eval.fault_requests import PATH
 from space_eval.load_client import Endpoint, LoadError, post_json, stream_events
 from space_eval.load_dialect import parsed
 
+from chaos.requests import PATH
+
 SLOW_SECONDS = 5.0
-"""After which a slow reader has had enough."""
+"""After which a slow reader disconnects."""
 
 SCHEMA = {
     "type": "object",
@@ -26,24 +27,14 @@ SCHEMA = {
 }
 
 
-@dataclass
-class Guests:
-    """What became of them, by kind."""
-
-    num_done: dict[str, int] = field(default_factory=dict)
-    num_refused: dict[str, int] = field(default_factory=dict)  # 429: the queue was full, as it may be
-    wrong: list[str] = field(default_factory=list)  # what should not have happened
-
-    def note(self, kind: str, where: dict[str, int]) -> None:
-        where[kind] = where.get(kind, 0) + 1
-
-
 class Visits:
-    """Draws one visit after the other; the same seed brings the same."""
+    """Draws one visit after the other; the same seed draws the same, and counts by kind what became of them."""
 
     def __init__(self, endpoint: Endpoint, *, window: int, text: str, seed: int) -> None:
         """`text`: what prompts are cut from; `window`: of the model, in tokens."""
-        self.guests = Guests()
+        self.num_done: Counter[str] = Counter()
+        self.num_refused: Counter[str] = Counter()  # 429: the queue was full, as it may be
+        self.wrong: list[str] = []  # what should not have happened
         self._endpoint = endpoint
         self._window = window
         self._text = text
@@ -61,19 +52,19 @@ class Visits:
         }
 
     async def one(self) -> None:
-        """One visit, whatever comes of it."""
+        """One visit; an error is recorded, not raised."""
         kinds = list(self._kinds)
         (kind,) = self._source.choices(kinds, [self._kinds[name][0] for name in kinds])
         try:
             await self._kinds[kind][1]()
         except LoadError as error:
             if error.status == 429:
-                self.guests.note(kind, self.guests.num_refused)
+                self.num_refused[kind] += 1
                 await asyncio.sleep(0.5)
             else:
-                self.guests.wrong.append(f"{kind}: {error}")
+                self.wrong.append(f"{kind}: {error}")
             return
-        self.guests.note(kind, self.guests.num_done)
+        self.num_done[kind] += 1
 
     def _prompt(self, num_characters: int) -> str:
         start = self._source.randrange(len(self._text) - num_characters)
@@ -90,7 +81,7 @@ class Visits:
         }
 
     async def _events(self, body: Mapping[str, Any], leave_after: int | None = None) -> None:
-        """Read a stream to its end, or leave it after so many events."""
+        """Read a stream to its end, or disconnect after so many events."""
         num_events, is_done = 0, False
         async with aclosing(stream_events(self._endpoint, PATH, {**body, "stream": True})) as events:
             async for together in events:
@@ -132,7 +123,7 @@ class Visits:
         await post_json(self._endpoint, PATH, self._body(n=self._source.randint(2, 4), temperature=1.0))
 
     async def _mistake(self) -> None:
-        """What cannot be served must be refused in words, with a status of its own."""
+        """A request that cannot be served must be refused with a client error and a message."""
         wrong: list[dict[str, Any]] = [
             {"prompt": 5.5},
             {"max_tokens": -1},
@@ -150,7 +141,7 @@ class Visits:
             raise LoadError("A request that cannot be served was answered with 200.")
 
     async def _slow(self) -> None:
-        """A few bytes at a time through a small buffer; then the client goes."""
+        """Read a few bytes at a time through a small buffer; then disconnect."""
         body = json.dumps(self._body(max_tokens=400, ignore_eos=True, stream=True)).encode()
         loop = asyncio.get_running_loop()
         connection = socket.socket()

@@ -1,12 +1,13 @@
-"""The real worker on a model of no weights: commands, admission, planning, control and reports are the worker's own;
-only the forward pass is replaced, by what it would cost and which drafts would come true.
+"""The real worker on a model without weights.
+
+Commands, admission, planning, control and reports are the worker's own. Only the forward pass is replaced: by what it
+would cost, and which drafts would be accepted.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from collections.abc import Sequence as Run
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,14 +22,14 @@ from space_server.step import Advance, Stepper, StepTimes
 from space_server.step_cost import StepCost
 from space_server.worker import Worker
 
-from space_eval.simulate_machine import Machine
-from space_eval.simulate_text import EOS, VOCABULARY, Library
+from simulation.machine import SimulatedMachine
+from simulation.texts import EOS, VOCABULARY, TextLibrary
 
 Speculation = Literal["auto", "off"] | int
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSetup:
     """What a worker is started with."""
 
     speculation: Speculation = "auto"
@@ -41,7 +42,7 @@ class WorkerSettings:
 
 
 class VirtualClock:
-    """Seconds on one worker's clock: it runs ahead of the world's while a step is on."""
+    """Seconds on one worker's clock, which runs ahead of the cluster's during a step."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,7 +54,7 @@ class VirtualClock:
 class NoWeights:
     """What a worker asks a model before its first step."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self.facts = ModelFacts(
             name="simulated",
             vocab_size=VOCABULARY,
@@ -62,13 +63,13 @@ class NoWeights:
             num_heads=1,
             kv_heads=1,
             head_dim=1,
-            window=settings.window,
+            window=setup.window,
             dtype=torch.float32,
             dtype_reason="simulated",
             device=torch.device("cpu"),
             eos_ids=(EOS,),
             mask_ids=(),
-            num_masks=settings.num_masks,
+            num_masks=setup.num_masks,
             model_hash="simulated",
             tokenizer_hash="",
             has_draft_head=False,
@@ -85,17 +86,17 @@ class NoWeights:
 
 
 class CostedStepper(Stepper):
-    """Says how each sequence goes on, by its text, and lets the machine's seconds pass."""
+    """Continues each sequence by its text, and advances the clock by the machine's seconds."""
 
     def __init__(
-        self, machine: Machine, library: Library, clock: VirtualClock, noise: Callable[[], float], most_masks: int
+        self, machine: SimulatedMachine, library: TextLibrary, clock: VirtualClock, noise: Callable[[], float]
     ) -> None:
-        """`noise`: what the seconds of a step are multiplied by; `most_masks`: bound of chains and groups."""
+        """`noise`: factor on the seconds of a step."""
         self.num_forwards = 0
         self._machine, self._library, self._time, self._noise = machine, library, clock, noise
-        self._choices: dict[tuple[DraftLayout, int], tuple[int, int]] = {}
+        self._next_drafts: dict[tuple[DraftLayout, int], tuple[int, int]] = {}  # -> first mask, drafts
 
-    def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
+    def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
         seconds = self._machine.seconds(shape_of(plans)) * self._noise()
         self._time.now += seconds
         times.forward += seconds
@@ -109,32 +110,31 @@ class CostedStepper(Stepper):
         sequence, layout = plan.sequence, plan.layout
         num_ids = len(sequence.ids)
         text = self._library.text(sequence.law.key)
-        num_true = self._library.num_true(text, num_ids, sequence.draft_depth, layout.num_drafts)
+        num_accepted = self._library.num_accepted(text, num_ids, sequence.draft_depth, layout.num_drafts)
         begin, num_left = num_ids - sequence.num_prompt, sequence.num_left
-        made = self._library.ids(text, begin, begin + num_true + 1)
-        count, advance.end = sequence.limits.cut(made, num_left)
-        advance.tokens = made[:count]
-        advance.num_accepted = min(num_true, count)
+        ids = self._library.ids(text, begin, begin + num_accepted + 1)
+        count, advance.end = sequence.limits.cut(ids, num_left)
+        advance.tokens = ids[:count]
+        advance.num_accepted = min(num_accepted, count)
         wanted = min(sequence.max_drafts, num_left - count - 1)
         if advance.end is None and wanted > 0:
-            choice = self._choices.get((layout, count))
+            choice = self._next_drafts.get((layout, count))
             if choice is None:
                 group = layout.next_drafts(count - 1)
                 choice = (1, 0) if group is None else (group.first_mask, group.num_drafts)
-                self._choices[layout, count] = choice
+                self._next_drafts[layout, count] = choice
             advance.draft_depth = choice[0]
             advance.drafts = [0] * min(choice[1], wanted)
         return advance
 
 
-class Watched:
-    """A controller, and how often it changed its mind."""
+class CountingController:
+    """A controller, and how often it switched between plain decoding and drafts."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
-        self.num_changes = 0  # of the rule by which layouts follow, where there is one
-        self.num_turns = 0  # of these, from plain decoding to drafts or back
-        self._rule: object = None
+        self.num_switches = 0
+        self._drafts = False
 
     @property
     def row_price(self) -> float:
@@ -150,10 +150,9 @@ class Watched:
     def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
         chosen = self.controller.layouts(rooms, load)
         if isinstance(self.controller, MeasuredController):
-            rule = self.controller.rule
-            self.num_changes += rule != self._rule
-            self.num_turns += (rule is None) != (self._rule is None)
-            self._rule = rule
+            drafts = self.controller.rule is not None
+            self.num_switches += drafts != self._drafts
+            self._drafts = drafts
         return chosen
 
 
@@ -162,9 +161,9 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        settings: WorkerSettings,
-        machine: Machine,
-        library: Library,
+        setup: WorkerSetup,
+        machine: SimulatedMachine,
+        library: TextLibrary,
         cost: StepCost,
         *,
         jitter: float = 0.0,
@@ -172,20 +171,19 @@ class SimulatedWorker:
     ) -> None:
         """`cost`: what it knows of the machine at its start; `jitter`: standard deviation of a step's log seconds."""
         self.clock = VirtualClock()
-        fixed = settings.speculation if isinstance(settings.speculation, int) else 0
-        self.controller = Watched(FixedLayout.full(fixed) if fixed else MeasuredController(cost))
-        model = NoWeights(settings)
+        fixed = setup.speculation if isinstance(setup.speculation, int) else 0
+        self.controller = CountingController(FixedLayout.full(fixed) if fixed else MeasuredController(cost))
         self.worker = Worker(
-            model,
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            max_sequences=settings.max_sequences,
-            max_draft_length=0 if settings.speculation == "off" else fixed or None,
-            prefill_seconds=settings.prefill_budget,
+            NoWeights(setup),
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            max_sequences=setup.max_sequences,
+            max_draft_length=0 if setup.speculation == "off" else fixed or None,
+            prefill_seconds=setup.prefill_budget,
             cost=cost,
             controller=self.controller,
             clock=self.clock,
         )
         source = random.Random(f"noise {seed}")
         noise = (lambda: source.lognormvariate(0.0, jitter)) if jitter else (lambda: 1.0)
-        self.worker.stepper = CostedStepper(machine, library, self.clock, noise, settings.num_masks)
+        self.worker.stepper = CostedStepper(machine, library, self.clock, noise)

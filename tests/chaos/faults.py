@@ -1,0 +1,164 @@
+"""Kill, stop, crash and disturb the workers under load: every stream must end with exactly the tokens that it has
+alone, and every page must be free again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from space_eval.bench_facts import facts
+from space_eval.bench_server import ServerProcess
+from space_eval.load_client import get_json
+from space_eval.process_figures import ProcessFigures
+
+from chaos.harness import RECOVERY_SECONDS, Report, StreamCounts, StreamLoad, num_leaked_pages, say, stream_table
+from chaos.injection import LOSSES, Fault, WorkerSlot, inject, planned
+from chaos.requests import bodies
+
+RANKS = ("least", "median", "p90", "p99", "most")
+
+FLAGS = (
+    ("--faults", 200, "kills and hangs; an eighth as many others come with them"),
+    ("--streams", 32, "streams at any time"),
+    ("--workers", 1, "workers, each with faults of its own"),
+    ("--tokens", 384, "longest answer"),
+    ("--pause", 1.0, "longest undisturbed time between two faults, in seconds"),
+)
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Raises ServerError and LoadError."""
+    flags = ["--model", options.model, "--worker-timeout", "3", "--workers", str(options.workers), *options.serve_flags]
+    with ServerProcess(flags) as server:
+        return asyncio.run(_run(server, options))
+
+
+async def _run(server: ServerProcess, options: argparse.Namespace) -> Report:
+    load = StreamLoad(server, bodies(options.streams, options.tokens))
+    await load.record_expected()
+    before = ProcessFigures.of(server.pid)
+    injector = FaultInjector(load, options)
+    async with load.running() as counts:
+        await injector.run(counts)
+    await load.wait_until("/load", lambda found: found["num_workers_up"] >= options.workers, "all workers")
+    await load.wait_idle()
+    known, num_leaked = facts(await get_json(load.endpoint, "/info")), await num_leaked_pages(load.endpoint)
+    return report(known, counts, injector.recovered, num_leaked, (before, ProcessFigures.of(server.pid)))
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A fault that is over."""
+
+    fault: Fault
+    seconds: float  # until another worker was connected in its place and some stream got tokens after that
+
+
+class FaultInjector:
+    """Injects the planned faults one after the other, at the same time into each worker."""
+
+    def __init__(self, load: StreamLoad, options: argparse.Namespace) -> None:
+        self.recovered: list[Recovered] = []
+        self._load = load
+        self._pause = options.pause
+        self._source = random.Random(options.seed)
+        self._plan = planned(options.faults, self._source)
+        self._stop = asyncio.Event()  # SIGTERM or Ctrl-C: report what there is so far
+        self._crashing = asyncio.Lock()
+
+    async def run(self, counts: StreamCounts) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        await asyncio.gather(*(self._disturb(slot, counts) for slot in WorkerSlot.of(self._load.server)))
+
+    async def _disturb(self, slot: WorkerSlot, counts: StreamCounts) -> None:
+        """Faults of one worker, as long as any are left of the plan that all workers share."""
+        while self._plan and not self._stop.is_set():
+            fault = self._plan.pop()
+            # Any request may have caused a crash, so the router tries each alone. A request whose worker we crashed
+            # again meanwhile would have ended two workers, the second one alone, and would rightly be refused.
+            async with self._crashing if fault is Fault.CRASH else nullcontext():
+                self.recovered.append(await self._inject(slot, fault))
+                if fault is Fault.CRASH:
+                    await self._load.wait_for_tokens(len(self._load.bodies))
+            last, lost, different = self.recovered[-1], len(counts.lost), counts.num_different
+            say(
+                f"{len(self.recovered)}: {last.fault.value}, tokens again after {last.seconds:.2f} s; "
+                f"{lost} streams lost, {different} tokens different"
+            )
+
+    async def _inject(self, slot: WorkerSlot, fault: Fault) -> Recovered:
+        """Under load; waits until the worker, or the next in its place, is back and streams go on."""
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._source.uniform(0.05, self._pause))
+        await self._load.wait_for_tokens()
+        worker = await slot.worker()
+        begun = clock()
+        await inject(fault, slot, worker, self._source)
+        if fault is not Fault.GARBAGE:
+            async with asyncio.timeout(RECOVERY_SECONDS):
+                while await slot.worker() == worker or not slot.is_connected():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        await self._load.wait_for_tokens()
+        return Recovered(fault, clock() - begun)
+
+
+def report(
+    known: Mapping[str, Any],
+    counts: StreamCounts,
+    recovered: Sequence[Recovered],
+    num_leaked: int,
+    router: tuple[ProcessFigures, ProcessFigures],
+) -> Report:
+    """`router`: before the faults and after them."""
+    losses = [one.seconds for one in recovered if one.fault in LOSSES]
+    times = {fault.value: [one.seconds for one in recovered if one.fault is fault] for fault in Fault}
+    spreads = {
+        "all kills and hangs": spread(losses),
+        **{name: spread(found) for name, found in times.items() if found},
+        "longest pause of a stream": spread(counts.pauses),
+    }
+    memory = [f"{one.resident_bytes / 2**20:.0f} MiB and {one.num_files} files" for one in router]
+    recovery = [
+        (name, found["number"], *(f"{found[rank]:.2f}" for rank in RANKS if rank in found))
+        for name, found in spreads.items()
+    ]
+    return Report(
+        title="Faults under load",
+        facts=known,
+        passed=counts.passed and not num_leaked,
+        summary=f"{len(losses)} kills and hangs, {len(recovered)} faults in all, in {counts.seconds:.0f} s; "
+        f"{num_leaked} pages leaked; the router held {memory[0]} before, {memory[1]} after. "
+        "Seconds from the fault until the worker is back and a stream has tokens:",
+        tables=[stream_table({"faults": counts}), (("fault", "number", *RANKS), recovery)],
+        notes=counts.lost,
+        details={
+            "num_kills_and_hangs": len(losses),
+            "num_faults": len(recovered),
+            "num_streams": counts.num_streams,
+            "num_streams_lost": len(counts.lost),
+            "num_tokens": counts.num_tokens,
+            "num_tokens_different": counts.num_different,
+            "num_pages_leaked": num_leaked,
+            "recovery_seconds": spreads,
+            "each": [(one.fault.value, round(one.seconds, 4)) for one in recovered],
+        },
+    )
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """The number of values and their `RANKS`, if there are any."""
+    if not times:
+        return {"number": 0}
+    ordered, last = sorted(times), len(times) - 1
+    p90, p99 = (ordered[round(share * last)] for share in (0.9, 0.99))
+    ranks = (ordered[0], statistics.median(ordered), p90, p99, ordered[last])
+    return {"number": len(times), **dict(zip(RANKS, ranks, strict=True))}

@@ -1,0 +1,209 @@
+"""What all experiments share: streams whose every token is known, waiting for recovery, and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from space_eval.bench_server import ServerProcess
+from space_eval.bench_watch import idle
+from space_eval.load_client import Endpoint, LoadError, get_json
+
+from chaos.requests import StreamAnswer, ask
+
+RECOVERY_SECONDS = 300.0
+"""Longest wait for anything after a fault: the machine may be busy with other work."""
+
+
+Table = tuple[Sequence[str], Sequence[Sequence[object]]]
+"""Head and rows; the first column is text, the others are numbers."""
+
+
+class FlagError(ValueError):
+    """Flags that make no sense together."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an experiment found."""
+
+    title: str
+    facts: Mapping[str, Any]  # machine, commit, model
+    passed: bool
+    summary: str  # one sentence
+    tables: Sequence[Table]
+    notes: Sequence[str] = ()  # the server's words where something went wrong
+    details: Mapping[str, Any] = field(default_factory=dict)  # for programs
+
+    def record(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "passed": self.passed,
+            "facts": self.facts,
+            "summary": self.summary,
+            "notes": self.notes,
+            **self.details,
+        }
+
+    def page(self) -> str:
+        """For people, as Markdown."""
+        known = self.facts
+        machine = (
+            f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}"
+        )
+        lines = [f"# {self.title}", "", machine, "", self.summary]
+        for head, rows in self.tables:
+            rule = ["---", *["---:"] * (len(head) - 1)]
+            lines += ["", *(f"| {' | '.join(map(str, cells))} |" for cells in (head, rule, *rows))]
+        lines += ["", "passed" if self.passed else "FAILED", *(f"- {note}" for note in self.notes[:20])]
+        return "\n".join(lines)
+
+
+@dataclass
+class StreamCounts:
+    """What the streams of one load have seen."""
+
+    num_streams: int = 0  # begun
+    num_tokens: int = 0
+    num_different: int = 0  # tokens that are not those of the solo run
+    lost: list[str] = field(default_factory=list)  # streams that did not come to their own end: the server's words
+    pauses: list[float] = field(default_factory=list)  # the longest of each whole stream, in seconds
+    seconds: float = 0.0  # of the whole load
+
+    @property
+    def passed(self) -> bool:
+        return not self.lost and not self.num_different
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+class StreamLoad:
+    """Streams of one server, each compared with the answer that its request gets alone."""
+
+    def __init__(
+        self, server: ServerProcess, bodies: Sequence[Mapping[str, Any]], expected: Sequence[StreamAnswer] = ()
+    ) -> None:
+        """`expected`: where they are known from another server."""
+        self.server = server
+        self.endpoint = Endpoint.parse(server.url)
+        self.bodies = bodies
+        self.expected = list(expected)
+        self._waiting: list[set[int]] = []  # of each `wait_for_tokens`: clients that have got tokens since it began
+
+    async def record_expected(self) -> None:
+        """Send each request alone."""
+        for number, body in enumerate(self.bodies, start=1):
+            say(f"alone: {number} of {len(self.bodies)}")
+            self.expected.append(await ask(self.endpoint, body))
+        await self.wait_idle()
+
+    async def once(self) -> StreamCounts:
+        """Send every request once, all at the same time."""
+        await self.wait_idle()
+        counts, clock = StreamCounts(), asyncio.get_running_loop().time
+        begun = clock()
+        await asyncio.gather(*(self._stream(number, number, counts) for number in range(len(self.bodies))))
+        counts.seconds = clock() - begun
+        return counts
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[StreamCounts]:
+        """Keep one stream per request open while the block runs; left, wait for the last ones to end."""
+        counts, over = StreamCounts(), asyncio.Event()
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+
+        async def client(place: int) -> None:
+            number = place
+            while not over.is_set():
+                await self._stream(place, number % len(self.bodies), counts)
+                number += 1
+
+        clients = [asyncio.create_task(client(place)) for place in range(len(self.bodies))]
+        try:
+            yield counts
+        except BaseException:
+            for task in clients:
+                task.cancel()
+            raise
+        finally:
+            over.set()
+            await asyncio.wait(clients)
+        for task in clients:
+            task.result()
+        counts.seconds = clock() - begun
+
+    async def _stream(self, place: int, number: int, counts: StreamCounts) -> None:
+        def on_tokens(num_tokens: int) -> None:
+            if num_tokens:
+                counts.num_tokens += num_tokens
+                for heard in self._waiting:
+                    heard.add(place)
+
+        counts.num_streams += 1
+        try:
+            answer = await ask(self.endpoint, self.bodies[number], on_tokens)
+        except LoadError as error:
+            counts.lost.append(str(error))
+            return
+        counts.pauses.append(answer.longest_pause)
+        counts.num_different += answer.num_different(self.expected[number])
+
+    async def wait_for_tokens(self, num_clients: int = 1) -> None:
+        """Until so many clients have got tokens. Raises LoadError if they do not in time."""
+        heard: set[int] = set()
+        self._waiting.append(heard)
+        try:
+            async with asyncio.timeout(RECOVERY_SECONDS):
+                while len(heard) < num_clients:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise self._not_in_time(f"tokens for {num_clients} streams") from None
+        finally:
+            self._waiting = [one for one in self._waiting if one is not heard]
+
+    async def wait_until(self, path: str, holds: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """Ask `path` until its answer holds, and return it. Raises LoadError if it does not in time."""
+        try:
+            async with asyncio.timeout(RECOVERY_SECONDS):
+                while not holds(found := await get_json(self.endpoint, path)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise self._not_in_time(what) from None
+        return found
+
+    async def wait_idle(self) -> None:
+        """Until nothing runs and no page is held."""
+        await idle(self.endpoint, is_ours=True)
+
+    def _not_in_time(self, what: str) -> LoadError:
+        return LoadError(f"{what}: not within {RECOVERY_SECONDS:g} s.\n{self.server.last_words()}")
+
+
+async def num_leaked_pages(endpoint: Endpoint) -> int:
+    """Pages of an idle server that are neither free nor cached."""
+    info, load = await get_json(endpoint, "/info"), await get_json(endpoint, "/load")
+    leaked: int = load["num_workers_up"] * info["num_blocks"] - load["blocks_free"] - load["blocks_cached"]
+    return leaked
+
+
+def stream_table(parts: Mapping[str, StreamCounts]) -> Table:
+    """What streams have seen, a row for each part of a run."""
+    head = ("part", "streams", "lost", "tokens different", "tokens", "tokens/s", "longest pause of a stream")
+    rows = [
+        (name, one.num_streams, len(one.lost), one.num_different, one.num_tokens, f"{one.tokens_per_second:.0f}",
+         f"{max(one.pauses, default=0.0):.1f} s")
+        for name, one in parts.items()
+    ]  # fmt: skip
+    return head, rows
+
+
+def say(line: str) -> None:
+    """Progress, beside the report on stdout."""
+    print(f"chaos: {line}", file=sys.stderr, flush=True)

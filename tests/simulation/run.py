@@ -1,0 +1,303 @@
+"""One simulated run: clients, router and workers from the first arrival to the last token."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from space_proto import worker_pb2
+from space_router.config import ServeConfig
+from space_router.engine.errors import Refused
+from space_router.engine.live_request import LiveRequest
+from space_router.engine.stream import Stream
+from space_server.step_cost import StepCost
+
+from simulation.cluster import SimulatedCluster
+from simulation.machine import KnownCost, SimulatedMachine, estimate
+from simulation.summary import Samples, Summary, TimeSlice, percentiles, share
+from simulation.texts import DepthAcceptance, TextLibrary
+from simulation.worker import SimulatedWorker, Speculation, WorkerSetup
+from simulation.workload import ClientRequest, ClosedLoop, Workload
+
+NUM_INTERVALS = 120
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Machines, texts and load."""
+
+    machine: SimulatedMachine
+    acceptance: DepthAcceptance
+    workload: Workload
+    seconds: float  # of arrivals, or of the closed loop
+    num_workers: int = 1
+    worker: WorkerSetup = field(default_factory=WorkerSetup)
+    cost_error: float | None = 0.0  # of what workers have measured at their start; None: they know the machine exactly
+    jitter: float = 0.0  # standard deviation of a step's log seconds
+    link: float = 0.0002  # seconds from router to worker, and back
+    max_prefill_rows: int = 512
+    max_queue: int = 256
+    deaths: tuple[tuple[float, int, float], ...] = ()  # when, which worker, seconds until the next one is there
+    seed: int = 1
+
+    def speculating(self, speculation: Speculation) -> Experiment:
+        """The same with another way to speculate."""
+        return replace(self, worker=replace(self.worker, speculation=speculation))
+
+    def cost(self) -> StepCost:
+        """What a worker knows of its machine at its start."""
+        if self.cost_error is None:
+            return KnownCost(self.machine)
+        return estimate(self.machine, self.cost_error, self.seed)
+
+
+class SimulatedAnswer:
+    """What the client of one choice has seen."""
+
+    __slots__ = ("begun", "first", "last", "longest_gap", "num_finishes", "num_tokens", "on_end", "outcome", "request")
+
+    def __init__(self, request: ClientRequest, begun: float, on_end: Callable[[], None] | None) -> None:
+        self.request, self.begun, self.on_end = request, begun, on_end
+        self.first = self.last = math.nan  # seconds
+        self.longest_gap = 0.0  # seconds
+        self.num_tokens = 0
+        self.num_finishes = 0
+        self.outcome: str | None = None
+
+
+class Simulation:
+    """Runs a experiment once: `run` returns what it shows, `check` raises if anything was lost."""
+
+    def __init__(self, experiment: Experiment, *, cost: Callable[[], StepCost] | None = None) -> None:
+        """`cost`: what a worker knows at its start, instead of the experiment's."""
+        self.experiment = experiment
+        self.workers: list[SimulatedWorker] = []  # of all incarnations
+        self.open: dict[Stream, SimulatedAnswer] = {}
+        self.ended: list[SimulatedAnswer] = []
+        self.samples = Samples()
+        self._cost = cost or experiment.cost
+        self._library = TextLibrary(experiment.acceptance, experiment.seed)
+        self._requests = experiment.workload.requests()
+        self._is_closing = False
+        self._interval = TimeSlice(experiment.seconds / NUM_INTERVALS)
+        self.cluster = SimulatedCluster(
+            self._new_worker,
+            self._on_report,
+            num_workers=experiment.num_workers,
+            config=ServeConfig(max_queue=experiment.max_queue, max_prefill_rows=experiment.max_prefill_rows),
+            link=experiment.link,
+        )
+
+    def run(self) -> Summary:
+        """To the last token of the last request."""
+        with _few_collections():
+            self._begin()
+            for number in range(1, NUM_INTERVALS + 1):
+                end = self.experiment.seconds * number / NUM_INTERVALS
+                self.cluster.run(end)
+                self.cluster.now = max(self.cluster.now, end)
+                self._end_interval(end)
+            self._is_closing = True
+            if isinstance(self.experiment.workload.arrivals, ClosedLoop):
+                for stream in list(self.open):
+                    self._disconnect(stream, "cut")
+            self.cluster.run(math.inf)
+        for stream, answer in list(self.open.items()):
+            if stream.error is not None:
+                self._end(stream, answer, "error")
+        return self._summary()
+
+    def check(self) -> None:
+        """Raises ValueError unless every request was answered once, in full, and every page is free again."""
+        self.cluster.engine.check()
+        load = self.cluster.engine.load()
+        if self.open or load.num_queued or load.num_running or load.blocks_held:
+            raise ValueError(
+                f"{len(self.open)} answers are open, {load.num_queued} requests queued, {load.num_running} running, "
+                f"{load.blocks_held} blocks held, after all is over"
+            )
+        for answer in self.ended:
+            expected = (1, answer.request.num_output)
+            if answer.outcome == "finished" and (answer.num_finishes, answer.num_tokens) != expected:
+                raise ValueError(
+                    f"request {answer.request.number} ended {answer.num_finishes} times, with {answer.num_tokens} of "
+                    f"{answer.request.num_output} tokens"
+                )
+
+    def _new_worker(self) -> SimulatedWorker:
+        experiment = self.experiment
+        worker = SimulatedWorker(
+            experiment.worker,
+            experiment.machine,
+            self._library,
+            self._cost(),
+            jitter=experiment.jitter,
+            seed=experiment.seed * 1000 + len(self.workers),
+        )
+        self.workers.append(worker)
+        return worker
+
+    # Clients.
+
+    def _begin(self) -> None:
+        for when, number, down in self.experiment.deaths:
+            connection = self.cluster.connections[number]
+            self.cluster.at(when, connection.die)
+            self.cluster.at(when + down, connection.start)
+        arrivals = self.experiment.workload.arrivals
+        if isinstance(arrivals, ClosedLoop):
+            self._adjust_concurrency(arrivals)
+        else:
+            self._schedule_arrival()
+
+    def _schedule_arrival(self) -> None:
+        request = next(self._requests)
+        if request.arrives < self.experiment.seconds:
+            self.cluster.at(request.arrives, lambda: self._arrive(request))
+
+    def _arrive(self, request: ClientRequest) -> None:
+        self._submit(request, None)
+        self._schedule_arrival()
+
+    def _send_next(self) -> None:
+        """A client of the closed loop is free."""
+        arrivals = self.experiment.workload.arrivals
+        assert isinstance(arrivals, ClosedLoop)
+        if not self._is_closing and len(self.open) < arrivals.concurrency(self.cluster.now):
+            self._submit(next(self._requests), lambda: self.cluster.at(self.cluster.now, self._send_next))
+
+    def _adjust_concurrency(self, arrivals: ClosedLoop) -> None:
+        """At the begin of each period."""
+        if self._is_closing:
+            return
+        wanted = arrivals.concurrency(self.cluster.now)
+        for stream in list(self.open)[wanted:]:
+            self._disconnect(stream, "cut")
+        for _ in range(wanted - len(self.open)):
+            self._send_next()
+        period = round(self.cluster.now / arrivals.period) + 1
+        if arrivals.low is not None and period * arrivals.period < self.experiment.seconds:
+            self.cluster.at(period * arrivals.period, lambda: self._adjust_concurrency(arrivals))
+
+    def _submit(self, request: ClientRequest, on_end: Callable[[], None] | None) -> None:
+        first: Stream | None = None
+        for choice in range(request.num_choices):
+            self._library.write(request.number, choice, request.num_output)
+            answer = SimulatedAnswer(request, self.cluster.now, on_end if choice == request.num_choices - 1 else None)
+            try:
+                leader = first if first in self.open else None
+                stream = self.cluster.engine.submit(request.valid(choice), leader=leader)
+            except Refused:
+                answer.outcome = "refused"
+                self._record(answer)
+                continue
+            first = first or stream
+            self.open[stream] = answer
+
+    # What the engine delivers.
+
+    def _on_report(self, report: worker_pb2.StepReport, lives: Sequence[LiveRequest]) -> None:
+        interval = self._interval
+        if report.stepped:
+            interval.busy += report.stats.forward_seconds
+            for drafts, count in enumerate(report.stats.draft_length_counts):
+                interval.num_decoded += count
+                interval.num_drafted += count * drafts
+        for live in lives:
+            stream = live.stream
+            if stream is None or (answer := self.open.get(stream)) is None:
+                continue
+            self._read(stream, answer)
+            leaves = answer.request.leaves_after
+            if answer.num_finishes:
+                self._end(stream, answer, "finished")
+            elif stream.error is not None:
+                self._end(stream, answer, "error")
+            elif leaves is not None and answer.num_tokens >= leaves:
+                self._disconnect(stream, "left")
+
+    def _read(self, stream: Stream, answer: SimulatedAnswer) -> None:
+        now, samples = self.cluster.now, self.samples
+        while stream.num_ready:
+            delta = stream.read()
+            num_tokens = len(delta.tokens)
+            if num_tokens:
+                if answer.num_tokens:
+                    answer.longest_gap = max(answer.longest_gap, now - answer.last)
+                else:
+                    answer.first = now
+                answer.last = now
+                answer.num_tokens += num_tokens
+                self._interval.num_tokens += num_tokens
+                if now <= self.experiment.seconds:
+                    samples.num_tokens += num_tokens
+                if delta.decoded:
+                    samples.num_decoded += 1
+                    samples.num_emitted += num_tokens
+                    samples.num_drafted += delta.drafted
+            answer.num_finishes += delta.finish is not None
+
+    def _disconnect(self, stream: Stream, outcome: str) -> None:
+        stream.leave()
+        self._end(stream, self.open[stream], outcome)
+
+    def _end(self, stream: Stream, answer: SimulatedAnswer, outcome: str) -> None:
+        del self.open[stream]
+        answer.outcome = outcome
+        statistics, samples = stream.statistics, self.samples
+        if statistics.queue_seconds is not None:
+            samples.num_prompt += statistics.num_prompt
+            samples.num_cached += statistics.num_cached
+        self._record(answer)
+        if answer.on_end is not None:
+            answer.on_end()
+
+    def _record(self, answer: SimulatedAnswer) -> None:
+        samples = self.samples
+        self.ended.append(answer)
+        samples.outcomes[answer.outcome or ""] += 1
+        if not answer.num_tokens:
+            return
+        samples.ttft.append(answer.first - answer.begun)
+        if answer.num_tokens > 1:
+            samples.itl.append((answer.last - answer.first) / (answer.num_tokens - 1))
+        if answer.outcome == "finished":
+            samples.e2e.append(answer.last - answer.begun)
+
+    def _end_interval(self, now: float) -> None:
+        self._interval.num_running = self.cluster.engine.load().num_running
+        self.samples.intervals.append(self._interval)
+        self._interval = TimeSlice(now + self.experiment.seconds / NUM_INTERVALS)
+
+    def _summary(self) -> Summary:
+        samples, experiment = self.samples, self.experiment
+        schedulers = [one.scheduler for one in self.cluster.connections if one.scheduler is not None]
+        return Summary(
+            seconds=experiment.seconds,
+            outcomes=dict(samples.outcomes),
+            num_tokens=samples.num_tokens,
+            tokens_per_step=share(samples.num_emitted, samples.num_decoded),
+            draft_length=share(samples.num_drafted, samples.num_decoded),
+            busy=sum(one.busy for one in samples.intervals) / (experiment.seconds * experiment.num_workers),
+            prompt_cached=share(samples.num_cached, samples.num_prompt),
+            num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            num_switches=sum(worker.controller.num_switches for worker in self.workers),
+            latencies={name: percentiles(getattr(samples, name)) for name in ("ttft", "itl", "e2e")},
+            intervals=samples.intervals,
+        )
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect cycles rarely: most objects live as long as a request, and the search costs a third of the time."""
+    before = gc.get_threshold()
+    gc.freeze()  # what exists already is not searched
+    gc.set_threshold(100_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
