@@ -11,17 +11,17 @@ from space_eval.bench_server import unwind_when_told_to_end
 from space_eval.prompts import PromptError
 
 COMMANDS = {
-    "acceptance": ("space_eval.acceptance_command", "tokens per step by k and temperature, loops apart"),
+    "acceptance": ("space_eval.acceptance.command", "tokens per step by k and temperature, loops apart"),
     "speed": (
-        "space_eval.speed",
+        "space_eval.acceptance.speed",
         "plain decoding against SPACE in seconds, and transformers' assisted decoding",
     ),
     "quality": (
-        "space_eval.quality",
-        "HumanEval pass@k in a sandbox, ROUGE-L, bits per byte, against a base",
+        "space_eval.quality.command",
+        "HumanEval pass@k, ROUGE-L, bits per byte, against a base",
     ),
-    "equivalence": ("space_eval.equivalence_command", "prove that drafts change no text"),
-    "paper": ("space_eval.paper", "the paper's Table 1, the published figures beside ours"),
+    "equivalence": ("space_eval.acceptance.equivalence", "prove that drafts change no text"),
+    "paper": ("space_eval.paper.command", "the paper's Table 1, the published figures beside ours"),
 }
 """The module of each command, which is loaded only when it is asked for, and what it measures."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution, softmax
 from octal_model import MASK_IDS, DenseLogits, octal_checkpoint
-from space_eval.generation import Generation, generate
+from space_eval.acceptance.generation import Generation, generate
 from space_model.draft_layout import DraftLayout
 from space_model.forward_batch import ForwardBatch, Segment
 from space_model.load import load_model

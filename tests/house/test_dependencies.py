@@ -41,7 +41,7 @@ def test_nothing_that_is_read_is_run() -> None:
     for file, call in _calls():
         function = call.func
         where = f"{file.relative_to(ROOT)}:{call.lineno}"
-        if isinstance(function, ast.Name) and function.id in ("eval", "exec") and "sandbox" not in file.name:
+        if isinstance(function, ast.Name) and function.id in ("eval", "exec"):
             found.append(where)
         name = ast.unparse(function)
         if name in DANGEROUS and "weights_only=True" not in ast.unparse(call):

@@ -1,0 +1,308 @@
+"""`spaceserve eval equivalence`: drafts change no text, over k, temperatures, seeds, kinds of drafts and batches."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from space_model.draft_layout import DraftLayout
+from space_model.load import load_model
+from space_model.model_error import InvalidSetting
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+
+from space_eval.acceptance.model import describe_prompts, encode_prompts, load_tokenizer
+from space_eval.desk import Desk, DeskError, Record, Request
+from space_eval.drafters import Future, ScriptedDrafts
+from space_eval.equivalence import RIGHT, describe_difference, first_difference, make_worker
+from space_eval.equivalence_cell import DRAFTS
+from space_eval.prompts import load_prompts
+from space_eval.report.tables import markdown_facts, markdown_table, show_progress, write_report
+
+DESCRIPTION = """\
+Every prompt is decoded plainly, alone, and then with k drafts per step, alone and in a batch whose sequences join one
+by one. Drafts come from the checkpoint's own masks, and from outside, right and wrong on purpose: a comparison in
+which nothing is ever accepted, or nothing refused, proves nothing, and fails.
+
+  own     the masks' (a checkpoint without masks has none)      half    1 to k-1 right, then wrong
+  oracle  the plain text itself                                 wrong   the first is wrong
+
+On the CPU ids, ends and log-probabilities must agree to the last bit, in every dtype; elsewhere ids and ends. Exit
+status 1 names the first token that differs.
+"""
+BLOCK_SIZE = 16
+MOST_DRAFTS = 8
+
+
+@dataclass(frozen=True)
+class EquivalenceCell:
+    """One condition under which all prompts are decoded."""
+
+    temperature: float
+    seed: int
+    num_drafts: int  # k
+    drafts: str  # own, oracle, half, wrong
+    company: str  # alone, batch
+
+    def __str__(self) -> str:
+        return (
+            f"T={self.temperature:g}, seed {self.seed}, k={self.num_drafts}, {self.drafts} drafts, "
+            f"{'alone' if self.company == 'alone' else 'in a batch'}"
+        )
+
+
+@dataclass
+class CellResult:
+    """The comparison of all texts of a cell with plain decoding."""
+
+    cell: EquivalenceCell
+    num_texts: int = 0
+    num_equal: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0  # that had drafts to judge, but for the last of each text, which may be cut
+    accepted_none: int = 0  # of these steps: a = 0
+    accepted_part: int = 0  # 0 < a < k
+    accepted_whole: int = 0  # a = k, or all of a shorter chain
+    difference: str | None = None  # the first, in words
+
+
+def temperature(text: str) -> float:
+    """A temperature from 0 to 2, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 2.0:
+        raise argparse.ArgumentTypeError(f"must lie in 0..2; got {text}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `spaceserve eval equivalence`."""
+    parser.add_argument("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
+    parser.add_argument("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
+    parser.add_argument("--limit", type=positive_int, default=4, help="prompts, and sequences of a batch (default: 4)")
+    parser.add_argument("--max-tokens", type=positive_int, default=48, help="new tokens per prompt (default: 48)")
+    parser.add_argument(
+        "--k", type=int, nargs="+", default=[1, 3, 5], help="drafts per step; own ones up to the masks (default: 1 3 5)"
+    )
+    parser.add_argument(
+        "--temperature", type=temperature, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)"
+    )
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
+    parser.add_argument("--out", type=Path, help="folder for equivalence.md and equivalence.json")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the cells; exit status 0 if every text is equal and the cells prove something, else 1."""
+    if not all(1 <= k <= MOST_DRAFTS for k in options.k):
+        raise InvalidSetting(f"--k must lie in 1..{MOST_DRAFTS}; got {' '.join(map(str, options.k))}.")
+    if not all(0 <= seed < 1 << 64 for seed in options.seed):
+        raise InvalidSetting(f"--seed must lie in 0 .. 2^64-1; got {' '.join(map(str, options.seed))}.")
+    tokenizer = load_tokenizer(options.model)
+    model = load_model(options.model, dtype=options.dtype, device=options.device, num_threads=options.num_threads)
+    loaded = load_prompts(options.prompts, options.limit)
+    prompts = encode_prompts(tokenizer, loaded, window=model.facts.window, max_tokens=options.max_tokens)
+    check = EquivalenceCheck(model, prompts, options.max_tokens)
+    cells = list(_cells(options, model.facts.num_masks))
+    results = []
+    for number, cell in enumerate(cells, start=1):
+        results.append(check.run(cell))
+        show_progress(f"cell {number} of {len(cells)}: {cell}", last=number == len(cells))
+    known = model.facts
+    facts = {
+        "model": known.name,
+        "model hash": known.model_hash[:12],
+        "dtype": str(known.dtype).removeprefix("torch."),
+        "draft head": "yes" if known.has_draft_head else "no",
+        "machine": f"{known.device.type}, {platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}",
+        "prompts": describe_prompts(options.prompts.stem, prompts),
+        "new tokens": str(options.max_tokens),
+        "compared": check.compared,
+    }
+    faults = faults_of(results)
+    if not faults:
+        tokens = sum(result.num_tokens for result in results)
+        texts = sum(result.num_texts for result in results)
+        facts["outcome"] = f"equal: {len(cells)} cells, {texts} texts, {tokens} tokens"
+    else:
+        facts["outcome"] = f"NOT PROVED: {faults[0]}"
+    markdown = markdown_facts(facts) + "\n" + _table(results)
+    print(markdown)
+    for fault in faults:
+        print(f"spaceserve eval: {fault}", file=sys.stderr)
+    if options.out is not None:
+        record = {"facts": facts, "cells": [asdict(result) for result in results]}
+        write_report(options.out, "equivalence", markdown, record)
+    return 1 if faults else 0
+
+
+def _cells(options: argparse.Namespace, num_masks: int) -> Iterator[EquivalenceCell]:
+    """Greedy texts have no seed, and own drafts are at most as many as there are masks."""
+    for heat, seed in product(options.temperature, options.seed):
+        if heat == 0.0 and seed != options.seed[0]:
+            continue
+        for k, drafts, company in product(sorted(set(options.k)), DRAFTS, ("alone", "batch")):
+            if drafts != "own" or k <= num_masks:
+                yield EquivalenceCell(heat, seed, k, drafts, company)
+
+
+class EquivalenceCheck:
+    """One checkpoint and its prompts; plain texts are kept as they become known."""
+
+    def __init__(self, model: SpaceModel, prompts: list[list[int]], max_tokens: int) -> None:
+        self._model, self._prompts = model, prompts
+        facts = model.facts
+        self._limits = pb.Limits(max_tokens=max_tokens, eos_ids=facts.eos_ids)
+        self._live_ids = [v for v in range(facts.vocab_size) if v not in {*facts.mask_ids, *facts.eos_ids}]
+        self._num_blocks = sum(-(-(len(ids) + max_tokens + 3 * MOST_DRAFTS) // BLOCK_SIZE) for ids in prompts)
+        self._bitwise = facts.device.type == "cpu"
+        self._plain: dict[tuple[float, int], list[Record]] = {}
+
+    @property
+    def compared(self) -> str:
+        """What must agree."""
+        return "ids, ends, log-probabilities to the last bit" if self._bitwise else "ids and ends"
+
+    def run(self, cell: EquivalenceCell) -> CellResult:
+        """Run every prompt under the cell's conditions, and compare."""
+        plain = self._plain_texts(cell.temperature, cell.seed)
+        numbers = list(range(len(self._prompts)))
+        groups = [[number] for number in numbers] if cell.company == "alone" else [numbers]
+        result = CellResult(cell)
+        for group in groups:
+            try:
+                records = self._run(cell, {number: plain[number] for number in group})
+            except DeskError as error:
+                result.num_texts += len(group)
+                result.difference = result.difference or f"[{cell}] {error}"
+                continue
+            for number, record in records.items():
+                self._write_down(result, number, record, plain[number])
+        return result
+
+    def _plain_texts(self, temperature: float, seed: int) -> list[Record]:
+        key = (temperature, seed)
+        if key not in self._plain:
+            self._plain[key] = [Record(self._request(ids, temperature, seed, 0)) for ids in self._prompts]
+            for record in self._plain[key]:
+                worker = make_worker(
+                    self._model, FixedLayout.full(0), None, num_blocks=self._num_blocks, block_size=BLOCK_SIZE
+                )
+                desk = Desk(worker)
+                desk.admit(record)
+                desk.run(lambda desk=desk: not desk.records)  # type: ignore[misc]
+        return self._plain[key]
+
+    def _request(self, ids: list[int], temperature: float, seed: int, k: int) -> Request:
+        sampling = pb.Sampling(seed=seed, temperature=temperature)
+        return Request(
+            tuple(ids),
+            sampling,
+            self._limits,
+            max_draft_length=k,
+            want_logprobs=True,
+            num_logprobs=2,
+            slots_ahead=2 * k + 4,
+        )
+
+    def _run(self, cell: EquivalenceCell, plain: dict[int, Record]) -> dict[int, Record]:
+        """The prompts of one batch, joining one step after the other, to their ends."""
+        k = cell.num_drafts
+        source = None if cell.drafts == "own" else ScriptedDrafts(RIGHT[cell.drafts], self._live_ids)
+        controller = FixedLayout(lambda room: DraftLayout.full(k, k))
+        worker = make_worker(self._model, controller, source, num_blocks=self._num_blocks, block_size=BLOCK_SIZE)
+        desk = Desk(worker)
+        records = {n: Record(self._request(self._prompts[n], cell.temperature, cell.seed, k)) for n in plain}
+        waiting = list(records)
+        while waiting or desk.records:
+            if waiting:
+                number = waiting.pop(0)
+                seq_id = desk.admit(records[number])
+                if source is not None:
+                    source.futures[seq_id] = Future(plain[number].ids, k)
+            desk.step()
+            if desk.num_steps > len(plain) * self._limits.max_tokens + len(plain) + 8:
+                raise DeskError(f"the texts were not finished in {desk.num_steps} steps")
+        desk.check_all_free()
+        return records
+
+    def _write_down(self, result: CellResult, number: int, ours: Record, plain: Record) -> None:
+        result.num_texts += 1
+        result.num_tokens += len(ours.tokens)
+        judged = [(drafted, accepted) for drafted, accepted in ours.verdicts[:-1] if drafted]
+        result.num_steps += len(judged)
+        result.accepted_none += sum(accepted == 0 for _, accepted in judged)
+        result.accepted_whole += sum(accepted == drafted for drafted, accepted in judged)
+        result.accepted_part += sum(0 < accepted < drafted for drafted, accepted in judged)
+        difference = self._difference(ours, plain)
+        if difference is None:
+            result.num_equal += 1
+        elif result.difference is None:
+            result.difference = f"[{result.cell}, prompt {number + 1}] {difference}"
+
+    def _difference(self, ours: Record, plain: Record) -> str | None:
+        if (at := first_difference(ours.tokens, plain.tokens)) is not None:
+            return describe_difference(at, ours, plain)
+        if ours.finish != plain.finish:
+            return f"It ended with {ours.finish}, plain decoding with {plain.finish}."
+        if self._bitwise and (at := first_difference(ours.logprobs, plain.logprobs)) is not None:
+            return f"Same ids, other log-probabilities. {describe_difference(at, ours, plain)}"
+        return None
+
+
+def faults_of(results: list[CellResult]) -> list[str]:
+    """The first text that differs; and every k at which some accepted length never occurred."""
+    faults = [result.difference for result in results if result.difference is not None][:1]
+    for k in sorted({result.cell.num_drafts for result in results}):
+        of_k = [result for result in results if result.cell.num_drafts == k]
+        missing = [
+            name
+            for name, count in (
+                ("refused at once (a = 0)", sum(result.accepted_none for result in of_k)),
+                ("accepted in part (0 < a < k)", sum(result.accepted_part for result in of_k) if k > 1 else 1),
+                ("accepted whole (a = k)", sum(result.accepted_whole for result in of_k)),
+            )
+            if count == 0
+        ]
+        if missing:
+            faults.append(f"With k={k} no chain was {' or '.join(missing)}: nothing is proved. Raise --max-tokens.")
+    return faults
+
+
+def _table(results: list[CellResult]) -> str:
+    """One row per cell."""
+    head = ["T", "seed", "k", "drafts", "company", "texts equal", "tokens", "steps with drafts", "a=0", "0<a<k", "a=k"]
+    rows = [
+        [
+            f"{result.cell.temperature:g}",
+            "–" if result.cell.temperature == 0.0 else str(result.cell.seed),
+            str(result.cell.num_drafts),
+            result.cell.drafts,
+            result.cell.company,
+            f"{result.num_equal}/{result.num_texts}",
+            str(result.num_tokens),
+            str(result.num_steps),
+            str(result.accepted_none),
+            str(result.accepted_part),
+            str(result.accepted_whole),
+        ]
+        for result in results
+    ]
+    return markdown_table(head, rows)

@@ -1,0 +1,162 @@
+"""Generate straight from a worker object, without router or sockets: for measuring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from space_proto import worker_pb2 as pb
+from space_server.worker import Worker
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One decode step of one sequence."""
+
+    tokens: tuple[int, ...]  # emitted: the accepted drafts, then the bonus
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass
+class Generation:
+    """What one prompt yielded."""
+
+    prompt_ids: list[int]
+    first: list[int] = field(default_factory=list)  # the prefill's own token
+    steps: list[DecodeStep] = field(default_factory=list)
+    finish: pb.Finish.ValueType = pb.FINISH_NONE
+    seconds: float = 0.0  # of all steps while this sequence ran
+    decode_seconds: float = 0.0  # of those after the prompt
+    num_rows: int = 0  # chain and mask rows of these, of the whole batch
+
+    @property
+    def tokens(self) -> list[int]:
+        """All emitted ids."""
+        return [*self.first, *(token for step in self.steps for token in step.tokens)]
+
+    @property
+    def num_decoded(self) -> int:
+        """Emitted ids without the prefill's own."""
+        return sum(len(step.tokens) for step in self.steps)
+
+
+class GenerationFailed(RuntimeError):
+    """The worker reported an error for a sequence, or stopped before it was finished."""
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """One text to complete."""
+
+    key: str  # the name of its record
+    sample: int  # number of the text among those of the record
+    ids: Sequence[int]
+    sampling: pb.Sampling
+
+
+def generate(
+    worker: Worker,
+    prompts: Iterable[Sequence[int]],
+    *,
+    sampling: pb.Sampling,
+    max_tokens: int,
+    max_draft_length: int,
+    eos_ids: Iterable[int] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Generation]:
+    """Yield the generation of each prompt in turn, each alone in the batch."""
+    for number, prompt in enumerate(prompts):
+        request = CompletionRequest("", number, prompt, sampling)
+        for _, generation in complete(
+            worker,
+            [request],
+            max_tokens=max_tokens,
+            max_draft_length=max_draft_length,
+            eos_ids=eos_ids,
+            max_sequences=1,
+            clock=clock,
+        ):
+            yield generation
+
+
+def complete(
+    worker: Worker,
+    requests: Iterable[CompletionRequest],
+    *,
+    max_tokens: int,
+    max_draft_length: int,
+    eos_ids: Iterable[int] = (),
+    is_whole: Callable[[Sequence[int]], bool] = lambda ids: False,
+    max_sequences: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[CompletionRequest, Generation]]:
+    """Yield each request with its generation, several at a time, in the order in which they end.
+
+    The worker's pages are shared out evenly among `max_sequences` (default: the worker's own), so that each sequence
+    has all its pages at once and none pauses. `is_whole(ids)` gets the emitted ids after each step; true ends the text.
+    """
+    at_once = max_sequences or worker.max_sequences
+    share = worker.num_blocks // at_once
+    free = [range(n * share, (n + 1) * share) for n in range(at_once)]
+    limits = pb.Limits(max_tokens=max_tokens, eos_ids=list(eos_ids))
+    waiting = enumerate(requests, start=1)
+    running: dict[int, tuple[CompletionRequest, Generation, range]] = {}
+    released: dict[int, range] = {}
+    while True:
+        while free and (item := next(waiting, None)) is not None:
+            seq_id, request = item
+            pages = free.pop()
+            num_pages = -(-(len(request.ids) + max_tokens + max_draft_length + 1) // worker.block_size)
+            running[seq_id] = request, Generation(list(request.ids)), pages
+            worker.apply(
+                pb.Command(
+                    admit=pb.Admit(
+                        seq_id=seq_id,
+                        ids=request.ids,
+                        num_prompt=len(request.ids),
+                        pages=pages[:num_pages],
+                        sampling=request.sampling,
+                        limits=limits,
+                        max_draft_length=max_draft_length,
+                    )
+                )
+            )
+        if not running and not released:
+            return
+        started = clock()
+        report = worker.step()
+        seconds = clock() - started
+        if report is None:
+            raise GenerationFailed(f"{len(running)} sequences wait and the worker does nothing.")
+        for seq_id in report.released:
+            free.append(released.pop(seq_id))
+        if report.stepped:
+            for _, generation, _ in running.values():
+                generation.seconds += seconds
+        for sequence in report.sequences:
+            if sequence.seq_id not in running:
+                continue  # it was released in this step
+            request, generation, pages = running[sequence.seq_id]
+            _add(generation, sequence, report.stats, seconds)
+            if generation.finish != pb.FINISH_NONE or is_whole(generation.tokens):
+                del running[sequence.seq_id]
+                released[sequence.seq_id] = pages
+                worker.apply(pb.Command(release=pb.Release(seq_id=sequence.seq_id)))
+                yield request, generation
+
+
+def _add(generation: Generation, sequence: pb.SequenceReport, stats: pb.StepStats, seconds: float) -> None:
+    """Add what a step of `seconds` reported about the sequence."""
+    if sequence.finish == pb.FINISH_ERROR:
+        raise GenerationFailed(sequence.error)
+    if sequence.paused:
+        raise GenerationFailed("A sequence ran out of pages: give the worker more blocks.")
+    if sequence.decoded:
+        generation.decode_seconds += seconds
+        generation.num_rows += stats.chain_rows + stats.mask_rows
+        generation.steps.append(DecodeStep(tuple(sequence.tokens), sequence.num_drafted, sequence.num_accepted))
+    else:
+        generation.first.extend(sequence.tokens)
+    generation.finish = sequence.finish

@@ -1,0 +1,158 @@
+"""The same prompt plain and with drafts, in turn: one machine, one set of weights, one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from space_model.checkpoint import Checkpoint
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import Controller, FixedLayout
+from space_server.worker import Worker
+
+from space_eval.acceptance.generation import Generation, generate
+from space_eval.acceptance.text_statistics import is_looping
+from space_eval.bench_report import Spread
+from space_eval.report.tables import ratio
+
+PLAIN = 0
+"""The k of plain decoding."""
+
+_FINISH = {pb.FINISH_EOS: "eos", pb.FINISH_STOP_ID: "stop", pb.FINISH_LENGTH: "length"}
+
+
+class TextsDiffer(AssertionError):
+    """Speculation changed a text: never right, ties of floating point on a GPU aside."""
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """What one setting gave for one prompt, computed `len(seconds)` times; only the seconds differ in between."""
+
+    ids: tuple[int, ...]  # emitted, the prefill's own token included
+    finish: str  # eos, stop or length
+    num_steps: int  # decode steps: the prompt's own forward passes do not count
+    num_decoded: int  # ids of the decode steps
+    num_drafted: int
+    num_accepted: int
+    num_rows: int  # chain and mask rows of the decode steps
+    seconds: tuple[float, ...]  # prompt and answer, each time
+    decode_seconds: tuple[float, ...]  # the decode steps alone, each time
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> TimedAnswer:
+        """The inverse of `dataclasses.asdict`, after JSON."""
+        fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in record.items()}
+        return cls(**fields)
+
+    @classmethod
+    def of(cls, made: Sequence[Generation]) -> TimedAnswer:
+        """From generations of the same ids."""
+        first = made[0]
+        return cls(
+            ids=tuple(first.tokens),
+            finish=_FINISH[first.finish],
+            num_steps=len(first.steps),
+            num_decoded=first.num_decoded,
+            num_drafted=sum(step.num_drafted for step in first.steps),
+            num_accepted=sum(step.num_accepted for step in first.steps),
+            num_rows=first.num_rows,
+            seconds=tuple(one.seconds for one in made),
+            decode_seconds=tuple(one.decode_seconds for one in made),
+        )
+
+    @property
+    def is_looping(self) -> bool:
+        """By the rule of `text_statistics.is_looping`."""
+        return is_looping(self.ids)
+
+
+class PairedDecoder:
+    """One model behind one worker per k, plain decoding being k = 0, all of them for one sequence at a time."""
+
+    def __init__(self, model: SpaceModel, ks: Sequence[int], *, layout: str = "full") -> None:
+        """`layout`: full, the paper's (k+1)² rows; auto, what the server would lay out."""
+        self.model = model
+        self.ks = (PLAIN, *ks)
+        self._workers = {k: make_worker(model, k, layout) for k in self.ks}
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        """A few untimed tokens at every k: the first products of a process are slower than all others."""
+        for k in self.ks:
+            self.once(k, prompt, sampling=pb.Sampling(), max_tokens=4)
+
+    def run(
+        self, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int, rounds: int
+    ) -> dict[int, TimedAnswer]:
+        """Every k in turn, `rounds` times, every other round from the last k to the first.
+
+        Raises TextsDiffer where a k does not repeat itself; whether the ks agree is `check_same_text`.
+        """
+        made: dict[int, list[Generation]] = {k: [] for k in self.ks}
+        for number in range(rounds):
+            for k in self.ks if number % 2 == 0 else reversed(self.ks):
+                made[k].append(self.once(k, prompt, sampling=sampling, max_tokens=max_tokens))
+                if made[k][-1].tokens != made[k][0].tokens:
+                    raise TextsDiffer(
+                        f"The same prompt gave two texts with k={k} in two rounds: this run cannot be trusted."
+                    )
+        return {k: TimedAnswer.of(of_k) for k, of_k in made.items()}
+
+    def once(self, k: int, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int) -> Generation:
+        """One answer, timed once."""
+        (made,) = generate(
+            self._workers[k],
+            [prompt],
+            sampling=sampling,
+            max_tokens=max_tokens,
+            max_draft_length=k,
+            eos_ids=self.model.facts.eos_ids,
+        )
+        return made
+
+
+def make_worker(model: SpaceModel, k: int, layout: str) -> Worker:
+    """A worker for one sequence at a time with at most k drafts; `layout` is full or auto (by measured cost)."""
+    controller: Controller | None = None if layout == "auto" else FixedLayout.full(k)
+    num_blocks = -(-(model.facts.window + model.facts.num_masks + 1) // 16)
+    return Worker(model, num_blocks=num_blocks, max_sequences=1, max_draft_length=k, controller=controller)
+
+
+def space_files(checkpoint: Checkpoint) -> list[Path]:
+    """What makes a checkpoint more than its base, mask rows of the embedding aside: adapter and draft head."""
+    section = checkpoint.config.get("space") or {}
+    head = section.get("draft_head")
+    named = [section.get("adapter"), head.get("file") if isinstance(head, dict) else None]
+    places = [checkpoint.home / name for name in named if name]
+    return [file for place in places for file in (sorted(place.glob("*.safetensors")) if place.is_dir() else [place])]
+
+
+def check_same_text(answers: Mapping[int, TimedAnswer], name: str) -> None:
+    """Raise TextsDiffer unless all ks gave the same ids; `name` is the prompt's."""
+    plain = answers[PLAIN].ids
+    for k, answer in answers.items():
+        if answer.ids != plain:
+            place = next((n for n, pair in enumerate(zip(answer.ids, plain, strict=False)) if pair[0] != pair[1]), None)
+            where = "in its length" if place is None else f"from token {place + 1} on"
+            raise TextsDiffer(f"{name}: the text with k={k} differs from plain decoding's {where}.")
+
+
+def tokens_per_step(answers: Sequence[TimedAnswer]) -> float:
+    """Of the decode steps."""
+    return ratio(sum(answer.num_decoded for answer in answers), sum(answer.num_steps for answer in answers))
+
+
+def rates(answers: Sequence[TimedAnswer], *, decode_only: bool = False) -> list[float]:
+    """Tokens per second of each round, over all answers."""
+    num_tokens = sum(answer.num_decoded if decode_only else len(answer.ids) for answer in answers)
+    times = [answer.decode_seconds if decode_only else answer.seconds for answer in answers]
+    return [ratio(num_tokens, sum(seconds)) for seconds in zip(*times, strict=True)]
+
+
+def speedup(answers: Sequence[TimedAnswer], others: Sequence[TimedAnswer], *, decode_only: bool = False) -> Spread:
+    """Rate of `answers` over that of `others`, of each round's pair."""
+    pairs = zip(rates(answers, decode_only=decode_only), rates(others, decode_only=decode_only), strict=True)
+    return Spread.of([ratio(rate, other) for rate, other in pairs])

@@ -1,0 +1,397 @@
+"""`spaceserve eval speed`: plain decoding against SPACE in seconds, beside transformers' assisted generation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from space_model.checkpoint import Checkpoint
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from tqdm import tqdm
+
+from space_eval.acceptance.assisted_generation import AssistedAnswer, AssistedDecoder, DraftMethod
+from space_eval.acceptance.model import describe_prompts, encode_prompts, environment_facts, load_tokenizer
+from space_eval.acceptance.paired_decoding import (
+    PLAIN,
+    PairedDecoder,
+    TextsDiffer,
+    TimedAnswer,
+    check_same_text,
+    rates,
+    space_files,
+    speedup,
+    tokens_per_step,
+)
+from space_eval.bench_prompts import built_in
+from space_eval.bench_report import Spread
+from space_eval.plots import Bar, PlotError, bar_plot
+from space_eval.prompts import PromptError, load_prompts
+from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
+
+DESCRIPTION = """\
+Times plain decoding and SPACE on the same weights, machine and prompts: on each prompt they take turns, --rounds times,
+every other time in reverse order, so that a machine that gets slower in between slows both. The texts must be the same,
+id by id; where they are not, the run fails.
+"""
+
+EPILOG = """\
+examples:
+  spaceserve eval speed                                              the embedded model, built-in function heads
+  spaceserve eval speed --model PATH --prompts humaneval.jsonl --limit 16 --k 1 3 5 --temperature 0 0.8 --out speed
+  spaceserve eval speed --model PATH --against prompt-lookup         and transformers' lookup of n-grams in the prompt
+  spaceserve eval speed --model PATH --against assisted:DRAFT_FOLDER and transformers with a draft model
+
+--against runs transformers' own generation loop on the base's weights, greedy, in the same run. Its ratio is over its
+own plain decoding, ours over ours; the absolute times, passes of both models, and the extra bytes stand beside.
+"""
+
+
+class FlagError(PromptError):
+    """A flag that cannot be used; the message names flag, value and cure."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `spaceserve eval speed`."""
+    parser.epilog = EPILOG
+    parser.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
+    parser.add_argument("--prompts", type=Path, help="JSONL (prompt, question, turns, …) or text [function heads]")
+    parser.add_argument("--limit", type=int, help="only so many prompts [all]")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt [128]")
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 3, 5], help="most drafts per step [1 3 5]")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; each has its own [0]")
+    parser.add_argument("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
+    parser.add_argument("--layout", choices=["auto", "full"], default="auto", help="as served, or (k+1)² rows [auto]")
+    parser.add_argument("--against", action="append", default=[], metavar="HOW", help="assisted:DRAFT or prompt-lookup")
+    parser.add_argument("--draft-tokens", type=int, help="drafts per pass of --against [transformers'; 10 for lookup]")
+    parser.add_argument(
+        "--allow-ties", action="store_true", help="count texts that differ and go on: a GPU's products may tie"
+    )
+    parser.add_argument("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
+    parser.add_argument("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")
+    parser.add_argument("--num-threads", type=int, help="of a product [as torch has it]")
+    parser.add_argument("--out", type=Path, help="folder for speed.json, speed.md and speed.png [table only]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables; 0, or 1 where speculation changed a text."""
+    for flag, value in (("--rounds", options.rounds), ("--max-tokens", options.max_tokens)):
+        if value < 1:
+            raise FlagError(f"{flag} is {value}; it must be at least 1.")
+    methods = [DraftMethod.parse(text) for text in options.against]
+    if methods and 0.0 not in options.temperature:
+        raise FlagError("--against compares greedy decoding; add 0 to --temperature.")
+    try:
+        rows, others, facts = measure(options, methods)
+    except TextsDiffer as error:
+        print(f"spaceserve eval speed: {error}", file=sys.stderr)
+        return 1
+    print(to_markdown(rows, others, facts))
+    if options.out is not None:
+        files = write_speed(options.out, rows, others, facts)
+        print(f"spaceserve eval speed: wrote {', '.join(map(str, files))}", file=sys.stderr)
+        try:
+            draw(options.out / "speed.png", rows, others, facts)
+        except PlotError as error:
+            print(f"spaceserve eval speed: no figure: {error}", file=sys.stderr)
+    return 0
+
+
+def measure(
+    options: argparse.Namespace, methods: Sequence[DraftMethod]
+) -> tuple[list[SpeedRow], list[MethodRow], dict[str, object]]:
+    """All temperatures, ks and methods over all prompts."""
+    model = load_model(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        mask_ids=options.mask_ids,
+        num_masks=options.num_masks,
+        num_threads=options.num_threads,
+    )
+    ks = sorted({min(k, model.facts.num_masks) for k in options.k} - {PLAIN})
+    if not ks:
+        raise FlagError(
+            f"{options.model} has {model.facts.num_masks} masks and --k is {options.k}: there is nothing to compare. "
+            "spaceserve train makes a checkpoint with masks; --mask-ids and --num-masks declare a published one's."
+        )
+    name = "built-in function heads" if options.prompts is None else options.prompts.name
+    texts = built_in()[: options.limit] if options.prompts is None else load_prompts(options.prompts, options.limit)
+    tokenizer = load_tokenizer(options.model)
+    prompts = encode_prompts(tokenizer, texts, window=model.facts.window, max_tokens=options.max_tokens)
+    decoder = PairedDecoder(model, ks, layout=options.layout)
+    decoder.warm_up(prompts[0])
+    base = Checkpoint.open(options.model)
+    theirs = [AssistedDecoder(base, model.facts, r, num_draft_tokens=options.draft_tokens) for r in methods]
+    for other in theirs:
+        other.plain(prompts[0], 4)
+        other.assisted(prompts[0], 4)
+
+    rows: list[SpeedRow] = []
+    others: list[MethodRow] = []
+    for temperature in options.temperature:
+        answers: list[dict[int, TimedAnswer]] = []
+        pairs: list[list[list[tuple[AssistedAnswer, AssistedAnswer]]]] = []  # by prompt, method, round
+        for number, prompt in enumerate(
+            tqdm(prompts, desc=f"temperature {temperature:g}", unit="prompt", file=sys.stderr, disable=None)
+        ):
+            sampling = pb.Sampling(seed=options.seed + number, temperature=temperature)
+            made = decoder.run(prompt, sampling=sampling, max_tokens=options.max_tokens, rounds=options.rounds)
+            if not options.allow_ties:
+                check_same_text(made, f"Prompt {number + 1}")
+            answers.append(made)
+            if temperature == 0:
+                pairs.append([_paired(other, prompt, options) for other in theirs])
+        rows += [SpeedRow.of(temperature, k, answers) for k in ks]
+        if temperature == 0 and theirs:
+            others.append(_ours(model, ks[-1], answers))
+            longest = max(map(len, prompts)) + options.max_tokens
+            others += [_row_of(one, [of[n] for of in pairs], longest) for n, one in enumerate(theirs)]
+    facts: dict[str, object] = {
+        "model": options.model,
+        "prompts": describe_prompts(name, prompts),
+        "new tokens": options.max_tokens,
+        "batch": 1,
+        "rounds": options.rounds,
+        "layout": options.layout,
+    }
+    return rows, others, facts | environment_facts(model)
+
+
+def _paired(
+    other: AssistedDecoder, prompt: Sequence[int], options: argparse.Namespace
+) -> list[tuple[AssistedAnswer, AssistedAnswer]]:
+    """(plain, assisted) of each round, in turn first."""
+    made = []
+    for number in range(options.rounds):
+        order = [other.plain, other.assisted]
+        first, second = (run(prompt, options.max_tokens) for run in (order if number % 2 == 0 else reversed(order)))
+        made.append((first, second) if number % 2 == 0 else (second, first))
+    return made
+
+
+def _ours(model: SpaceModel, k: int, answers: Sequence[Mapping[int, TimedAnswer]]) -> MethodRow:
+    row = SpeedRow.of(0.0, k, answers)
+    space = [by_k[k] for by_k in answers]
+    num_passes = sum(answer.num_steps + 1 for answer in space)
+    num_drafted = sum(answer.num_drafted for answer in space)
+    return MethodRow(
+        name=f"SPACE, k={k}, {row.rows_per_step:.0f} rows per step",
+        runtime=OURS,
+        num_prompts=len(space),
+        tokens_per_pass=sum(len(answer.ids) for answer in space) / num_passes,
+        num_passes=num_passes,
+        num_other_passes=0,
+        accepted_share=ratio(sum(answer.num_accepted for answer in space), num_drafted),
+        speedup=row.speedup,
+        ms_per_token=row.space_ms_per_token,
+        plain_ms_per_token=row.plain_ms_per_token,
+        extra_weight_bytes=extra_weight_bytes(model),
+        extra_kv_bytes=(k + 1) * model.facts.kv_bytes_per_token,
+        num_identical=row.num_identical,
+    )
+
+
+def extra_weight_bytes(model: SpaceModel) -> int:
+    """What SPACE adds to the base: the files that config.json's `space` names, and an embedding row per mask id."""
+    checkpoint = Checkpoint.open(model.facts.name)
+    section = checkpoint.config.get("space") or {}
+    in_files: int = sum(file.stat().st_size for file in space_files(checkpoint))
+    rows = len(set(section.get("mask_token_ids") or model.facts.mask_ids)) if not section.get("adapter") else 0
+    return in_files + rows * model.facts.hidden_size * model.facts.dtype.itemsize
+
+
+def _row_of(
+    other: AssistedDecoder, pairs: Sequence[Sequence[tuple[AssistedAnswer, AssistedAnswer]]], longest: int
+) -> MethodRow:
+    """`pairs`: by prompt and round."""
+    firsts = [rounds[0] for rounds in pairs]
+    num_tokens = sum(len(assisted.ids) for _, assisted in firsts)
+    num_passes = sum(assisted.num_forwards for _, assisted in firsts)
+    num_drafts = sum(assisted.num_draft_forwards for _, assisted in firsts)
+    plain_ms, ms = [], []
+    for rounds in zip(*pairs, strict=True):
+        plain_ms.append(1000 * sum(p.seconds for p, _ in rounds) / sum(len(p.ids) for p, _ in rounds))
+        ms.append(1000 * sum(a.seconds for _, a in rounds) / sum(len(a.ids) for _, a in rounds))
+    return MethodRow(
+        name=other.method.name,
+        runtime="transformers",
+        num_prompts=len(pairs),
+        tokens_per_pass=num_tokens / num_passes,
+        num_passes=num_passes,
+        num_other_passes=num_drafts,
+        accepted_share=ratio(num_tokens - num_passes, num_drafts),
+        speedup=Spread.of([plain / fast for plain, fast in zip(plain_ms, ms, strict=True)]),
+        ms_per_token=Spread.of(ms),
+        plain_ms_per_token=Spread.of(plain_ms),
+        extra_weight_bytes=other.draft_weight_bytes,
+        extra_kv_bytes=longest * other.draft_kv_bytes_per_token,
+        num_identical=sum(plain.ids == assisted.ids for plain, assisted in firsts),
+    )
+
+
+OURS = "ours"
+"""The runtime that is not transformers'."""
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One temperature and k over all prompts. Ranges are over the rounds, each a pair with plain decoding."""
+
+    temperature: float
+    k: int
+    num_prompts: int
+    num_tokens: int  # emitted, in one round
+    tokens_per_step: float
+    rows_per_step: float
+    speedup: Spread  # tokens per second over plain decoding's, prompt included
+    decode_speedup: Spread  # without the prompt
+    speedup_not_looping: Spread | None  # None where all outputs loop
+    plain_ms_per_token: Spread
+    space_ms_per_token: Spread
+    looping: float  # share of prompts
+    num_identical: int  # texts equal to plain decoding's
+
+    @classmethod
+    def of(cls, temperature: float, k: int, pairs: Sequence[Mapping[int, TimedAnswer]]) -> SpeedRow:
+        """From what each prompt gave: its answers by k, plain decoding's among them."""
+        space = [pair[k] for pair in pairs]
+        plain = [pair[PLAIN] for pair in pairs]
+        steady = [pair for pair in pairs if not pair[k].is_looping]
+        return cls(
+            temperature=temperature,
+            k=k,
+            num_prompts=len(pairs),
+            num_tokens=sum(len(answer.ids) for answer in space),
+            tokens_per_step=tokens_per_step(space),
+            rows_per_step=ratio(sum(a.num_rows for a in space), sum(a.num_steps for a in space)),
+            speedup=speedup(space, plain),
+            decode_speedup=speedup(space, plain, decode_only=True),
+            speedup_not_looping=speedup([p[k] for p in steady], [p[PLAIN] for p in steady]) if steady else None,
+            plain_ms_per_token=Spread.of([1000 / rate for rate in rates(plain)]),
+            space_ms_per_token=Spread.of([1000 / rate for rate in rates(space)]),
+            looping=1 - len(steady) / len(pairs),
+            num_identical=sum(one.ids == other.ids for one, other in zip(space, plain, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One way of drafting: ours, or one of transformers'. What it needs beside the base, and what it gains."""
+
+    name: str
+    runtime: str
+    num_prompts: int
+    tokens_per_pass: float  # ids emitted per forward pass of the base, the prompt's pass included in both
+    num_passes: int  # of the base, in one round
+    num_other_passes: int  # of a draft model, in one round
+    accepted_share: float  # of drafts; nan where their number is not known
+    speedup: Spread  # over plain decoding of the same runtime, prompt included
+    ms_per_token: Spread
+    plain_ms_per_token: Spread
+    extra_weight_bytes: int
+    extra_kv_bytes: int  # at the longest prompt and answer
+    num_identical: int  # texts equal to plain decoding's of the same runtime
+
+
+def to_markdown(rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> str:
+    """The facts of the run, the tables, and what their columns mean."""
+    head = ["T", "k", "tokens/step", "rows/step", "speed-up", "decode only", "not looping"]
+    head += ["ms/token plain", "ms/token SPACE", "looping", "same text"]
+    cells = [
+        [
+            f"{row.temperature:g}",
+            str(row.k),
+            f"{row.tokens_per_step:.2f}",
+            f"{row.rows_per_step:.1f}",
+            row.speedup.shown(2),
+            row.decode_speedup.shown(2),
+            "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}",
+            row.plain_ms_per_token.shown(2),
+            row.space_ms_per_token.shown(2),
+            f"{row.looping:.0%}",
+            f"{row.num_identical}/{row.num_prompts}",
+        ]
+        for row in rows
+    ]
+    text = f"# Plain decoding against SPACE\n\n{markdown_facts(facts)}\n{markdown_table(head, cells)}{NOTES}"
+    if not others:
+        return text
+    head = ["how", "runtime", "tokens per pass of the base", "passes of the base", "other passes"]
+    head += ["over its own plain decoding", "ms/token", "ms/token, its plain", "extra weights", "extra KV", "same text"]
+    cells = [
+        [
+            other.name,
+            other.runtime,
+            f"{other.tokens_per_pass:.2f}",
+            str(other.num_passes),
+            str(other.num_other_passes),
+            other.speedup.shown(2),
+            other.ms_per_token.shown(2),
+            other.plain_ms_per_token.shown(2),
+            size(other.extra_weight_bytes),
+            size(other.extra_kv_bytes),
+            f"{other.num_identical}/{other.num_prompts}",
+        ]
+        for other in others
+    ]
+    return f"{text}\n## Other ways of drafting\n\n{markdown_table(head, cells)}{NOTES_ON_OTHERS}"
+
+
+NOTES = """
+- speed-up: tokens per second over plain decoding in the same round, prompt included: median (low–high).
+- tokens/step and rows/step: of decode steps; the prompt's own pass does not count.
+- not looping: the speed-up without outputs of which at least half of the 4-grams occurred earlier in them.
+"""
+
+NOTES_ON_OTHERS = """
+- The runtimes differ: transformers' generation loop and our worker spend different time beside the model. So each ratio
+  is over the plain decoding of its own runtime, and the absolute times stand beside it.
+- tokens per pass: here the prompt's pass counts, for both. Greedy.
+- extra KV: of the draft model at the longest prompt and answer; of SPACE the k+1 slots that a step writes ahead.
+"""
+
+
+def size(num_bytes: int) -> str:
+    """`10.0 MiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    value, unit = num_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}"
+
+
+def write_speed(
+    folder: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]
+) -> list[Path]:
+    """Write speed.json and speed.md."""
+    record = {
+        "facts": facts,
+        "rows": [asdict(row) for row in rows],
+        "rivals": [asdict(other) for other in others],
+    }
+    return write_report(folder, "speed", to_markdown(rows, others, facts), record)
+
+
+def draw(path: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> None:
+    """Draw the speed-ups as bars. Raises PlotError without matplotlib."""
+    series: dict[str, dict[str, float | Bar]] = {}
+    for row in rows:
+        bar = Bar(row.speedup.median, row.speedup.low, row.speedup.high)
+        series.setdefault(f"SPACE, temperature {row.temperature:g}", {})[f"k={row.k}"] = bar
+    for other in others:
+        if other.runtime != OURS:
+            bar = Bar(other.speedup.median, other.speedup.low, other.speedup.high)
+            kind, _, draft = other.name.partition(":")
+            series.setdefault("transformers", {})[f"{kind}\n{Path(draft).name}" if draft else kind] = bar
+    note = f"{facts.get('model', '')}: {facts.get('machine', '')}"
+    bar_plot(path, series, title="Over plain decoding", y="times as fast", level=1.0, note=note)

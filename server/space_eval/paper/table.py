@@ -1,0 +1,241 @@
+"""The paper's Table 1 from what was measured: scores and one row per task, the published figures beside ours."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from space_eval.acceptance.paired_decoding import rates, speedup, tokens_per_step
+from space_eval.bench_report import Spread
+from space_eval.paper.protocol import MeasuredQuestion
+from space_eval.paper.published import PublishedFigure, PublishedModel
+from space_eval.paper.tasks import PaperTask
+from space_eval.plots import Bar, bar_plot
+from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
+from space_eval.quality.rouge import rouge_l
+from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
+
+
+@dataclass(frozen=True)
+class TaskQuality:
+    """A task's score of 1, of the model and, where it was run, of the base."""
+
+    name: str
+    model: float
+    base: float | None
+    num_answers: int
+
+    @property
+    def has_signal(self) -> bool:
+        """A measure on which everybody scores 0 says nothing about what was kept."""
+        return self.model > 0 or (self.base or 0) > 0
+
+
+def rouge_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
+    """Mean ROUGE-L (F-measure) against the questions' references."""
+    return _mean("ROUGE-L", measured, rouge_l)
+
+
+def exact_match_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
+    """Share of answers whose last number is the reference's."""
+    return _mean("exact match", measured, lambda reference, text: float(_last_number(text) == _last_number(reference)))
+
+
+def pass_quality(
+    measured: Sequence[MeasuredQuestion],
+    problems: Mapping[str, CodingProblem],
+    *,
+    chat: bool,
+    k: int = 1,
+    progress: Callable[[], object] = lambda: None,
+) -> TaskQuality:
+    """pass@1 of the greedy answers, or pass@k of the samples where k is more than 1.
+
+    Runs the programs (`quality.code_execution`); of equal texts only one.
+    """
+    known: dict[tuple[str, str], bool] = {}
+
+    def passes(name: str, text: str) -> bool:
+        if (name, text) not in known:
+            known[name, text] = check(problems[name], text, chat=chat).passed
+        return known[name, text]
+
+    def score(name: str, texts: Sequence[str]) -> float:
+        return pass_at_k(len(texts), sum(passes(name, text) for text in texts), k)
+
+    ours, bases = [], []
+    for one in measured:
+        first, name = one.turns[0], one.question.name
+        ours.append(score(name, one.samples if k > 1 else [first.text]))
+        if first.base is not None:
+            bases.append(score(name, one.base_samples if k > 1 else [first.base_text]))
+        progress()
+    return TaskQuality(f"pass@{k}", statistics.fmean(ours), statistics.fmean(bases) if bases else None, len(ours))
+
+
+def _mean(name: str, measured: Sequence[MeasuredQuestion], score: Callable[[str, str], float]) -> TaskQuality:
+    ours = [score(one.question.reference, one.turns[-1].text) for one in measured]
+    bases = [score(one.question.reference, one.turns[-1].base_text) for one in measured if one.turns[-1].base]
+    return TaskQuality(name, statistics.fmean(ours), statistics.fmean(bases) if bases else None, len(ours))
+
+
+def _last_number(text: str) -> float | None:
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One task. Means are over steps, not over prompts; ranges are over the rounds."""
+
+    task: str
+    title: str
+    num_questions: int  # measured so far
+    num_asked: int  # of so many
+    num_answers: int  # a question with two turns has two
+    tokens_per_step: float
+    tokens_per_step_not_looping: float  # nan where all outputs loop
+    tokens_per_forward: float  # the prompt's own pass counted, as the published script counts
+    rows_per_step: float
+    accepted_share: float  # of the drafts that were verified
+    looping: float  # share of answers
+    speedup: Spread  # tokens per second over plain decoding's, prompt and answer, as published
+    decode_speedup: Spread  # without the prompt
+    speedup_not_looping: Spread | None
+    plain_tokens_per_second: Spread  # prompt and answer
+    space_tokens_per_second: Spread
+    speedup_over_base: Spread | None  # over plain decoding of the base
+    num_identical: int  # answers equal to plain decoding's
+    num_truncated: int  # prompts whose beginning was cut off
+    quality: TaskQuality | None
+    published: PublishedFigure | None
+    categories: Mapping[str, float]  # tokens per step of each, where the task has categories
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_questions == self.num_asked
+
+
+def summarise(
+    task: PaperTask,
+    measured: Sequence[MeasuredQuestion],
+    num_asked: int,
+    quality: TaskQuality | None,
+    published: PublishedModel,
+) -> PaperRow:
+    """A task's row; `measured` holds at least one question."""
+    turns = [turn for one in measured for turn in one.turns]
+    steady = [turn for turn in turns if not turn.space.is_looping]
+    space = [turn.space for turn in turns]
+    plain = [turn.plain for turn in turns]
+    base = [turn.base for turn in turns if turn.base is not None]
+    names = sorted({one.question.category for one in measured} - {""})
+    return PaperRow(
+        task=task.name,
+        title=task.title,
+        num_questions=len(measured),
+        num_asked=num_asked,
+        num_answers=len(turns),
+        tokens_per_step=tokens_per_step(space),
+        tokens_per_step_not_looping=tokens_per_step([turn.space for turn in steady]),
+        tokens_per_forward=ratio(sum(len(a.ids) for a in space), sum(a.num_steps + 1 for a in space)),
+        rows_per_step=ratio(sum(a.num_rows for a in space), sum(a.num_steps for a in space)),
+        accepted_share=ratio(sum(a.num_accepted for a in space), sum(a.num_drafted for a in space)),
+        looping=1 - ratio(len(steady), len(turns)),
+        speedup=speedup(space, plain),
+        decode_speedup=speedup(space, plain, decode_only=True),
+        speedup_not_looping=speedup([t.space for t in steady], [t.plain for t in steady]) if steady else None,
+        plain_tokens_per_second=Spread.of(rates(plain)),
+        space_tokens_per_second=Spread.of(rates(space)),
+        speedup_over_base=speedup(space, base) if base else None,
+        num_identical=sum(turn.space.ids == turn.plain.ids for turn in turns),
+        num_truncated=sum(turn.truncated for turn in turns),
+        quality=quality,
+        published=published.figures.get(task.name),
+        categories={
+            name: tokens_per_step([t.space for one in measured if one.question.category == name for t in one.turns])
+            for name in names
+        },
+    )
+
+
+def to_markdown(rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> str:
+    """The facts of the run, the table, and what its columns mean."""
+    head = ["task", "questions", "tokens/step", "not looping", "published", "speed-up", "not looping", "published"]
+    head += ["looping", "quality", "base", "same text"]
+    text = f"# The paper's Table 1, measured here\n\n{markdown_facts(facts)}\n"
+    text += markdown_table(head, [_cells(row) for row in rows])
+    for row in rows:
+        if row.categories:
+            parts = ", ".join(f"{name} {value:.2f}" for name, value in row.categories.items())
+            text += f"\n{row.title}, tokens per step by category: {parts}.\n"
+        if row.num_truncated:
+            text += f"\n{row.title}: {row.num_truncated} prompts were too long for the window; their end was kept.\n"
+    return text + NOTES.format(published.name)
+
+
+NOTES = """
+- published: {}, arXiv 2402.11809, Table 1: another model on another machine, k=5, batch 1.
+- tokens/step: ids emitted in decode steps per step; the prompt's own forward pass does not count.
+- not looping: without outputs of which at least half of the 4-grams occurred earlier in them.
+- speed-up: tokens per second over plain decoding of the same weights in the same round, prompt included; median
+  (lowest–highest) over the rounds.
+- quality, base: of the model's answers and of the base's; 'no signal' where both are 0.
+- same text: answers of SPACE equal to plain decoding's, id by id.
+"""
+
+
+def _cells(row: PaperRow) -> list[str]:
+    quality, base = "–", "–"
+    if row.quality is not None and not row.quality.has_signal:
+        quality = f"{row.quality.name}: no signal"
+    elif row.quality is not None:
+        quality = f"{row.quality.name} {row.quality.model:.3f}"
+        base = "–" if row.quality.base is None else f"{row.quality.base:.3f}"
+    theirs = row.published
+    return [
+        row.title,
+        str(row.num_questions) if row.is_whole else f"{row.num_questions} of {row.num_asked}",
+        f"{row.tokens_per_step:.2f}",
+        f"{row.tokens_per_step_not_looping:.2f}",
+        "–" if theirs is None else f"{theirs.tokens_per_step:.2f}",
+        row.speedup.shown(2),
+        "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}",
+        "–" if theirs is None else f"{theirs.speedup:.2f}",
+        f"{row.looping:.0%}",
+        quality,
+        base,
+        f"{row.num_identical}/{row.num_answers}",
+    ]
+
+
+def write_paper(
+    folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel
+) -> list[Path]:
+    """Write paper.json and paper.md."""
+    record = {"facts": facts, "published": asdict(published), "rows": [asdict(row) for row in rows]}
+    return write_report(folder, "paper", to_markdown(rows, facts, published), record)
+
+
+def draw(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> list[Path]:
+    """Draw paper.png (tokens per step) and paper-speed.png. Raises PlotError without matplotlib."""
+    theirs = f"published ({published.name})"
+    steps: dict[str, dict[str, float | Bar]] = {"ours": {}, "ours, not looping": {}, theirs: {}}
+    times: dict[str, dict[str, float | Bar]] = {"ours": {}, theirs: {}}
+    for row in rows:
+        steps["ours"][row.title] = row.tokens_per_step
+        steps["ours, not looping"][row.title] = row.tokens_per_step_not_looping
+        times["ours"][row.title] = Bar(row.speedup.median, row.speedup.low, row.speedup.high)
+        if row.published is not None:
+            steps[theirs][row.title] = row.published.tokens_per_step
+            times[theirs][row.title] = row.published.speedup
+    note = f"{facts.get('model', '')}: {facts.get('machine', '')}"
+    return [
+        bar_plot(folder / "paper.png", steps, title="Tokens per step", y="tokens per step", level=1.0, note=note),
+        bar_plot(
+            folder / "paper-speed.png", times, title="Over plain decoding", y="times as fast", level=1.0, note=note
+        ),
+    ]

@@ -1,0 +1,195 @@
+"""The paper's tasks and two larger benchmarks: their questions, and the prompts of each model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from space_eval.prompts import PromptError
+from space_eval.records import RecordError, load_records
+
+_CODE = (
+    "Complete the following python code. Give the answer in a code block starts with '```python' and end with '``'\n"
+)
+_SUMMARY = "Document: {}\nBased on the previous text, provide a brief single summary:"
+
+
+class DataError(PromptError):
+    """Questions that cannot be had or read; the message names the place and the cure."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt of a task, before a family's frame is put around it."""
+
+    name: str
+    turns: tuple[str, ...]  # what the user says, one answer after each
+    plain_turns: tuple[str, ...]  # the same for a base model, which continues text and takes no instructions
+    category: str = ""
+    reference: str = ""  # what an answer is compared with
+
+
+@dataclass(frozen=True)
+class PaperTask:
+    """A set of questions."""
+
+    name: str
+    title: str
+    hub_id: str  # of `datasets`, with :CONFIG and @SPLIT; "" where there is none to be relied on
+    read: Callable[[Mapping[str, Any], str], Question]  # a record, and the name to give it if it has none
+    quality: str = ""  # what answers are judged by: ROUGE-L, pass, exact match; "" by nothing
+
+
+def _text(record: Mapping[str, Any], *fields: str) -> str:
+    for field in fields:
+        if isinstance(record.get(field), str):
+            return str(record[field])
+    raise KeyError(" or ".join(fields))
+
+
+def _xsum(record: Mapping[str, Any], name: str) -> Question:
+    asked = (_SUMMARY.format(_text(record, "document")),)
+    return Question(str(record.get("id", name)), asked, asked, reference=_text(record, "summary"))
+
+
+def _human_eval(record: Mapping[str, Any], name: str) -> Question:
+    prompt = _text(record, "prompt")
+    return Question(str(record.get("task_id", name)), (_CODE + prompt,), (prompt,))
+
+
+def _cip(record: Mapping[str, Any], name: str) -> Question:
+    asked = _text(record, "prompt", "instruction")
+    if record.get("input"):
+        asked = f"{asked}\n{record['input']}"
+    return Question(str(record.get("id", name)), (asked,), (asked,))
+
+
+def _turns(record: Mapping[str, Any], name: str) -> Question:
+    turns = record.get("turns", record.get("prompt"))
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise KeyError("turns")
+    name = str(record.get("question_id", record.get("prompt_id", name)))
+    return Question(name, tuple(turns), tuple(turns), category=str(record.get("category", "")))
+
+
+def _gsm8k(record: Mapping[str, Any], name: str) -> Question:
+    asked = (_text(record, "question"),)
+    return Question(name, asked, asked, reference=_text(record, "answer").rpartition("####")[2].strip())
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        PaperTask("xsum", "XSum", "EdinburghNLP/xsum@test", _xsum, "ROUGE-L"),
+        PaperTask("human_eval", "HumanEval-X", "openai/openai_humaneval@test", _human_eval, "pass"),
+        PaperTask("cip", "CIP", "alespalla/chatbot_instruction_prompts@test", _cip),
+        PaperTask("mt_bench", "MT-Bench", "HuggingFaceH4/mt_bench_prompts@train", _turns),
+        PaperTask("gsm8k", "GSM8K", "openai/gsm8k:main@test", _gsm8k, "exact match"),
+        PaperTask("spec_bench", "Spec-Bench", "", _turns),
+    )
+}
+"""CIP: chatbot instruction prompts. The published script has no prompt for XSum; ours is that of its authors' next one
+(BiTA), and their script for CIP read the first 100 records and stopped at 512 new tokens."""
+
+
+def load_questions(task: PaperTask, source: str, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions of `source`: a JSONL or JSON file, or a hub id with optional :CONFIG and @SPLIT."""
+    if not source:
+        raise DataError(f"{task.title} has no home on the hub. Give --data {task.name}=FILE, a JSONL file.")
+    place, split = place_and_split(source)
+    try:
+        records = load_records(place, needs=((),), split=split)
+    except RecordError as error:
+        raise DataError(f"{task.title}: {error} (--data {task.name}=FILE)") from error
+    questions = []
+    for number, record in enumerate(records[:limit], start=1):
+        try:
+            questions.append(task.read(record, f"{task.name}/{number}"))
+        except KeyError as missing:
+            raise DataError(
+                f"Record {number} of {source} has no field {missing.args[0]}, which {task.title} needs. "
+                f"It has: {', '.join(sorted(record))}."
+            ) from None
+    return questions
+
+
+def place_and_split(source: str) -> tuple[str, str]:
+    """`owner/name:config@split` in two; a path is left whole. The split is `test` where none is given."""
+    place, at, split = source.rpartition("@")
+    return (source, "test") if not at or Path(source).expanduser().exists() else (place, split)
+
+
+_ASSISTANT = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+_LLAMA_2_CHAT = (
+    "<<SYS>>\nYou are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being "
+    "safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal "
+    "content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering something "
+    "not correct. If you don't know the answer to a question, please don't share false information.\n<</SYS>>\n\n"
+)
+
+
+@dataclass(frozen=True)
+class PromptFamily:
+    """The frame around a dialogue: what stands before it, around each turn of the user's, and after each answer."""
+
+    name: str
+    system: str
+    turn: str  # with {} for what the user says
+    between: str = ""  # after an answer, before the next line
+    is_chat: bool = True  # else the text is continued as it stands
+
+    def prompt(self, turns: Sequence[str], answers: Sequence[str]) -> str:
+        """The text before answer number `len(answers)`; `turns` holds one more than `answers`.
+
+        Published: the parts are joined by one newline each, also where `system` is empty.
+        """
+        if not self.is_chat:
+            parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
+            return "".join([*(f"{part}\n" for part in parts), turns[len(answers)]])
+        history = self.system
+        for said, answer in zip(turns, answers, strict=False):
+            history = f"{history}\n{self.turn.format(said)}\n{answer}{self.between}"
+        return f"{history}\n{self.turn.format(turns[len(answers)])}"
+
+
+_HUMAN = "Human:{}\nAssistant:"
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        PromptFamily("llama-2", _ASSISTANT, _HUMAN),  # fine-tuned from the base, as in Table 1
+        PromptFamily("vicuna", _ASSISTANT, _HUMAN),  # the published Vicuna checkpoint was measured as `llama`
+        PromptFamily("llama-2-chat", _LLAMA_2_CHAT, "[INST]{} [/INST]", " </s><s>"),
+        PromptFamily("chatglm", "", "[Round 0]\n\n问：{}\n\n答："),
+        PromptFamily(
+            "qwen",
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
+            "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        PromptFamily("internlm", "", _HUMAN),
+        PromptFamily("falcon", "", _HUMAN),
+        PromptFamily("plain", "", "{}", is_chat=False),  # a base model, such as a code model
+    )
+}
+
+_IN_NAMES = ("vicuna", "chatglm", "internlm", "qwen", "falcon")
+
+
+def family_of(model_name: str) -> PromptFamily:
+    """The family that the last part of a model's name speaks of; `plain` where it speaks of none.
+
+    A last part `model` says nothing: every trained checkpoint is in such a folder of its run's.
+    """
+    name = model_name.rstrip("/").removesuffix("/model").rpartition("/")[2].lower().replace("_", "-")
+    for family in _IN_NAMES:
+        if family in name:
+            return FAMILIES[family]
+    if "llama-2" in name or "llama2" in name:
+        return FAMILIES["llama-2-chat" if "chat" in name else "llama-2"]
+    return FAMILIES["plain"]

@@ -1,0 +1,318 @@
+"""`spaceserve eval quality`: HumanEval pass@k, ROUGE-L of summaries, bits per byte, of a model and against its base."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from space_model.model_error import ModelError
+from space_model.precision import KV_DTYPES, WEIGHTS
+from tqdm import tqdm
+
+from space_eval.acceptance.generation import GenerationFailed
+from space_eval.plots import PlotError
+from space_eval.quality import humaneval
+from space_eval.quality.answers import Answer, AnswerFile, SettingsDiffer, open_folder
+from space_eval.quality.code_execution import FLAG, REFUSAL, Outcome
+from space_eval.quality.model import QualityError, QualityModel, WritingSettings, fingerprint
+from space_eval.quality.report import draw, generation_facts, rows_of, to_markdown
+from space_eval.quality.tasks import HumanEval, Perplexity, Summarise
+from space_eval.records import RecordError
+from space_eval.report.tables import write_report
+
+QualityTask = HumanEval | Summarise | Perplexity
+TASKS = ("humaneval", "summarise", "perplexity")
+
+DESCRIPTION = """\
+Generates through the worker's own step, with SPACE (the base: plain decoding), and scores what was written:
+
+  humaneval=DATA    records with prompt and test (HumanEval, HumanEval-X): pass@1, and pass@10 with 10 samples or more.
+                    Every program runs in a process of its own with bounded time and memory, with your rights:
+                    it needs --allow-code-execution.
+  summarise=DATA    records with document+summary, article+highlights, text+summary or dialogue+summary: ROUGE-L
+  perplexity=DATA   a text file, a folder of them, or records with text, content or code: bits per byte, perplexity
+
+DATA is a path (JSONL) or a hub id (owner/name, or owner/name:configuration; its test split).
+With --base the same records are given to both, and differences have 95 % intervals. A task on which both score 0 is
+'no signal': it says nothing about either.
+
+examples:
+  spaceserve eval quality --tasks humaneval=humaneval.jsonl --limit 20 --allow-code-execution --out quality
+  spaceserve eval quality --model out/model --base BASE --tasks humaneval=humaneval.jsonl,perplexity=held_out.jsonl \\
+      --samples 10 --temperature 0.8 --allow-code-execution --out quality
+      killed? The same command goes on where it was.
+  spaceserve eval quality --self-check --data humaneval.jsonl --allow-code-execution
+      no model: canonical solutions must all pass, broken ones (early exits too) must all fail
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `spaceserve eval quality`."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
+    what.add_argument("--base", help="the model to compare with, decoded plainly (default: none)")
+    what.add_argument("--tasks", type=_tasks, metavar="NAME=DATA[,…]", help="humaneval, summarise, perplexity")
+    what.add_argument("--limit", type=_positive, help="only the first records of each task (default: all)")
+    what.add_argument("--out", type=Path, help="folder for answers and report; a killed run goes on from it")
+    texts = parser.add_argument_group("how texts are written")
+    texts.add_argument("--samples", type=_positive, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
+    texts.add_argument(
+        "--temperature", type=_temperature, help="0 is greedy (default: 0, or 0.8 with more than one sample)"
+    )
+    texts.add_argument("--top-p", type=_share, default=1.0, help="(default: 1, off)")
+    texts.add_argument("--max-tokens", type=_positive, default=512, help="new tokens per text (default: 512)")
+    texts.add_argument("--chat", action="store_true", help="ask through the chat template, and read code blocks")
+    texts.add_argument("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
+    texts.add_argument(
+        "--layout",
+        choices=["full", "auto"],
+        default="full",
+        help="all (k+1)² rows in every step, or as served, where large batches are not drafted (default: full)",
+    )
+    texts.add_argument(
+        "--batch",
+        type=_positive,
+        help="texts at once; never changes a text (default: 8, or 1 with the full layout on a CPU, which it fills)",
+    )
+    reading = parser.add_argument_group("how texts are read (perplexity)")
+    reading.add_argument(
+        "--window", type=_positive, default=1024, help="most tokens at once, within the model's own (default: 1024)"
+    )
+    reading.add_argument("--stride", type=_positive, help="tokens between windows (default: half a window)")
+    programs = parser.add_argument_group("programs (humaneval)")
+    programs.add_argument(
+        FLAG, action="store_true", help="run the programs that the model writes, with your rights; no sandbox"
+    )
+    programs.add_argument(
+        "--seconds", type=_seconds, default=10.0, help="per program: tests take milliseconds (default: 10)"
+    )
+    programs.add_argument("--memory", type=_positive, default=1024, help="MiB per program (default: 1024)")
+    programs.add_argument("--self-check", action="store_true", help="prove the harness on --data, without a model")
+    programs.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    machine.add_argument(
+        "--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)"
+    )
+    machine.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="the same (default: auto)")
+    machine.add_argument("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
+    machine.add_argument("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
+    machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
+    machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table; 0, or 1 where the self-check fails or a sequence does, 2 for unusable settings or data."""
+    try:
+        return _self_check(options) if options.self_check else _measure(options)
+    except (QualityError, RecordError, SettingsDiffer, ModelError) as error:
+        print(f"spaceserve eval quality: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        kept = "" if options.out is None else f" Finished answers are kept in {options.out}."
+        print(f"spaceserve eval quality: {error}.{kept}", file=sys.stderr)
+        return 2
+    except GenerationFailed as error:
+        print(f"spaceserve eval quality: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; with --out the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.tasks is None:
+        raise QualityError("There is nothing to measure: give --tasks, such as humaneval=PATH,perplexity=PATH.")
+    if "humaneval" in options.tasks and not options.allow_code_execution:
+        raise QualityError(REFUSAL)
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if options.samples == 1 else 0.8
+    if temperature == 0.0 and options.samples > 1:
+        raise QualityError(
+            f"--temperature 0 gives the same text {options.samples} times. Give --temperature 0.8, or --samples 1."
+        )
+    for flag, given in (("--base-weights", options.base_weights), ("--base-kv-dtype", options.base_kv_dtype)):
+        if given and not options.base:
+            raise QualityError(f"{flag} does nothing without --base.")
+    weights = {"model": options.weights, "base": options.base_weights or options.weights}
+    kv_dtypes = {"model": options.kv_dtype, "base": options.base_kv_dtype or options.kv_dtype}
+    tasks = [_load(name, source, options) for name, source in options.tasks.items()]
+    paths = {"model": options.model} | ({"base": options.base} if options.base else {})
+    settings: dict[str, object] = {
+        **{label: fingerprint(path) for label, path in paths.items()},
+        **{f"data of {name}": _digest(source) for name, source in options.tasks.items()},
+        "temperature": temperature,
+        **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
+        **{name: getattr(options, name) for name in ("dtype", "layout", "window", "stride")},
+        **{f"weights of {label}": weights[label] for label in paths},
+        **{f"keys and values of {label}": kv_dtypes[label] for label in paths},
+    }
+    if options.out is not None:
+        open_folder(options.out, settings)
+
+    found: dict[str, dict[str, list[Answer]]] = {task.name: {} for task in tasks}
+    facts: dict[str, object] = {}
+    for label, path in paths.items():
+        model = QualityModel(
+            label,
+            path,
+            dtype=options.dtype,
+            weights=weights[label],
+            kv_dtype=kv_dtypes[label],
+            device=_device(options.device),
+            num_threads=options.num_threads,
+        )
+        speculate = label == "model" and model.model.facts.most_masks > 0
+        on_cpu = model.model.facts.device.type == "cpu"
+        writing = WritingSettings(
+            samples=options.samples,
+            temperature=temperature,
+            top_p=options.top_p,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+            chat=options.chat,
+            speculate=speculate,
+            layout=options.layout,
+            batch=options.batch or (1 if speculate and options.layout == "full" and on_cpu else 8),
+        )
+        for task in tasks:
+            file = None if options.out is None else options.out / f"{label}.{task.name}.jsonl"
+            with AnswerFile(file) as answers:
+                if isinstance(task, Perplexity):
+                    model.read(task, answers, length=options.window, stride=options.stride)
+                    keys = set(task.texts)
+                else:
+                    model.write(task, answers, writing)
+                    keys = set(task.keys)
+                found[task.name][label] = [
+                    a for a in answers.sorted() if a["record"] in keys and a["sample"] < options.samples
+                ]
+        known = model.model.facts
+        how = f"SPACE, k={known.most_masks}, layout {options.layout}" if speculate else "plain decoding"
+        facts[label] = f"{known.name} ({known.model_hash[:12]}), {known.number_format}, {how}"
+        del model
+    facts["texts"] = (
+        f"{options.samples} per record, temperature {temperature:g}, top-p {options.top_p:g}, at most "
+        f"{options.max_tokens} new tokens, {'chat template' if options.chat else 'prompt alone'}, seed {options.seed}"
+    )
+    facts["data"] = ", ".join(f"{name} {Path(source).name}" for name, source in options.tasks.items())
+    facts["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+    rows = []
+    details: dict[str, Mapping[str, Mapping[str, object]]] = {}
+    for task in tasks:
+        sides = found[task.name]
+        scores = {label: task.scores(answers) for label, answers in sides.items()}
+        rows += rows_of(task.name, scores["model"], scores.get("base"))
+        details[task.name] = {label: generation_facts(answers) for label, answers in sides.items()}
+    page = to_markdown(facts, rows, details)
+    print(page)
+    if options.out is not None:
+        record = {"facts": facts, "rows": [asdict(row) for row in rows], "details": details}
+        write_report(options.out, "quality", page, record)
+        try:
+            draw(options.out / "quality.png", rows)
+        except PlotError as error:
+            print(f"no quality.png: {error}", file=sys.stderr)
+    return 0
+
+
+def _load(name: str, source: str, options: argparse.Namespace) -> QualityTask:
+    if name == "humaneval":
+        memory = options.memory << 20
+        return HumanEval.load(source, options.limit, chat=options.chat, seconds=options.seconds, memory=memory)
+    if name == "summarise":
+        return Summarise.load(source, options.limit, chat=options.chat)
+    return Perplexity.load(source, options.limit)
+
+
+def _self_check(options: argparse.Namespace) -> int:
+    if options.data is None:
+        raise QualityError("--self-check needs --data: a JSONL file of HumanEval records with canonical_solution.")
+    if not options.allow_code_execution:
+        raise QualityError(REFUSAL)
+    problems = humaneval.load_problems(options.data, options.limit)
+    total = len(problems) * (1 + len(humaneval.BROKEN))
+    with tqdm(total=total, unit="program", file=sys.stderr, disable=None) as progress:
+
+        def checked(kind: str, problem: humaneval.CodingProblem, outcome: Outcome) -> None:
+            progress.set_description(kind)
+            progress.update()
+
+        checks = humaneval.self_check(problems, seconds=options.seconds, memory=options.memory << 20, checked=checked)
+    print("| completion | passed | wanted | ended |\n|---|---|---|---|")
+    for check in checks:
+        wanted = check.num_problems if check.kind == "canonical" else 0
+        ends = ", ".join(f"{end} {number}" for end, number in sorted(check.ends.items()))
+        print(f"| {check.kind} | {len(check.passed)}/{check.num_problems} | {wanted} | {ends} |")
+    wrong = [check for check in checks if not check.holds]
+    for check in wrong:
+        print(f"spaceserve eval quality: {check.kind} passed {len(check.passed)}: not as it must be", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _device(name: str) -> str:
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _digest(source: str) -> str:
+    """What the data is: the hash of a file, the names and sizes of a folder's, or a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    if path.is_dir():
+        names = [
+            f"{file.relative_to(path)} {file.stat().st_size}" for file in sorted(path.rglob("*")) if file.is_file()
+        ]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return source
+
+
+# ------------------------------------------------------------------------------------------------------------- flags
+
+
+def _tasks(text: str) -> dict[str, str]:
+    tasks: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, source = part.partition("=")
+        if name not in TASKS or not equals or not source:
+            raise argparse.ArgumentTypeError(f"wants NAME=DATA with NAME one of {', '.join(TASKS)}; got {part!r}")
+        if name in tasks:
+            raise argparse.ArgumentTypeError(f"has {name} twice; give it one source")
+        tasks[name] = source
+    return tasks
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def _number(text: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}; got {text!r}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    return _number(text, 0.0, 2.0)
+
+
+def _share(text: str) -> float:
+    return _number(text, 0.01, 1.0)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 0.1, 3600.0)

@@ -1,0 +1,189 @@
+"""HumanEval and HumanEval-X (Python): the tests of a problem decide whether the function that a model wrote is right.
+
+A record has a `prompt` (imports, the head of a function, its docstring) and a `test`; a completion is what follows the
+prompt, or, of a chat model, an answer with the whole function in a code block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from space_eval.quality.code_execution import ExecutionLimits, Outcome, run_program
+from space_eval.records import RecordError, load_records
+
+FIELDS = (("task_id", "prompt", "test"),)
+
+STOPS = ("\nclass ", "\ndef ", "\nasync def ", "\nif ", "\nprint", "\n#", "\n@", "\n```")
+"""A line at the left edge that begins something new ends a base model's function body (arXiv 2107.03374, §2.2; a
+decorator and the end of a code block besides)."""
+
+CHAT_REQUEST = """\
+Complete the following python code. Answer with the whole function in one code block.
+
+```python
+{prompt}
+```"""
+
+
+@dataclass(frozen=True)
+class CodingProblem:
+    """One function to write."""
+
+    task_id: str
+    prompt: str
+    test: str  # defines check(candidate), and calls it or not
+    entry_point: str  # the function's name
+    canonical_solution: str | None  # a right body
+
+    @property
+    def preamble(self) -> str:
+        """The prompt in front of the function's head: imports, and functions it may call."""
+        head = re.search(rf"^(async )?def {re.escape(self.entry_point)}\b", self.prompt, re.MULTILINE)
+        return self.prompt if head is None else self.prompt[: head.start()]
+
+    def program(self, body: str) -> str:
+        """What is run: the prompt with this body (or, where `body` defines the function itself, the preamble and
+        `body`), then the tests."""
+        begun = self.preamble if _defines(body, self.entry_point) else self.prompt
+        call = "" if re.search(r"^check\(", self.test, re.MULTILINE) else f"\ncheck({self.entry_point})\n"
+        return f"{begun}{body}\n{self.test}\n{call}"
+
+
+def load_problems(source: str, limit: int | None = None) -> list[CodingProblem]:
+    """The problems of a JSONL file or a hub data set; RecordError where they are none."""
+    problems = []
+    for record in load_records(source, needs=FIELDS)[:limit]:
+        entry_point = record.get("entry_point")
+        if not isinstance(entry_point, str):
+            called = re.findall(r"^check\((\w+)\)", record["test"], re.MULTILINE)
+            defined = re.findall(r"^(?:async )?def (\w+)", record["prompt"], re.MULTILINE)
+            names = called or defined
+            if not names:
+                raise RecordError(
+                    f"{record['task_id']} of {source} names no function: neither prompt nor test has one."
+                )
+            entry_point = names[-1]
+        solution = record.get("canonical_solution")
+        problems.append(
+            CodingProblem(
+                task_id=record["task_id"],
+                prompt=record["prompt"],
+                test=record["test"],
+                entry_point=entry_point,
+                canonical_solution=solution if isinstance(solution, str) else None,
+            )
+        )
+    repeated = {problem.task_id for problem in problems if sum(p.task_id == problem.task_id for p in problems) > 1}
+    if repeated:
+        raise RecordError(f"{source} has the task_id {min(repeated)} twice; each must be its own.")
+    return problems
+
+
+def cut(completion: str, stops: Sequence[str] = STOPS) -> str:
+    """A base model's completion up to the first stop."""
+    found = [at for stop in stops if (at := completion.find(stop)) >= 0]
+    return completion[: min(found)] if found else completion
+
+
+def is_whole(completion: str) -> bool:
+    """Nothing behind this can matter: the stop that ends it is there."""
+    return any(stop in completion for stop in STOPS)
+
+
+def extract(answer: str, entry_point: str) -> str:
+    """The code of a chat answer: of its code blocks the first that defines the function, else the first, else, without
+    any block, the answer itself. A block that lacks its end (a length limit) counts up to the end."""
+    blocks = re.findall(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", answer, re.MULTILINE | re.DOTALL)
+    defining = [block for block in blocks if _defines(block, entry_point)]
+    code: str = (defining or blocks or [answer])[0]
+    return code
+
+
+def check(
+    problem: CodingProblem, completion: str, *, seconds: float = 10.0, memory: int = 1 << 30, chat: bool = False
+) -> Outcome:
+    """Run the problem's tests on this completion: cut at the first stop, or (`chat`) taken out of its code block.
+
+    `seconds` of clock and processor and `memory` bytes bound it. The program runs with the user's rights."""
+    body = extract(completion, problem.entry_point) if chat else cut(completion)
+    return run_program(problem.program(body), ExecutionLimits(seconds=seconds, memory=memory))
+
+
+def _defines(code: str, name: str) -> bool:
+    return re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
+
+
+BROKEN: dict[str, Callable[[CodingProblem], str]] = {
+    "nothing": lambda problem: "",
+    "return None": lambda problem: "    return None\n",
+    "raise": lambda problem: "    raise NotImplementedError\n",
+    "sys.exit(0)": lambda problem: "    import sys\n    sys.exit(0)\n",
+    "os._exit(0)": lambda problem: "    import os\n    os._exit(0)\n",
+    "exit on definition": lambda problem: "    pass\nraise SystemExit(0)\n",
+    "right, behind an early return": lambda problem: f"    return object()\n{problem.canonical_solution}",
+}
+"""Completions that must fail on every problem."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The outcomes of one kind of completion on all problems."""
+
+    kind: str
+    num_problems: int
+    passed: tuple[str, ...]  # task ids
+    ends: dict[str, int]  # how many ended how
+
+    @property
+    def holds(self) -> bool:
+        """Right solutions pass without exception, broken ones fail without exception."""
+        return len(self.passed) == (self.num_problems if self.kind == "canonical" else 0)
+
+
+def self_check(
+    problems: Sequence[CodingProblem],
+    *,
+    seconds: float = 10.0,
+    memory: int = 1 << 30,
+    checked: Callable[[str, CodingProblem, Outcome], object] = lambda kind, problem, outcome: None,
+) -> list[SelfCheck]:
+    """Check completions whose result is known: canonical solutions, then each kind of broken one.
+
+    `checked` is called with each outcome. RecordError if a record has no canonical solution.
+    """
+    missing = [problem.task_id for problem in problems if problem.canonical_solution is None]
+    if missing:
+        raise RecordError(
+            f"{missing[0]} has no canonical_solution ({len(missing)} records lack it); the self-check needs it."
+        )
+    kinds: dict[str, Callable[[CodingProblem], str]] = {
+        "canonical": lambda problem: problem.canonical_solution or "",
+        **BROKEN,
+    }
+    checks = []
+    for kind, complete in kinds.items():
+        passed: list[str] = []
+        ends: dict[str, int] = {}
+        for problem in problems:
+            outcome = check(problem, complete(problem), seconds=seconds, memory=memory)
+            checked(kind, problem, outcome)
+            ends[outcome.end] = ends.get(outcome.end, 0) + 1
+            if outcome.passed:
+                passed.append(problem.task_id)
+        checks.append(SelfCheck(kind, len(problems), tuple(passed), ends))
+    return checks
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of k samples, drawn without replacement, is right (arXiv 2107.03374, equation 1).
+
+    pass@k = 1 - C(n-c, k) / C(n, k)
+    """
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"num_correct must lie in 0..{num_samples}, the number of samples; got {num_correct}.")
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must lie in 1..{num_samples}, the number of samples; got {k}. Take more samples.")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

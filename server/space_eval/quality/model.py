@@ -1,0 +1,215 @@
+"""One model doing the quality tasks: its worker, its tokenizer, and what it has answered so far."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from space_model.checkpoint import Checkpoint
+from space_model.load import load_model
+from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.controller import FixedLayout
+from space_server.worker import Worker
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from space_eval.acceptance.generation import CompletionRequest, Generation, complete
+from space_eval.acceptance.text_statistics import is_looping, text_behind
+from space_eval.quality.answers import Answer, AnswerFile
+from space_eval.quality.perplexity import PerplexityMeter
+from space_eval.quality.tasks import Perplexity, TaskPrompt, WritingTask
+
+_BLOCK = 16
+_TAIL = 32  # ids, from the end of the output, in which a stop is looked for after each step
+
+
+class QualityError(ValueError):
+    """A setting that this model cannot do; the message names bound, value and cure."""
+
+
+@dataclass(frozen=True)
+class WritingSettings:
+    """How texts are generated."""
+
+    samples: int  # per record
+    temperature: float  # 0 is greedy
+    top_p: float
+    max_tokens: int  # new ones per text
+    seed: int  # of the first record; each has its own
+    chat: bool
+    speculate: bool  # SPACE; False: plain decoding
+    layout: str  # of SPACE: full is every draft and mask in every step, auto is as served
+    batch: int  # texts at once
+
+
+class QualityModel:
+    """A loaded model and its tokenizer."""
+
+    def __init__(
+        self,
+        label: str,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        num_threads: int | None,
+        weights: str = "plain",
+        kv_dtype: str = "auto",
+    ) -> None:
+        """`label`: what it is called in files and tables: model or base."""
+        self.label = label
+        self.model: SpaceModel = load_model(
+            path, dtype=dtype, weights=weights, kv_dtype=kv_dtype, device=device, num_threads=num_threads
+        )
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(path).folder), local_files_only=True)
+
+    def write(self, task: WritingTask, answers: AnswerFile, writing: WritingSettings) -> None:
+        """Generate and judge every text of the task that `answers` lacks."""
+        wanted = [(key, sample) for key in task.keys for sample in range(writing.samples)]
+        missing = [pair for pair in wanted if pair not in answers]
+        if not missing:
+            return
+        order = {key: number for number, key in enumerate(task.keys)}
+        prompts = {key: self.prompt_ids(task.asked(key), writing) for key, _ in missing}
+        worker = self._worker(max(map(len, prompts.values())), writing)
+        requests = (
+            CompletionRequest(
+                key,
+                sample,
+                prompts[key],
+                pb.Sampling(
+                    seed=writing.seed + order[key],
+                    choice=sample,
+                    temperature=writing.temperature,
+                    top_p=writing.top_p,
+                ),
+            )
+            for key, sample in missing
+        )
+        finished = complete(
+            worker,
+            requests,
+            max_tokens=writing.max_tokens,
+            max_draft_length=worker.max_draft_length if writing.speculate else 0,
+            eos_ids=self.model.facts.eos_ids,
+            is_whole=lambda ids: task.is_whole(self._text(ids[-_TAIL:])),
+        )
+        with (
+            _progress(f"{self.label}: {task.name}", len(missing), "text") as progress,
+            ThreadPoolExecutor(max_workers=2) as judges,
+        ):
+            pending: set[Future[Answer]] = set()
+            for request, generation in finished:
+                pending.add(judges.submit(self._judged, task, request, generation))
+                pending = _collect(pending, answers, progress, most_left=8)
+            _collect(pending, answers, progress, most_left=0)
+
+    def read(self, task: Perplexity, answers: AnswerFile, *, length: int, stride: int | None) -> None:
+        """Score every text of the task that `answers` lacks."""
+        missing = [key for key in task.texts if (key, 0) not in answers]
+        if not missing:
+            return
+        meter = PerplexityMeter(self.model, self.tokenizer, length=length, stride=stride)
+        with _progress(f"{self.label}: {task.name}", len(missing), "text") as progress:
+            for key in missing:
+                answers.add({"record": key, "sample": 0, **task.judge(key, meter)})
+                progress.update()
+
+    def prompt_ids(self, asked: TaskPrompt, writing: WritingSettings) -> list[int]:
+        """The request as ids, its text cut so that prompt and new tokens fit the window."""
+        room = self.model.facts.window - writing.max_tokens
+        empty = len(self._encoded(asked.template.replace("{prompt}", ""), chat=writing.chat))
+        if room <= empty:
+            raise QualityError(
+                f"--max-tokens {writing.max_tokens} leaves {room} of the {self.model.facts.window} positions of "
+                f"{self.model.facts.name} for a prompt. Give fewer."
+            )
+        ids = self._encoded(asked.template.replace("{prompt}", asked.text), chat=writing.chat)
+        text = asked.text
+        while len(ids) > room:  # once, as a rule: the cut text can be other tokens than those that were cut
+            own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            left = max(0, len(own) - (len(ids) - room))
+            text = self._text(own[len(own) - left :] if asked.keep_end else own[:left])
+            ids = self._encoded(asked.template.replace("{prompt}", text), chat=writing.chat)
+            if not left:
+                ids = ids[-room:]
+        return ids
+
+    def _encoded(self, text: str, *, chat: bool) -> list[int]:
+        if not chat:
+            return list(self.tokenizer(text, verbose=False)["input_ids"])
+        if self.tokenizer.chat_template is None:
+            raise QualityError(f"{self.model.facts.name} has no chat template. Leave out --chat.")
+        turn = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        return list(self.tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _worker(self, longest: int, writing: WritingSettings) -> Worker:
+        most_drafts = self.model.facts.most_masks if writing.speculate else 0
+        full = writing.speculate and writing.layout == "full"
+        each = -(-(longest + writing.max_tokens + most_drafts + 1) // _BLOCK)
+        return Worker(
+            self.model,
+            num_blocks=each * writing.batch,
+            block_size=_BLOCK,
+            max_sequences=writing.batch,
+            max_draft_length=None if writing.speculate else 0,
+            controller=FixedLayout.full(most_drafts) if full else None,
+        )
+
+    def _judged(self, task: WritingTask, request: CompletionRequest, generation: Generation) -> Answer:
+        text = text_behind(self._text, generation.prompt_ids, generation.tokens)
+        return {
+            "record": request.key,
+            "sample": request.sample,
+            "text": text,
+            "num_tokens": len(generation.tokens),
+            "num_decoded": generation.num_decoded,
+            "num_steps": len(generation.steps),
+            "finish": pb.Finish.Name(generation.finish),  # FINISH_NONE: whole before its end
+            "looping": is_looping(generation.tokens),
+            **task.judge(request.key, text),
+        }
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def fingerprint(path: str) -> dict[str, object]:
+    """What tells a checkpoint from another under the same name, without reading its weights."""
+    checkpoint = Checkpoint.open(path)
+    files: Iterable[Path] = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
+    return {
+        "model": path,
+        "hash": checkpoint.model_hash(),
+        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+    }
+
+
+def _collect(
+    pending: set[Future[Answer]], answers: AnswerFile, progress: Any, *, most_left: int
+) -> set[Future[Answer]]:
+    """Keep what is judged; wait while more than `most_left` are not."""
+    while True:
+        done = {future for future in pending if future.done()}
+        if not done and len(pending) > most_left:
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+        for future in done:
+            answers.add(future.result())
+            progress.update()
+        pending = pending - done
+        if len(pending) <= most_left and not any(future.done() for future in pending):
+            return pending
+
+
+def _progress(text: str, total: int, unit: str) -> Any:
+    """With the time that is left; in a log, a line now and then."""
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, desc=text, unit=unit, file=sys.stderr, mininterval=seconds, maxinterval=2 * seconds)

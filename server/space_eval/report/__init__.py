@@ -1,0 +1,1 @@
+"""What all evaluations share in their reports: tables, records, figures."""

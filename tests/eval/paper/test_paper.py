@@ -1,0 +1,311 @@
+"""The paper's Table 1 in one command: it resumes, it asks what the paper asked, and shows what the paper published."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from space_eval.__main__ import main
+from space_eval.acceptance.paired_decoding import TimedAnswer
+from space_eval.paper import command
+from space_eval.paper import table as table_module
+from space_eval.paper.protocol import (
+    FittedPrompt,
+    Journal,
+    JournalError,
+    MeasuredQuestion,
+    PromptedModel,
+    Turn,
+    fingerprint,
+)
+from space_eval.paper.published import PUBLISHED
+from space_eval.paper.table import (
+    PaperRow,
+    draw,
+    exact_match_quality,
+    pass_quality,
+    rouge_quality,
+    summarise,
+    to_markdown,
+    write_paper,
+)
+from space_eval.paper.tasks import FAMILIES, TASKS, Question
+from space_eval.quality.code_execution import FLAG
+from space_model.checkpoint import Checkpoint
+from space_model.testing import tiny_checkpoint
+from tokenizers import Tokenizer, decoders, models
+
+ADD = {
+    "task_id": "t/0",
+    "prompt": 'def add(a, b):\n    """Their sum."""\n',
+    "test": "def check(f):\n    assert f(1, 2) == 3\ncheck(add)\n",
+    "canonical_solution": "    return a + b\n",
+}
+TWO_TURNS = {"question_id": 7, "category": "maths", "turns": ["One?", "And two?"]}
+
+
+def jsonl(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), window=256)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    summaries = [{"id": str(n), "document": f"Rain fell in town {n}.", "summary": f"Rain {n}."} for n in range(3)]
+    code = jsonl(tmp_path / "code.jsonl", ADD)
+    bench = jsonl(tmp_path / "bench.jsonl", TWO_TURNS)
+    return f"xsum={jsonl(tmp_path / 'xsum.jsonl', *summaries)},human_eval={code},mt_bench={bench}"
+
+
+def measure(checkpoint: Path, data: str, out: Path, *flags: str) -> int:
+    arguments = ["paper", "--model", str(checkpoint), "--tasks", "xsum,human_eval,mt_bench", "--data", data]
+    return main([*arguments, "--max-tokens", "8", "--rounds", "2", "--k", "2", FLAG, "--out", str(out), *flags])
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than the tiny model."""
+    monkeypatch.setattr(table_module, "bar_plot", lambda path, *series, **words: path)
+
+
+def table(out: Path) -> dict[str, Any]:
+    """The report without times."""
+    rows = json.loads((out / "paper.json").read_text())["rows"]
+    timed = {"speedup", "decode_speedup", "speedup_not_looping", "speedup_over_base"}
+    return {row["task"]: {n: v for n, v in row.items() if n not in timed and "second" not in n} for row in rows}
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_killed_run_goes_on_and_gives_the_table_of_an_uninterrupted_one(
+    checkpoint: Path, data: str, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert measure(checkpoint, data, whole) == 0
+
+    assert measure(checkpoint, data, parts, "--stop-after", "1") == 0
+    assert table(parts)["xsum"]["num_questions"] == 1
+    assert "1 of 3" in (parts / "paper.md").read_text()
+    journal = parts / "answers.jsonl"
+    done = journal.read_bytes()
+    journal.write_bytes(done[:-40])  # killed in the middle of a line
+
+    assert measure(checkpoint, data, parts) == 0
+    assert journal.read_bytes().startswith(done[: done.rfind(b"\n", 0, -1) + 1])  # what was there is not measured again
+    assert table(parts) == table(whole)
+    assert table(whole)["xsum"]["num_questions"] == table(whole)["xsum"]["num_identical"] == 3
+    assert table(whole)["mt_bench"]["num_answers"] == 2
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_an_exception_loses_nothing_that_was_measured(
+    checkpoint: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = command.PaperProtocol.measure, []
+
+    def failing(self: command.PaperProtocol, question: Question, number: int, max_tokens: int) -> MeasuredQuestion:
+        calls.append(question.name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, question, number, max_tokens)
+
+    monkeypatch.setattr(command.PaperProtocol, "measure", failing)
+    assert measure(checkpoint, data, tmp_path / "out", "--no-execution") == 130
+    assert table(tmp_path / "out")["xsum"]["num_questions"] == 2
+    assert measure(checkpoint, data, tmp_path / "out", "--no-execution") == 0
+    assert calls == ["0", "1", "2", "2", "t/0", "7"]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_journal_of_another_setting_is_refused_by_name(
+    checkpoint: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measure(checkpoint, data, tmp_path / "out", "--tasks", "xsum") == 0
+    assert measure(checkpoint, data, tmp_path / "out", "--tasks", "xsum", "--seed", "5") == 2
+    assert "begun with seed 0; this run has 5" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_the_base_answers_the_same_questions_with_its_own_history(checkpoint: Path, data: str, tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", window=256, num_masks=0, seed=1, num_layers=1)
+    assert measure(checkpoint, data, tmp_path / "out", "--base", str(base), "--no-execution") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    turns = next(line for line in lines[1:] if line["name"] == "7")["turns"]
+    assert all(turn["base"]["ids"] != turn["plain"]["ids"] for turn in turns)
+    rows = json.loads((tmp_path / "out" / "paper.json").read_text())["rows"]
+    assert all(row["speedup_over_base"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_gated_adapter_answers_with_its_bases_own_words(data: str, tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", window=256, num_masks=0, num_layers=1)
+    gated = tiny_checkpoint(tmp_path / "gated", window=256, adapter_rank=4, num_layers=1)
+    flags = ["--base", str(base), "--no-execution", "--tasks", "xsum"]
+    assert measure(gated, data, tmp_path / "out", *flags) == 0
+    for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()[1:]:
+        for turn in json.loads(line)["turns"]:
+            assert turn["space"]["ids"] == turn["plain"]["ids"] == turn["base"]["ids"]
+    quality = table(tmp_path / "out")["xsum"]["quality"]
+    assert quality["model"] == quality["base"]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_samples_for_pass_at_k_are_drawn_apart_and_kept(checkpoint: Path, data: str, tmp_path: Path) -> None:
+    assert measure(checkpoint, data, tmp_path / "out", "--pass-at", "3", "--limit", "1") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    samples = {line["name"]: line["samples"] for line in lines[1:]}
+    assert len(set(samples["t/0"])) == 3
+    assert samples["0"] == []
+    assert table(tmp_path / "out")["human_eval"]["quality"]["name"] == "pass@3"
+
+
+def test_changed_weights_of_the_same_shape_have_another_fingerprint(tmp_path: Path) -> None:
+    folders = [tiny_checkpoint(tmp_path / str(seed), num_layers=1, seed=seed) for seed in (0, 1)]
+    again = tiny_checkpoint(tmp_path / "again", num_layers=1, seed=0)
+    first, second, same = (fingerprint(Checkpoint.open(folder)) for folder in (*folders, again))
+    assert first != second
+    assert first == same
+    (again / "draft_head.safetensors").write_bytes((folders[1] / "draft_head.safetensors").read_bytes())
+    assert fingerprint(Checkpoint.open(again)) not in (first, second)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_prompt_longer_than_the_window_keeps_its_end_and_room_for_half_an_answer(
+    checkpoint: Path, data: str, tmp_path: Path
+) -> None:
+    long = jsonl(tmp_path / "long.jsonl", {"document": "word " * 100, "summary": "w"})
+    arguments = ["paper", "--model", str(checkpoint), "--tasks", "xsum", "--data", f"xsum={long}", "--k", "1"]
+    assert main([*arguments, "--rounds", "1", "--max-tokens", "1024", "--out", str(tmp_path / "out")]) == 0
+    (row,) = table(tmp_path / "out").values()
+    assert row["num_truncated"] == 1
+    turn = json.loads((tmp_path / "out" / "answers.jsonl").read_text().splitlines()[1])["turns"][0]
+    assert turn["num_prompt_ids"] == 128
+    assert len(turn["space"]["ids"]) <= 128
+
+
+def answer(*ids: int, steps: int, seconds: tuple[float, ...]) -> TimedAnswer:
+    return TimedAnswer(
+        ids, "length", steps, len(ids) - 1, 5 * steps, len(ids) - 1 - steps, 36 * steps, seconds, seconds
+    )
+
+
+def measured(text: str, *, reference: str = "", base_text: str = "", name: str = "q") -> MeasuredQuestion:
+    ids = tuple(range(11))
+    turn = Turn(
+        num_prompt_ids=4,
+        truncated=False,
+        plain=answer(*ids, steps=10, seconds=(4.0, 6.0, 9.0)),
+        space=answer(*ids, steps=4, seconds=(2.0, 2.0, 9.0)),
+        text=text,
+        base=answer(*ids, steps=10, seconds=(1.0, 1.0, 1.0)) if base_text else None,
+        base_text=base_text,
+    )
+    return MeasuredQuestion(Question(name, ("",), ("",), reference=reference), (turn,))
+
+
+def test_a_body_keeps_its_first_space_where_the_tokenizer_drops_that_of_a_text() -> None:
+    """As Llama 2's does: the ids of a function's body alone would be three spaces deep, and no program."""
+    tokenizer = Tokenizer(models.WordLevel({"▁def": 0, "▁f():": 1, "\n": 2, "▁▁▁": 3, "▁return": 4, "▁1": 5}, "▁1"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    speaker = PromptedModel(cast(Any, None), tokenizer, FAMILIES["plain"])
+    said = speaker.text(FittedPrompt([0, 1, 2], False, 9), [3, 4, 5])
+    assert said == "    return 1"
+
+
+def row(*of: MeasuredQuestion, task: str = "xsum") -> PaperRow:
+    return summarise(TASKS[task], of, len(of), None, PUBLISHED["LLaMA-2-7B"])
+
+
+def test_a_speed_up_is_the_median_of_paired_rounds() -> None:
+    made = row(measured("a"))
+    assert (made.speedup.median, made.speedup.low, made.speedup.high) == (2.0, 1.0, 3.0)
+    assert made.tokens_per_step == 10 / 4
+    assert made.tokens_per_forward == 11 / 5
+    assert made.accepted_share == 6 / 20
+    assert made.rows_per_step == 36
+
+
+def test_the_report_has_a_table_a_record_and_two_figures(tmp_path: Path) -> None:
+    given = [row(measured("a"))], {"model": "m"}, PUBLISHED["LLaMA-2-7B"]
+    written = [*write_paper(tmp_path, *given), *draw(tmp_path, *given)]
+    assert [file.name for file in written] == ["paper.json", "paper.md", "paper.png", "paper-speed.png"]
+    assert "| XSum | 1 | 2.50 | 2.50 | 2.23 | 2.00 (1.00–3.00) | 2.00 | 1.94 |" in written[1].read_text()
+    for figure in written[2:]:
+        assert figure.read_bytes().startswith(b"\x89PNG")
+        assert figure.stat().st_size > 5000
+
+
+def test_looping_outputs_are_told_apart() -> None:
+    steady = measured("a")
+    turn = steady.turns[0]
+    loop = tuple([1, 2] * 10)
+    looping = Turn(
+        4, False, answer(*loop, steps=19, seconds=(1.0,) * 3), answer(*loop, steps=4, seconds=(1.0,) * 3), ""
+    )
+    made = row(steady, MeasuredQuestion(steady.question, (looping,)))
+    assert made.looping == 0.5
+    assert made.tokens_per_step == (10 + 19) / 8
+    assert made.tokens_per_step_not_looping == turn.space.num_decoded / turn.space.num_steps
+
+
+def test_a_score_of_nothing_is_no_signal() -> None:
+    quality = rouge_quality([measured("dog", reference="cat", base_text="cow")])
+    assert (quality.model, quality.base, quality.has_signal) == (0.0, 0.0, False)
+    made = summarise(TASKS["xsum"], [measured("dog")], 1, quality, PUBLISHED["LLaMA-2-7B"])
+    shown = to_markdown([made], {}, PUBLISHED["LLaMA-2-7B"])
+    assert "ROUGE-L: no signal" in shown
+    assert rouge_quality([measured("the cat", reference="the cat", base_text="a cat")]).model == 1.0
+
+
+def test_code_is_judged_by_its_tests(tmp_path: Path) -> None:
+    problems = command._problems(TASKS["human_eval"], str(jsonl(tmp_path / "code.jsonl", ADD)))
+    right, wrong = "    return a + b\n", "    return a - b\n"
+    plain = [measured(right, base_text=wrong, name="t/0"), measured(wrong, base_text=wrong, name="t/0")]
+    quality = pass_quality(plain, problems, chat=False)
+    assert (quality.name, quality.model, quality.base) == ("pass@1", 0.5, 0.0)
+    chat = [measured(f"Here:\n```python\n{ADD['prompt']}{right}```", name="t/0")]
+    assert pass_quality(chat, problems, chat=True).model == 1.0
+
+
+def test_sums_are_judged_by_their_last_number() -> None:
+    good = measured("She has 5 and sells 2, so $1,018.00", reference="1018")
+    assert exact_match_quality([good, measured("none", reference="18")]).model == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tasks", "squad"], "must name some of xsum, human_eval"),
+        (["--tasks", "xsum", "--data", "summary.jsonl"], "must read TASK=SOURCE"),
+        (["--tasks", "spec_bench"], "has no home on the hub. Give --data spec_bench=FILE"),
+        (["--max-tokens", "1024,xsun=3"], "must read N or N,TASK=N"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+    ],
+)
+def test_unusable_flags_are_refused_in_one_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paper", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_without_masks_is_told_how_to_get_some(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tiny_checkpoint(tmp_path / "plain", num_masks=0, num_layers=1)
+    assert measure(plain, data, tmp_path / "out") == 2
+    assert "has 0 masks" in capsys.readouterr().err
+
+
+def test_a_journal_with_a_broken_line_in_its_middle_is_not_guessed_at(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.jsonl", {"k": 5})
+    journal.add("one", {"text": "line\u2028separator"})
+    assert Journal(tmp_path / "a.jsonl", {"k": 5})["one"] == {"text": "line\u2028separator"}
+    with (tmp_path / "a.jsonl").open("a") as stream:
+        stream.write("{broken\n")
+    with pytest.raises(JournalError, match=r"a\.jsonl:3 is not JSON"):
+        Journal(tmp_path / "a.jsonl", {"k": 5})

@@ -1,0 +1,385 @@
+"""The quality command: what it prints, what it keeps, and that neither drafts nor batch nor a restart change a text."""
+
+import argparse
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from space_eval.__main__ import main
+from space_eval.acceptance.generation import CompletionRequest, complete
+from space_eval.quality import command
+from space_eval.quality.answers import AnswerFile
+from space_eval.quality.bootstrap import Finding, Score, compare, interval
+from space_eval.quality.code_execution import FLAG
+from space_eval.quality.model import QualityModel, WritingSettings
+from space_eval.quality.tasks import HumanEval, Summarise, TaskPrompt
+from space_model.testing import tiny_checkpoint
+from space_proto import worker_pb2 as pb
+from space_server.worker import Worker
+
+PROBLEMS = [
+    {
+        "task_id": f"Own/{n}",
+        "prompt": f"def add{n}(x):\n",
+        "test": f"def check(f):\n    assert f(1) == {n + 1}\n\ncheck(add{n})",
+    }
+    for n in range(3)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), window=128, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("other"), window=128, num_layers=1, seed=1)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "he.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
+    (folder / "sum.jsonl").write_text(
+        json.dumps({"document": "the cat sat on the mat", "summary": "cat sat"})
+        + "\n"
+        + json.dumps({"article": "a long day " * 40, "highlights": "a day"})
+    )
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"x = {n}\n" * 3}) for n in range(4)))
+    return folder
+
+
+def run(model: Path, data: Path, *flags: str, tasks: tuple[str, ...] = ("humaneval=he", "summarise=sum")) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    named = ",".join(f"{name}={data / file}.jsonl" for name, _, file in (task.partition("=") for task in tasks))
+    arguments = ["--model", str(model), "--tasks", named, "--max-tokens", "12", "--dtype", "float32", FLAG]
+    return command.run(parser.parse_args([*arguments, *flags]))
+
+
+def answers_of(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(a["record"], a["sample"]): a for a in map(json.loads, file.read_text().splitlines())}
+
+
+def written(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The answers without their number of steps, which depends on what else was in the batch."""
+    return {key: {**answer, "num_steps": None} for key, answer in answers_of(file).items()}
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((out / "quality.json").read_text())["rows"]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def test_a_task_that_neither_can_do_is_no_signal(model: Path, other: Path, data: Path, tmp_path: Path) -> None:
+    assert run(model, data, "--base", str(other), "--out", str(tmp_path / "out"), tasks=("humaneval=he",)) == 0
+    report = (tmp_path / "out" / "quality.md").read_text()
+    assert "| humaneval | pass@1 | 3 | 0 [0, 0] | 0 [0, 0] | +0 [+0, +0] | no signal |" in report
+    assert "unchanged" not in report
+
+
+def test_a_lone_model_that_scores_nothing_gives_no_signal(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, data, tasks=("humaneval=he",)) == 0
+    assert "| humaneval | pass@1 | 3 | 0 [0, 0] | no signal |" in capsys.readouterr().out
+
+
+def test_space_and_plain_decoding_of_the_same_weights_are_equal_on_every_record(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    tasks = ("humaneval=he", "perplexity=texts")
+    flags = ("--base", str(model), "--out", str(out), "--samples", "2", "--temperature", "1")
+    assert run(model, data, *flags, tasks=tasks) == 0
+    ours, theirs = (answers_of(out / f"{label}.humaneval.jsonl") for label in ("model", "base"))
+    assert {key: a["text"] for key, a in ours.items()} == {key: a["text"] for key, a in theirs.items()}
+    assert len(ours) == 6
+    assert sum(a["num_steps"] for a in ours.values()) < sum(a["num_steps"] for a in theirs.values())  # it did draft
+    assert [(row["score"], row["finding"]) for row in rows_of(out)] == [
+        ("pass@1", "no signal"),
+        ("bits per byte", "equal on every record"),
+        ("perplexity", "equal on every record"),
+    ]
+
+
+def test_other_weights_differ_in_bits_per_byte(model: Path, other: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(model, data, "--base", str(other), "--out", str(out), tasks=("perplexity=texts",)) == 0
+    row = rows_of(out)[0]
+    assert row["difference"]["low"] <= row["difference"]["value"] <= row["difference"]["high"]
+    assert row["difference"]["value"] == pytest.approx(row["model"]["value"] - row["base"]["value"])
+    assert row["finding"] == ("worse" if row["difference"]["low"] > 0 else "better")
+    assert (out / "quality.png").stat().st_size > 1000
+
+
+# ------------------------------------------------------------------------------------------------------- going on again
+
+
+def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(model: Path, data: Path, tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    flags, tasks = ("--samples", "2", "--temperature", "1"), ("humaneval=he",)
+    assert run(model, data, *flags, "--out", str(whole), tasks=tasks) == 0
+    assert run(model, data, *flags, "--out", str(torn), "--limit", "1", tasks=tasks) == 0
+    file = torn / "model.humaneval.jsonl"
+    first = file.read_bytes()
+    file.write_bytes(first + b'{"record": "Own/1", "sam')  # killed while writing
+    assert run(model, data, *flags, "--out", str(torn), tasks=tasks) == 0
+    assert file.read_bytes().startswith(first)
+    assert written(file) == written(whole / "model.humaneval.jsonl")
+    assert rows_of(torn) == rows_of(whole)
+
+
+def test_a_finished_run_writes_nothing_again(model: Path, data: Path, tmp_path: Path) -> None:
+    assert run(model, data, "--out", str(tmp_path / "out")) == 0
+    files = {file: file.read_bytes() for file in (tmp_path / "out").glob("*.jsonl")}
+    assert run(model, data, "--out", str(tmp_path / "out")) == 0
+    assert {file: file.read_bytes() for file in files} == files
+
+
+def test_more_samples_are_added_to_those_that_are_there(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for samples in ("1", "3"):
+        flags = ("--temperature", "1", "--samples", samples, "--out", str(out))
+        assert run(model, data, *flags, tasks=("humaneval=he",)) == 0
+    assert len(answers_of(out / "model.humaneval.jsonl")) == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--temperature", "0.7"), "holds answers for temperature 0.0; this run has 0.7"),
+        (("--seed", "3"), "holds answers for seed 0; this run has 3"),
+    ],
+)
+def test_answers_of_other_settings_are_not_mixed_in(
+    flags: tuple[str, ...], words: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, data, "--out", str(tmp_path / "out"), tasks=("perplexity=texts",)) == 0
+    assert run(model, data, "--out", str(tmp_path / "out"), *flags, tasks=("perplexity=texts",)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_answers_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"record": "x"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 is no answer .* Give another --out"):
+        AnswerFile(tmp_path / "a.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--samples", "2", "--temperature", "0"), "gives the same text 2 times"),
+        (("--max-tokens", "128"), "leaves 0 of the 128 positions"),
+        (("--model", "/nowhere"), "There is no folder /nowhere"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(
+    flags: tuple[str, ...], words: str, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, data, *flags) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("spaceserve eval quality: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("nothing=x", "NAME one of humaneval, summarise, perplexity; got 'nothing=x'"),
+        ("humaneval", "wants NAME=DATA"),
+        ("humaneval=", "wants NAME=DATA"),
+        ("humaneval=a,humaneval=b", "has humaneval twice"),
+    ],
+)
+def test_unknown_or_doubled_tasks_are_refused(value: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tasks", value])
+    assert words in capsys.readouterr().err
+
+
+def test_the_command_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quality"]) == 2
+    assert "There is nothing to measure: give --tasks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device. Finished answers are kept in"),
+        (KeyboardInterrupt(), 130, "with --out the same command goes on where it was"),
+    ],
+)
+def test_a_full_disk_and_an_interruption_lose_nothing(
+    error: BaseException, status: int, words: str, model: Path, data: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    add = AnswerFile.add
+
+    def add_two(self: AnswerFile, answer: dict[str, Any]) -> None:
+        if len(self) == 2:
+            raise error
+        add(self, answer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AnswerFile, "add", add_two)
+        assert run(model, data, "--out", str(out), tasks=("perplexity=texts",)) == status
+    assert words in capsys.readouterr().err
+    kept = (out / "model.perplexity.jsonl").read_bytes()
+    assert len(kept.splitlines()) == 2
+    assert run(model, data, "--out", str(out), tasks=("perplexity=texts",)) == 0
+    whole = (out / "model.perplexity.jsonl").read_bytes()
+    assert whole.startswith(kept)
+    assert len(whole.splitlines()) == 4
+
+
+def test_a_missing_data_file_is_one_line(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, data, tasks=("humaneval=absent",)) == 2
+    assert "There is no file" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.fixture(scope="module")
+def side(model: Path) -> QualityModel:
+    return QualityModel("model", str(model), dtype="float32", device="cpu", num_threads=None)
+
+
+WRITING = WritingSettings(
+    samples=2, temperature=1.0, top_p=1.0, max_tokens=10, seed=5, chat=False, speculate=True, layout="full", batch=3
+)
+
+
+def texts(side: QualityModel, writing: WritingSettings, data: Path) -> dict[tuple[str, int], str]:
+    task = HumanEval.load(str(data / "he.jsonl"), None, chat=writing.chat, seconds=5, memory=1 << 30)
+    with AnswerFile(None) as answers:
+        side.write(task, answers, writing)
+        return {(a["record"], a["sample"]): a["text"] for a in answers.sorted()}
+
+
+def test_the_batch_changes_no_text(side: QualityModel, data: Path) -> None:
+    together = texts(side, WRITING, data)
+    assert len(set(together.values())) > 1
+    assert together == texts(side, WritingSettings(**{**vars(WRITING), "batch": 1}), data)
+
+
+def test_a_chat_request_goes_through_the_template(side: QualityModel) -> None:
+    chat = WritingSettings(**{**vars(WRITING), "chat": True})
+    ids = side.prompt_ids(TaskPrompt("Say {prompt}", "{hi}", keep_end=True), chat)
+    assert side.tokenizer.decode(ids) == "<|im_start|>user\nSay {hi}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("keep_end", [True, False])
+def test_a_text_that_is_too_long_is_cut_and_its_template_kept(side: QualityModel, keep_end: bool) -> None:
+    text = "".join(chr(ord("a") + n % 26) for n in range(300))
+    ids = side.prompt_ids(TaskPrompt("<{prompt}>", text, keep_end=keep_end), WRITING)
+    shown = side.tokenizer.decode(ids)
+    assert len(ids) == 128 - WRITING.max_tokens
+    assert shown == f"<{text[-116:] if keep_end else text[:116]}>"
+
+
+def test_a_text_ends_where_it_is_whole(side: QualityModel) -> None:
+    worker = Worker(side.model, num_blocks=12, max_sequences=3, max_draft_length=5)
+    requests = [CompletionRequest(str(n), 0, [20 + n, 30, 40], pb.Sampling(seed=n, temperature=1.0)) for n in range(7)]
+    ended = {
+        request.key: generation
+        for request, generation in complete(
+            worker, requests, max_tokens=20, max_draft_length=5, is_whole=lambda ids: len(ids) >= 8
+        )
+    }
+    assert ended.keys() == {str(n) for n in range(7)}
+    for generation in ended.values():
+        assert 8 <= len(generation.tokens) < 8 + 6
+        assert len(generation.tokens) - len(generation.steps[-1].tokens) < 8
+
+
+# -------------------------------------------------------------------------------------------------------------- scoring
+
+
+def test_pass_at_ten_needs_ten_samples_of_every_problem() -> None:
+    task = HumanEval({}, False, 1.0, 1)
+    answers = [{"record": r, "sample": s, "passed": r == "a" and s < 3} for r in "ab" for s in range(10)]
+    assert {score.name: score.value for score in task.scores(answers)} == pytest.approx(
+        {"pass@1": 0.15, "pass@10": 0.5}
+    )
+    assert [score.name for score in task.scores(answers[:-1])] == ["pass@1"]
+
+
+def test_a_base_models_summary_is_its_first_paragraph() -> None:
+    task = Summarise({"0": ("document", "a cat sat")}, chat=False)
+    assert task.judge("0", "\n\n a cat sat\n\nand so on and on")["rouge_l"] == 1.0
+    assert task.is_whole("\n\n a cat sat\n\n")
+    assert not task.is_whole("\n\n a cat")
+
+
+def test_summaries_that_loop_are_reported_apart() -> None:
+    task = Summarise({}, chat=False)
+    answers = [
+        {"record": str(n), "sample": 0, "rouge_l": 0.2 * n, "rouge_l_sum": 0.0, "looping": n == 3} for n in range(4)
+    ]
+    assert {s.name: s.value for s in task.scores(answers)} == pytest.approx(
+        {"ROUGE-L": 0.3, "ROUGE-L-sum": 0.0, "ROUGE-L, not looping": 0.2}
+    )
+
+
+def scores(*values: float, **flags: Any) -> Score:
+    return Score("score", {str(n): (value, 1.0) for n, value in enumerate(values)}, **flags)
+
+
+def test_a_clear_difference_is_better_or_worse_by_the_scores_own_sense() -> None:
+    high, low = scores(*[0.9, 0.8, 0.7, 0.9] * 5), scores(*[0.1, 0.3, 0.2, 0.2] * 5)
+    assert compare(high, low).finding is Finding.BETTER
+    assert compare(low, high).finding is Finding.WORSE
+    lower = {"lower_is_better": True}
+    assert compare(scores(*[1.0, 2.0] * 5, **lower), scores(*[3.0, 5.0] * 5, **lower)).finding is Finding.BETTER
+
+
+def test_a_small_difference_is_not_told_apart() -> None:
+    found = compare(scores(*[0.0, 1.0] * 10), scores(*[1.0, 0.0] * 9, 0.0, 0.0))
+    assert found.finding is Finding.OPEN
+    assert found.difference.low < 0 < found.difference.high
+
+
+def test_pairing_sees_what_two_intervals_apart_do_not() -> None:
+    model, base = scores(*[0.1 + n / 20 for n in range(20)]), scores(*[n / 20 for n in range(20)])
+    assert interval(model).low < interval(base).high
+    found = compare(model, base)
+    assert found.finding is Finding.BETTER
+    assert (found.difference.low, found.difference.high) == pytest.approx((0.1, 0.1))
+
+
+def test_nothing_on_both_sides_is_no_signal_and_something_equal_is_equal() -> None:
+    assert compare(scores(0, 0), scores(0, 0)).finding is Finding.NO_SIGNAL
+    assert compare(scores(0, 1), scores(0, 1)).finding is Finding.EQUAL
+
+
+def test_one_record_has_no_interval() -> None:
+    found = compare(scores(1.0), scores(0.0))
+    assert found.finding is Finding.TOO_FEW
+    assert math.isnan(found.difference.low)
+
+
+def test_the_interval_of_a_share_is_that_of_the_binomial_law() -> None:
+    found = interval(scores(*[1.0] * 50, *[0.0] * 50))
+    assert found.value == 0.5
+    assert (found.low, found.high) == pytest.approx((0.40, 0.60), abs=0.01)  # 0.5 -+ 1.96 sqrt(.25/100)
+
+
+def test_records_weigh_by_their_length() -> None:
+    nats = Score("perplexity", {"a": (1.0, 1.0), "b": (9.0, 3.0)}, exponential=True)
+    assert nats.value == pytest.approx(math.exp(10 / 4))
