@@ -27,7 +27,7 @@ RUN docker/install.sh --venv /opt/spaceserve --device cpu --stages project --no-
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && /opt/spaceserve/bin/python -P -m space_kernels.cpu_library
+    && /opt/spaceserve/bin/python -P -m space_kernels.build.cpu_library
 
 FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin spaceserve \

@@ -28,7 +28,7 @@ case $1 in
         ;;
     healthcheck)
         shift
-        exec python -P -m space_router.healthcheck "$@"
+        exec python -P -m space_router.commands.healthcheck "$@"
         ;;
     *)
         exec "$@"

@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from space_kernels import attention as torch_attention
-from space_kernels import attention_flash, attention_flashinfer
-from space_kernels.attention_flash import PAGE_2
+from space_kernels.attention import flash_attn_backend as attention_flash
+from space_kernels.attention import flashinfer_backend as attention_flashinfer
+from space_kernels.attention import torch_backend as torch_attention
+from space_kernels.attention.flash_attn_backend import PAGE_2
 from space_kernels.dispatch import Attention, ops_for
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from space_kernels.tuned import Tuned
+from space_kernels.build.launch import Tuned
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory that one block may have, by compute capability (CUDA programming guide, technical specifications)."""
@@ -64,8 +64,10 @@ class Compiled:
 
 
 def triton_modules() -> list[str]:
-    """The package's modules with kernels: `space_kernels.norm_triton`, …"""
-    return sorted(f"space_kernels.{path.stem}" for path in Path(__file__).parent.glob("*_triton.py"))
+    """The package's modules with kernels: `space_kernels.layers.norm_triton`, …"""
+    package = Path(__file__).parent
+    found = (path.relative_to(package.parent).with_suffix("") for path in package.rglob("*_triton.py"))
+    return sorted(".".join(path.parts) for path in found)
 
 
 def tuned_in(module: str) -> list[Tuned]:
@@ -73,7 +75,7 @@ def tuned_in(module: str) -> list[Tuned]:
     found = importlib.import_module(module)
     entries = [_tuned(entry) for entry in getattr(found, "TUNED", ())]
     if not entries:
-        raise ValueError(f"{module} lists no configurations; give it a TUNED of space_kernels.tuned.Tuned.")
+        raise ValueError(f"{module} lists no configurations; give it a TUNED of space_kernels.build.launch.Tuned.")
     return entries
 
 
@@ -201,7 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str) -> str:
-    return name if "." in name else f"space_kernels.{name.removesuffix('_triton')}_triton"
+    if "." in name:
+        return name
+    ending = f".{name.removesuffix('_triton')}_triton"
+    return next((module for module in triton_modules() if module.endswith(ending)), f"space_kernels{ending}")
 
 
 def _chosen(tuned: Sequence[Tuned], first: int | None) -> list[int]:

@@ -25,14 +25,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from space_kernels import attention as torch_attention
-from space_kernels import norm, rotary, swiglu
-from space_kernels.cpu_attention import CompiledAttention
-from space_kernels.cpu_library import cpu_library
-from space_kernels.cpu_linear import cpu_linear
-from space_kernels.linear_cuda import CudaLinear, ExactLinear
-from space_kernels.paging import StepRows
-from space_kernels.rotary import HeadNorm
+from space_kernels.attention import torch_backend as torch_attention
+from space_kernels.attention.cpu_backend import CompiledAttention
+from space_kernels.build.cpu_library import cpu_library
+from space_kernels.layers import norm, rotary, swiglu
+from space_kernels.layers.rotary import HeadNorm
+from space_kernels.linear.cpu_linear import cpu_linear
+from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
+from space_kernels.paging.slots import StepRows
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _CURE = "Install it with `pip install triton` (Linux; it comes with torch's CUDA
 
 
 class Attention(Protocol):
-    """`space_kernels.attention.space_attention`, or the like of it for pages that hold the step's keys already."""
+    """`space_attention` of one attention backend, also for pages that already hold the step's keys."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class Attention(Protocol):
 
 
 class RotaryStore(Protocol):
-    """`space_kernels.rotary.rotary_store`."""
+    """`space_kernels.layers.rotary.rotary_store`."""
 
     def __call__(
         self,
@@ -163,8 +163,9 @@ def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
 def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default, without a warning (triton 3.9)
-    from space_kernels import attention_triton, norm_triton, rotary_triton, swiglu_triton
-    from space_kernels.step_tables import StepTables
+    from space_kernels.attention import attention_triton
+    from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
+    from space_kernels.paging.step_tables import StepTables
 
     def attend(
         query: Tensor,

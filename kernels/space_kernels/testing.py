@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.float8 import nearest
-from space_kernels.paging import StepRows
-from space_kernels.row_pattern import RowPattern
+from space_kernels.fp8 import nearest
+from space_kernels.paging.row_pattern import RowPattern
+from space_kernels.paging.slots import StepRows
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from space_proto.hub import Hub, HubError, Missing
-from space_proto.progress import download_progress, size_text
-
 from space_common.file_hash import sha256_of
+from space_common.hub import Hub, HubError, Missing
+from space_common.progress import download_progress, size_text
 from space_common.python_process import module_command, safe_environment
 
 NAME = "smollm2"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from space_router import parse
 from space_router.errors import ConfigError, Unauthorized
+from space_router.settings import parse
 
 _NAME = re.compile(r"[A-Za-z0-9._:/@-]{1,64}")
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")

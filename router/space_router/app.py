@@ -10,25 +10,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api import (
-    chat,
-    completions,
-    docs,
-    generate,
-    invocations,
-    models,
-    operating,
-    responses,
-    tokens,
-    workers,
-)
 from space_router.api.access import Access
-from space_router.api.answers import error_answer
-from space_router.api.document import DocumentedApp
+from space_router.api.openai import chat, completions, models, responses
+from space_router.api.ops import docs, invocations, operating, tokens, web_ui_routes, workers
+from space_router.api.ops.document import DocumentedApp
 from space_router.api.service import Service
-from space_router.api.traced import Traced
+from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
-from space_router.page import files as page
+from space_router.http_server.answers import error_answer
+from space_router.http_server.traced import Traced
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +49,7 @@ def create_app(service: Service) -> DocumentedApp:
     app.keyed = bool(service.config.api_keys)
     parts = (completions, chat, responses, models, generate, tokens, operating, workers)
     routers = [part.routes(service) for part in parts]
-    routers += [invocations.routes(service, routers), docs.routes(app.openapi), page.routes()]
+    routers += [invocations.routes(service, routers), docs.routes(app.openapi), web_ui_routes.routes()]
     for router in routers:
         _answer_head(router)
         app.include_router(router)

@@ -1,17 +1,15 @@
 """`spaceserve`: the one command, with a subcommand for each program that is installed."""
 
 import argparse
-import importlib.util
 import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from space_common.python_process import module_command, safe_environment
 
+from space_router.commands.programs import PROGRAMS, Program
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings
 from space_router.errors import ConfigError
 
@@ -35,40 +33,6 @@ example:
 """
 
 
-@dataclass(frozen=True)
-class Program:
-    """A subcommand that is another `python -m`."""
-
-    module: str
-    help: str
-
-    @property
-    def exists(self) -> bool:
-        """Whether it is installed; looked up without importing anything."""
-        package, _, name = self.module.partition(".")
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            return False
-        folders = [Path(place) for place in spec.submodule_search_locations or ()]
-        return any(
-            (folder / file).is_file()
-            for folder in folders
-            for file in ([f"{name}.py", f"{name}/__main__.py"] if name else ["__main__.py"])
-        )
-
-
-PROGRAMS: Mapping[str, Program] = {
-    "worker": Program("space_server", "run a worker alone: the model, stepping for a router elsewhere"),
-    "workers": Program("space_router.worker_console", "list or restart the workers of a running server"),
-    "ray": Program("space_router.ray_cluster", "router and workers on a Ray cluster: its Serve config file"),
-    "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
-    "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
-    "bench": Program("space_eval.bench", "measure throughput and latency"),
-    "chat": Program("space_router.terminal_chat", "talk to a running server in this terminal"),
-    "convert": Program("space_model.convert", "turn a checkpoint into one this server takes"),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags or settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -78,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser(programs).parse_args(arguments)
     flags = {name: _text(getattr(options, name, None)) for name in settings()}
     if options.command == "doctor":
-        from space_router.doctor import run
+        from space_router.commands.doctor import run
 
         return run(flags, os.environ, as_json=options.json)
     try:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from space_proto.tracing import TracingUnavailable, check_tracing
+from space_common.tracing import TracingUnavailable, check_tracing
 
-from space_router import parse
 from space_router.api_keys import ApiKey, read_keys
-from space_router.connection_settings import ConnectionSettings
 from space_router.errors import ConfigError
-from space_router.limit_settings import LimitSettings
-from space_router.model_settings import ModelSettings
-from space_router.setting import Setting, setting
+from space_router.settings import parse
+from space_router.settings.connection_settings import ConnectionSettings
+from space_router.settings.limit_settings import LimitSettings
+from space_router.settings.model_settings import ModelSettings
+from space_router.settings.setting import Setting, setting
 from space_router.tls import TlsSettings
 
 ENVIRONMENT_PREFIX = "SPACESERVE_"

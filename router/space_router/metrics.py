@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
-from space_router.tally import Tally
+from space_router.fast_histogram import Tally
 
 MAX_POSITION = 16
 """Most draft positions with a series of their own; `accepted_by_position_total` has labels 1..MAX_POSITION."""

@@ -12,19 +12,19 @@ from types import FrameType
 
 import uvicorn
 from space_common.default_model import FALLBACK
-from space_proto.garbage import collect_seldom
-from space_proto.log_lines import log_to_stderr
-from space_proto.tracing import exporting
+from space_common.garbage import collect_seldom
+from space_common.log_lines import log_to_stderr
+from space_common.tracing import exporting
 
-from space_router.api.http_connection import FLUSH_SECONDS, bounded
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.model_facts import ModelFacts
-from space_router.grpc_face.server import GrpcServer
-from space_router.listening import GUARD, curl, is_open_to_others, listening, room_for, url
+from space_router.grpc_api.server import GrpcServer
+from space_router.http_server.http_connection import FLUSH_SECONDS, bounded
+from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText, with_default_model

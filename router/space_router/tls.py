@@ -6,11 +6,11 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from space_proto.certificate import CertificateError, CertificateFiles
+from space_common.certificate import CertificateError, CertificateFiles
 
-from space_router import parse
 from space_router.errors import ConfigError
-from space_router.setting import setting
+from space_router.settings import parse
+from space_router.settings.setting import setting
 
 
 @dataclass(frozen=True)

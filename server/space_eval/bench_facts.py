@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from space_common.version import version
-from space_server.synthetic import label
+from space_server.speculation.synthetic_acceptance import label
 
 _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
 

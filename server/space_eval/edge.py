@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from space_server.memory import NotEnoughMemory, parse_amount
-from space_server.model_need import shown
+from space_server.machine.memory import NotEnoughMemory, parse_amount
+from space_server.startup.model_need import shown
 
 from space_eval.bench_facts import commit, machine
 from space_eval.bench_prompts import built_in

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import ModelError
-from space_server.synthetic import label, parse_chances
+from space_server.speculation.synthetic_acceptance import label, parse_chances
 from tokenizers import Tokenizer
 from tqdm import tqdm
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from space_kernels.attention_plan import KEY_BLOCK
+from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.drafts import DraftSources
+from space_server.drafts.drafts import DraftSources
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
 from space_eval.desk import Desk, Record, Request

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from space_kernels.attention import space_attention as reference
+from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, Backend, usable
 from space_kernels.dispatch import Attention
-from space_kernels.paging import StepRows
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
+from space_kernels.paging.slots import StepRows
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from torch import Tensor
 
 from space_eval.gpu_clock import DeviceClock
@@ -193,14 +193,14 @@ def _interpreted() -> Mapping[str, tuple[Attention, int]]:
     os.environ["TRITON_INTERPRET"] = "1"
     found: dict[str, tuple[Attention, int]] = {"torch": (reference, BLOCK_SIZE)}
     try:
-        from space_kernels.attention_triton import space_attention
+        from space_kernels.attention.attention_triton import space_attention
     except ModuleNotFoundError:
         return found
     return found | {"triton, interpreted": (space_attention, BLOCK_SIZE)}
 
 
 def _wrong(step: Step, attention: Attention) -> str | None:
-    """What is off, by the rule of `space_server.attention_choice`; None: nothing."""
+    """What is off, by the rule of `space_server.startup.attention_choice`; None: nothing."""
     found, expected = step.run(attention).float(), step.run(reference).float()
     off = (found - expected).abs().max().item()
     bound = 16 * torch.finfo(step.query.dtype).eps

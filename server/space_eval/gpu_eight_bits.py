@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 from space_kernels.dispatch import ops_for
-from space_model.draft_layout import DraftLayout
-from space_model.float8_model import hold_float8
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
+from space_model.quantization.fp8_model import hold_float8
 from space_model.space_model import SpaceModel
-from space_server.memory import free_bytes
+from space_server.machine.memory import free_bytes
 
 from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import AXES, Cell

@@ -13,12 +13,12 @@ from importlib import resources
 from pathlib import Path
 
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, ScriptedDrafts

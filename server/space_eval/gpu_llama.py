@@ -5,8 +5,9 @@ near that rounding decides, drafts and plain decoding part, and what was to be a
 rows are the embedding's in another order, and the layers only whisper: behind id c comes next(c), by a wide margin.
 Every weight is read and multiplied as ever.
 
-Masks of such a model know nothing: drafts come true by decree (`space_server.synthetic`), with the chances of a trained
-checkpoint. `Foretold` knows the text without decoding it; all else, drafting, verdict, rollback, is real.
+Masks of such a model know nothing: drafts are accepted as often as `space_server.speculation.synthetic_acceptance`
+is set to, like those of a trained checkpoint.
+`Foretold` knows the text without decoding it; all else, drafting, verdict, rollback, is real.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from space_kernels.dispatch import Ops
-from space_model.compact_network import compact_network
-from space_model.draft_head_weights import DraftHeadWeights
+from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads.output_head import OutputHead
 from space_model.model_facts import ModelFacts
-from space_model.output_head import OutputHead
-from space_model.paged_attention_interface import ATTENTION_NAME
+from space_model.networks.compact_network import compact_network
+from space_model.networks.paged_attention_interface import ATTENTION_NAME
+from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.space_model import SpaceModel
-from space_model.transformers_network import TransformersNetwork, make_row_invariant
-from space_server.sequence import Sequence as SequenceOfIds
-from space_server.synthetic import SyntheticAcceptance
+from space_server.batch.sequence import Sequence as SequenceOfIds
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 

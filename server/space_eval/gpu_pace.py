@@ -10,14 +10,14 @@ from typing import Final
 
 import torch
 from space_model.model_facts import ModelFacts
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.config import StepsHere
-from space_server.device_steps import why_on_host
-from space_server.introduction import PROTOCOL_MAJOR
-from space_server.step_cost import StepCost
+from space_server.device_runner.device_steps import why_on_host
+from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import Worker
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS, Foretold
 from space_eval.overhead_arms import Arm

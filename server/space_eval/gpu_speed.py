@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 from space_kernels.dispatch import Ops
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.paged_kv import PagedKV
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
-from space_server.attention_choice import choose_ops
-from space_server.calibration import calibrate
 from space_server.config import StepsHere
-from space_server.device_steps import why_on_host
-from space_server.memory import free_bytes
-from space_server.step_cost import StepCost
-from space_server.synthetic import NAMED
+from space_server.device_runner.device_steps import why_on_host
+from space_server.machine.memory import free_bytes
+from space_server.speculation.synthetic_acceptance import NAMED
+from space_server.startup.attention_choice import choose_ops
+from space_server.startup.calibration import calibrate
+from space_server.step_costs.step_cost import StepCost
 
 from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_use
 from space_eval.gpu_exact import changed_texts

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.device_steps import why_on_host
-from space_server.memory import free_bytes
+from space_server.device_runner.device_steps import why_on_host
+from space_server.machine.memory import free_bytes
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
 from space_eval.desk import Desk, Record, Request

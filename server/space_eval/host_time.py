@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from space_model.load import load_model
+from space_common.garbage import collect_seldom
+from space_model.loading.load import load_model
 from space_model.model_error import ModelError
-from space_proto.garbage import collect_seldom
-from space_server.host_memory import keep_freed_memory
+from space_server.machine.host_memory import keep_freed_memory
 
 from space_eval.bench_facts import commit, machine
 from space_eval.host_time_run import PARTS, Cell, Clock, HostSeconds, HostTimeError, run_cell

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.conversation import Conversation
-from space_server.introduction import PROTOCOL_MAJOR
-from space_server.plan import Plan
-from space_server.step import Advance, Stepper, StepTimes
+from space_server.grpc_server.router_session import Conversation
+from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
+from space_server.scheduling.scheduled_batch import Plan
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 192
 """Ids: contexts of many lengths, so that sequences cross key blocks at different steps."""

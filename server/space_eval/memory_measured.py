@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from space_common.python_process import module_command
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
 from space_model.mapped_files import give_back, mappings
-from space_server.host_memory import keep_freed_memory, use_one_heap
+from space_server.machine.host_memory import keep_freed_memory, use_one_heap
 
 BLOCK = 16
 

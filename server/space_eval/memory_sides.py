@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from space_train.model_shape import ModelShape
+from space_train.costs.model_shape import ModelShape
 
 DRAFT_MODELS = {
     "tinyllama-1.1b": ModelShape("TinyLlama 1.1B", 32000, 2048, 22, 32, 4, 64, 5632, tied=False),

@@ -17,8 +17,8 @@ from typing import Any
 
 from space_model.model_error import ModelError
 from space_model.testing import tiny_checkpoint
-from space_server.model_need import shown
-from space_train.model_shape import SHAPES, ModelShape, UnknownShape
+from space_server.startup.model_need import shown
+from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
 
 from space_eval.bench_facts import commit, machine
 from space_eval.flag_values import whole

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 from space_common.version import version
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
 from space_model.model_error import ModelError
 from space_model.space_model import SpaceModel
 from space_server.__main__ import choose_threads
-from space_server.calibration import SECONDS
-from space_server.synthetic import SyntheticAcceptance, parse_chances
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, parse_chances
+from space_server.startup.calibration import SECONDS
 from tokenizers import Tokenizer
 from tqdm import tqdm
 

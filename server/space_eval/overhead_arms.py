@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from space_model.draft_layout import DraftLayout
-from space_server.controller import Controller, FixedLayout, Room
+from space_model.geometry.draft_layout import DraftLayout
+from space_server.speculation.controller import Controller, FixedLayout, Room
 
 PLAIN, AUTO = "plain", "auto"
 

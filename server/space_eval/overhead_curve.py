@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_server.step_model import StepModel
 
 BLOCK_SIZE = 16

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from space_model.draft_head_weights import DraftHeadWeights
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
 from space_server.step_model import StepModel
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from space_server.synthetic import label
+from space_server.speculation.synthetic_acceptance import label
 
 from space_eval.bench_statistics import Ratio
 from space_eval.overhead_arms import AUTO, PLAIN

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server.calibration import calibrate
-from space_server.introduction import PROTOCOL_MAJOR
-from space_server.plan import Plan, shape_of
-from space_server.step import Advance, Stepper, StepTimes
-from space_server.step_cost import StepCost
+from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
+from space_server.scheduling.scheduled_batch import Plan, shape_of
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.startup.calibration import calibrate
+from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.synthetic import SyntheticAcceptance
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from space_eval.overhead_arms import PLAIN, Arm, plain
 from space_eval.overhead_model import TimedModel

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_kernels.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
-from space_kernels.cpu_linear import CompiledLinear
-from space_kernels.linear import PackedLinear, can_pack, pad_rows
+from space_kernels.build.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
+from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
+from space_router.engine.cache.pages import PagePool
 from space_router.engine.engine import Engine
-from space_router.engine.pages import PagePool
-from space_router.engine.request import Sampling, ValidRequest
-from space_router.engine.stream import Stream
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics
 from space_router.testing.tabletop import Tabletop
 

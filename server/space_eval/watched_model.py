@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from space_kernels.float8 import FORMAT, NAN, as_kept
-from space_model.draft_head_weights import DraftHeadWeights
-from space_model.forward_batch import ForwardBatch
+from space_kernels.fp8 import FORMAT, NAN, as_kept
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from torch import Tensor
 

@@ -26,17 +26,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from space_model.checkpoint import Checkpoint
-from space_model.config_check import SERVED_ROPE
-from space_model.family import read_config
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.config_check import SERVED_ROPE
+from space_model.checkpoint.family import read_config
+from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import ModelError
-from space_model.quantized_format import read_format
+from space_model.networks.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
 from space_model.quantized_testing import KINDS
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
-from space_model.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
 
 NUM_TOKENS, WINDOW = 40, 24
 """A prompt, and a sliding window that it is longer than."""
@@ -190,7 +190,7 @@ def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
     except ModelError as error:
         reason = _impersonal(str(error), model_type, folder)
         try:
-            with mock.patch("space_model.load.make_row_invariant"):  # a GPU's networks have none
+            with mock.patch("space_model.loading.load.make_row_invariant"):  # a GPU's networks have none
                 model = load_model(folder, dtype="float32")
         except ModelError as second:
             reason = _impersonal(str(second), model_type, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from space_kernels.float8 import FORMAT
+from space_kernels.fp8 import FORMAT
 
 
 def number_format(dtype: torch.dtype, weights: str, *, float8_kv: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from space_kernels.cpu_library import cpu_library
+from space_kernels.build.cpu_library import cpu_library
 
 from space_model.model_error import InvalidSetting
 
@@ -34,7 +34,7 @@ WEIGHTS = ("plain", "int8", "fp8")
 eight bits with a floating point and scales (on a CPU these save nothing: see float8_model.py)."""
 
 KV_DTYPES = ("auto", "fp8")
-"""How keys and values are held: as the dtype says, or in numbers of eight bits (see space_kernels/float8.py)."""
+"""How keys and values are held: as the dtype says, or in numbers of eight bits (see space_kernels/fp8.py)."""
 
 
 def choose_dtype(

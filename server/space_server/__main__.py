@@ -14,7 +14,7 @@ if __name__ == "__main__":  # torch and transformers take seconds to import: who
     for _number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(_number, lambda number, frame: os._exit(0))
 
-from space_server.openmp import sleep_soon
+from space_server.machine.openmp import sleep_soon
 
 if __name__ == "__main__":
     sleep_soon(os.environ)  # before torch loads OpenMP
@@ -34,51 +34,57 @@ from typing import TYPE_CHECKING
 
 import torch
 from space_common import default_model
-from space_kernels import cpu_library
-from space_kernels.cache_folder import cache_folder
+from space_common.garbage import collect_seldom
+from space_common.hub import Hub
+from space_common.log_lines import log_to_stderr
+from space_common.tracing import exporting
+from space_kernels.build import cpu_library
+from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
 from space_model.mapped_files import give_back
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
+from space_model.networks.tensor_parallel import Ranks, check_ranks
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Ranks, check_ranks
-from space_proto.garbage import collect_seldom
-from space_proto.hub import Hub
-from space_proto.log_lines import log_to_stderr
-from space_proto.tracing import exporting
 
-from space_server.attention_choice import choose_ops
-from space_server.calibration import calibrate, time_plain_step
 from space_server.config import Steps, StepsHere, WorkerConfig, parse
-from space_server.controller import FixedLayout
-from space_server.cores import keep_off_last, num_cores, num_threads
-from space_server.cost_file import CostFile
-from space_server.device_steps import why_on_host
-from space_server.drafts import DraftSources
-from space_server.energy import Meter, find_sensors
-from space_server.free_memory import FreeMemory
-from space_server.grammars import Grammars
-from space_server.host_memory import keep_freed_memory, use_one_heap
-from space_server.largest_step import bytes_of_graphs, take_largest_step
-from space_server.lead_model import LeadModel
-from space_server.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
-from space_server.machine_load import GpuLoad, LoadWatch
-from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, give_back_unused
-from space_server.model_need import ModelNeed, num_blocks_of
-from space_server.model_source import ModelSource, say
-from space_server.nvml import Nvml
-from space_server.one_gpu import on_first_gpu
-from space_server.passing_thread import in_passing_thread
-from space_server.rank_place import RankPlace
-from space_server.rank_start import following, leading
-from space_server.service import WorkerService, start_server
-from space_server.starting_costs import starting_costs
-from space_server.step_cost import StepCost, StepShape
+from space_server.device_runner.device_steps import why_on_host
+from space_server.drafts.drafts import DraftSources
+from space_server.grammar.grammars import Grammars
+from space_server.grpc_server.service import WorkerService, start_server
+from space_server.machine.cores import keep_off_last, num_cores, num_threads
+from space_server.machine.energy import Meter, find_sensors
+from space_server.machine.free_memory import FreeMemory
+from space_server.machine.host_memory import keep_freed_memory, use_one_heap
+from space_server.machine.machine_load import GpuLoad, LoadWatch
+from space_server.machine.memory import (
+    NotEnoughMemory,
+    check_num_blocks,
+    choose_num_blocks,
+    free_bytes,
+    give_back_unused,
+)
+from space_server.machine.nvml import Nvml
+from space_server.machine.run_in_thread import in_passing_thread
+from space_server.speculation.controller import FixedLayout
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
+from space_server.startup.attention_choice import choose_ops
+from space_server.startup.calibration import calibrate, time_plain_step
+from space_server.startup.cost_file import CostFile
+from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
+from space_server.startup.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
+from space_server.startup.model_need import ModelNeed, num_blocks_of
+from space_server.startup.model_source import ModelSource, say
+from space_server.startup.one_gpu import on_first_gpu
+from space_server.startup.starting_costs import starting_costs
+from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
-from space_server.synthetic import SyntheticAcceptance, label
+from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.rank_place import RankPlace
+from space_server.tensor_parallel.rank_start import following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker
 
 if TYPE_CHECKING:

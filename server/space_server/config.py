@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from space_common import default_model
-from space_kernels import cpu_library
+from space_common.certificate import CertificateFiles
+from space_common.tracing import TracingUnavailable, check_tracing
 from space_kernels.attention_backends import ATTENTION_NAMES
+from space_kernels.build import cpu_library
 from space_model.precision import KV_DTYPES, WEIGHTS
-from space_proto.certificate import CertificateFiles
-from space_proto.tracing import TracingUnavailable, check_tracing
 
-from space_server.cores import parse_cores
-from space_server.energy import POWERCAP
-from space_server.memory import NotEnoughMemory, parse_amount
-from space_server.synthetic import parse_chances
+from space_server.machine.cores import parse_cores
+from space_server.machine.energy import POWERCAP
+from space_server.machine.memory import NotEnoughMemory, parse_amount
+from space_server.speculation.synthetic_acceptance import parse_chances
 from space_server.tls import mutual_tls
 
 LARGEST_BLOCK = 256

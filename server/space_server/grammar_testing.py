@@ -12,8 +12,8 @@ from typing import Any
 
 from space_proto import worker_pb2 as pb
 
-from space_server.controller import FixedLayout
-from space_server.grammars import Grammars
+from space_server.grammar.grammars import Grammars
+from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
 from space_server.testing import Ran, SmallRouter
 from space_server.worker import Worker

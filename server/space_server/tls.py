@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from space_proto.certificate import CertificateError, CertificateFiles
+from space_common.certificate import CertificateError, CertificateFiles
 
 
 def mutual_tls(cert: str | None, key: str | None, client_ca: str | None) -> CertificateFiles | None:

@@ -7,33 +7,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from space_model.paged_kv import PagedKV
+from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
-from space_server.acceptance import Acceptance, shapes_by_adapter
-from space_server.admission import AdmissionError, admit, check_pages
-from space_server.controller import Controller
-from space_server.device_health import is_lost
-from space_server.device_stepper import DeviceStepper, StepRead
-from space_server.device_steps import DeviceSteps
-from space_server.draft_source import DraftSource
-from space_server.drafts import DraftSources
-from space_server.failure import TOO_LARGE, told
-from space_server.grammars import Grammars
-from space_server.introduction import PROTOCOL_MAJOR, PROTOCOL_MINOR, introduce
-from space_server.measured_controller import MeasuredController
-from space_server.memory import give_back_unused, is_out_of_memory
-from space_server.plan import Plan, plan_step
-from space_server.prefill_budget import PrefillBudget
-from space_server.running_batch import RunningBatch
-from space_server.sequence import Sequence
-from space_server.sequence_report import commit, say_paused
-from space_server.step import Advance, Stepper, StepTimes
-from space_server.step_cost import StepCost
+from space_server.batch.admission import AdmissionError, admit, check_pages
+from space_server.batch.running_batch import RunningBatch
+from space_server.batch.sequence import Sequence
+from space_server.batch.waiting import Waiting
+from space_server.device_runner.device_stepper import DeviceStepper, StepRead
+from space_server.device_runner.device_steps import DeviceSteps
+from space_server.drafts.acceptance import Acceptance, shapes_by_adapter
+from space_server.drafts.draft_source import DraftSource
+from space_server.drafts.drafts import DraftSources
+from space_server.grammar.grammars import Grammars
+from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
+from space_server.machine.device_health import is_lost
+from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.scheduling.prefill_budget import PrefillBudget
+from space_server.scheduling.scheduled_batch import Plan, plan_step
+from space_server.speculation.controller import Controller
+from space_server.speculation.speculation_controller import MeasuredController
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.step_stats import count_read, count_step
-from space_server.synthetic import SyntheticAcceptance
-from space_server.waiting import Waiting
+from space_server.worker_messages.failure import TOO_LARGE, told
+from space_server.worker_messages.hello import PROTOCOL_MAJOR, PROTOCOL_MINOR, introduce
+from space_server.worker_messages.sequence_report import commit, say_paused
+from space_server.worker_messages.step_stats import count_read, count_step
 
 MAX_PREFILL_ROWS = 512
 """Prompt rows per step while no router says otherwise."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from space_model.model_error import ModelError
 
-from space_train.data_error import DataError
-from space_train.own_text_file import OwnTextError
-from space_train.published_options import options_table
+from space_train.data.data_error import DataError
 from space_train.schedule import Budget
+from space_train.self_generation.own_text_file import OwnTextError
 from space_train.train_plan import PUBLISHED_SIZES, Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.training.published_options import options_table
 
 DESCRIPTION = """\
 Turn a causal language model into a SPACE model: one that drafts for itself. The result is a folder that
@@ -179,9 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
     options = arguments(argv)
     try:
-        from space_train.interruption import Interrupted, stopped_at_once
-        from space_train.optimiser import Diverged
         from space_train.session import run_session
+        from space_train.training.interruption import Interrupted, stopped_at_once
+        from space_train.training.optimiser import Diverged
     except ModuleNotFoundError as missing:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2

@@ -14,28 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from tokenizers import Tokenizer
 
-from space_train.agreement import held_out_figures
-from space_train.card import CardFacts, StageRecord, card, current_commit, read_corpus
-from space_train.checkpoint_writer import HEAD_FILE, read_head
-from space_train.corpus import build_corpus, read_texts
-from space_train.export import export, load_llama
-from space_train.held_out import bytes_of_ids, characters_per_token, held_out_windows
-from space_train.mixed_rows import MixedRows, Stream
-from space_train.network import Network, NetworkShape
-from space_train.packed_examples import PackedExamples
-from space_train.packed_tokens import PackedTokens, write_packed
-from space_train.pretrain import PretrainPlan, bits_per_byte, can_compile, pretrain
-from space_train.repetition import line_ends
-from space_train.schedule import Budget, LearningRate
-from space_train.self_generate import own_examples, write_own_texts
-from space_train.session import load_base
-from space_train.sources import all_sources
-from space_train.stage import Measures
-from space_train.token_rows import TokenRows
-from space_train.tokenizer import (
+from space_train.data.corpus import build_corpus, read_texts
+from space_train.data.held_out import bytes_of_ids, characters_per_token, held_out_windows
+from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.packed_examples import PackedExamples
+from space_train.data.packed_tokens import PackedTokens, write_packed
+from space_train.data.sources import all_sources
+from space_train.data.token_rows import TokenRows
+from space_train.data.tokenizer import (
     END_OF_TEXT_ID,
     FIRST_MASK_ID,
     PAD_ID,
@@ -43,11 +32,22 @@ from space_train.tokenizer import (
     train_tokenizer,
     write_tokenizer,
 )
-from space_train.train_batch import Texts
+from space_train.data.train_batch import Texts
+from space_train.networks.network import Network, NetworkShape
+from space_train.networks.trainee import Trainee
+from space_train.reporting.card import CardFacts, StageRecord, card, current_commit, read_corpus
+from space_train.schedule import Budget, LearningRate
+from space_train.self_generation.repetition import line_ends
+from space_train.self_generation.self_generate import own_examples, write_own_texts
+from space_train.self_generation.unlearn_loops import LoopsToUnlearn
+from space_train.session import load_base
 from space_train.train_plan import Method, TrainPlan
-from space_train.trainee import Trainee
-from space_train.trainer import train
-from space_train.unlearn_loops import LoopsToUnlearn
+from space_train.training.agreement import held_out_figures
+from space_train.training.checkpoint_writer import HEAD_FILE, read_head
+from space_train.training.export import export, load_llama
+from space_train.training.pretrain import PretrainPlan, bits_per_byte, can_compile, pretrain
+from space_train.training.stage import Measures
+from space_train.training.trainer import train
 
 STAGES = ("corpus", "tokenizer", "tokens", "next-token", "own-text", "space", "head", "export")
 STREAMS = ("files", "functions")

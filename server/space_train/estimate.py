@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from space_model.model_error import ModelError
 
-from space_train.model_shape import SHAPES, ModelShape, UnknownShape
+from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
+from space_train.costs.training_cost import GB, GPUS, UTILISATION, Estimate, Gpu, estimate, fitted
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.training_cost import GB, GPUS, UTILISATION, Estimate, Gpu, estimate, fitted
 
 
 def to_text(found: Estimate, num_tokens: float, gpu: Gpu, utilisation: float) -> str:

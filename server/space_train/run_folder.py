@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from space_model.checkpoint import Checkpoint
-from space_model.whole_folder import PARTIAL, REPLACED
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.whole_folder import PARTIAL, REPLACED
 
 from space_train.train_plan import InvalidPlan
 

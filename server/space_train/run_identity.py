@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 
-from space_train.mixed_rows import MixedRows
+from space_train.data.mixed_rows import MixedRows
 from space_train.train_plan import InvalidPlan, TrainPlan
 
 RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "evaluations", "compile", "accumulate"})

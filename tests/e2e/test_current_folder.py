@@ -8,7 +8,7 @@ import httpx
 import pytest
 import space_router
 from space_eval.bench_server import ServerProcess
-from space_router.cli import PROGRAMS
+from space_router.commands.programs import PROGRAMS
 
 COMMANDS = ("serve", "router", "doctor", *PROGRAMS)
 MODULES = (

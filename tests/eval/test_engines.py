@@ -21,8 +21,8 @@ from space_eval.engines_process import EngineFailed, EngineProcess, EngineSpec
 from space_eval.engines_report import PointResult, verdict
 from space_eval.engines_rounds import Cell, measure
 from space_eval.make_model import Size, random_llama
-from space_model.checkpoint import Checkpoint
-from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_server.step_costs.step_cost import BENDS, CROWDS, DEPTHS, StepCost
 
 PAIR = Point(2, 8, 4)
 FAKE = """

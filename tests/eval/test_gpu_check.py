@@ -36,7 +36,7 @@ from space_eval.overhead_arms import full
 from space_kernels.dispatch import ops_for
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.synthetic import NAMED
+from space_server.speculation.synthetic_acceptance import NAMED
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

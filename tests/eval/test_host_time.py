@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 from space_eval.host_time import main
 from space_eval.host_time_run import PARTS, Cell, HostTimeError, run_cell
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 
 

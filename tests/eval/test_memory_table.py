@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from space_eval.memory_sides import DRAFT_MODELS, Serving, adapter, slot, with_draft_model, with_space
 from space_eval.memory_table import check, main, markdown
-from space_train.model_shape import SHAPES
+from space_train.costs.model_shape import SHAPES
 
 SERVING = Serving(8, 2048, 5, 32, 384)
 

@@ -13,10 +13,10 @@ from space_eval.overhead_curve import PassCost, RowCurve, crossing
 from space_eval.overhead_model import TimedModel
 from space_eval.overhead_report import Measured, Row, Subject, draw, row, to_markdown, write
 from space_eval.overhead_turns import Bench, Load, OverheadError, Parts, Turn
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_server.controller import FixedLayout
-from space_server.synthetic import SyntheticAcceptance, parse_chances
+from space_server.speculation.controller import FixedLayout
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, parse_chances
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

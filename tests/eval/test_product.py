@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from space_eval import product
-from space_kernels import cpu_library
+from space_kernels.build import cpu_library
 
 
 def test_a_small_measurement(

@@ -21,7 +21,7 @@ def test_the_cost_of_a_step_is_flat(few: tuple[int, int], many: tuple[int, int])
 
 
 def test_a_cost_that_grows_with_the_queue_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from space_router.engine.queue import RequestQueue
+    from space_router.engine.queueing.queue import RequestQueue
 
     head = RequestQueue.head
 

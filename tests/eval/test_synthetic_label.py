@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from space_eval.bench_facts import decree
 from space_eval.bench_report import markdown
-from space_server.synthetic import NAMED, label
+from space_server.speculation.synthetic_acceptance import NAMED, label
 
 LABEL = label(NAMED[0.78])
 

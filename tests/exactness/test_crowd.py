@@ -8,9 +8,9 @@ import torch
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, ScriptedDrafts
 from space_eval.equivalence import Subject, make_worker
-from space_model.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 
 NUM_SEQUENCES = 14
 LAWS = (

@@ -15,7 +15,7 @@ from octal_model import (
     draw,
     octal_checkpoint,
 )
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 
@@ -102,7 +102,7 @@ def test_the_published_rule_fails_the_test_that_rejection_sampling_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling = pb.Sampling(temperature=0.9)
-    monkeypatch.setattr("space_server.step.choose_rows", RejectionRule(1, residual=residual))
+    monkeypatch.setattr("space_server.host_runner.host_runner.choose_rows", RejectionRule(1, residual=residual))
     draws = draw(octal[0], PROMPT, sampling, depth=DEPTH, num_runs=8_000, draft_source=UniformDrafts(2))
     assert draws.num_accepted > 1_000
     p = p_values(draws, distribution_of(sampling))

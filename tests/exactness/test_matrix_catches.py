@@ -9,13 +9,13 @@ import torch
 from space_eval.desk import DeskError
 from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import Cell
-from space_kernels.law import Law
-from space_kernels.paging import StepRows
-from space_kernels.row import Row, RowRuns
-from space_kernels.row_pattern import Ints
-from space_model import llama_network
-from space_model.forward_batch import ForwardBatch, Segment
-from space_server.limits import End, Limits
+from space_kernels.paging.row_pattern import Ints
+from space_kernels.paging.slots import StepRows
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import Row, RowRuns
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.networks import llama_network
+from space_server.batch.limits import End, Limits
 from torch import Tensor
 
 Patch = pytest.MonkeyPatch
@@ -118,16 +118,16 @@ def agreement_anywhere(patch: Patch) -> None:
     def count(samples: Sequence[int], drafts: Sequence[int]) -> int:
         return sum(sample == draft for sample, draft in zip(samples, drafts, strict=False))
 
-    patch.setattr("space_server.step.num_accepted", count)
+    patch.setattr("space_server.host_runner.host_runner.num_accepted", count)
 
 
 def one_seed_for_all(patch: Patch) -> None:
     """The batch shares the noise of its first row."""
-    patch.setattr("space_kernels.sampling.row_streams", _shared_streams)
+    patch.setattr("space_kernels.sampling.choice.row_streams", _shared_streams)
 
 
 def _shared_streams(keys: Tensor, positions: Tensor) -> Tensor:
-    from space_kernels.noise import row_streams
+    from space_kernels.sampling.noise import row_streams
 
     return row_streams(keys[:1].expand_as(keys).contiguous(), positions)
 

@@ -12,11 +12,11 @@ import pytest
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, ScriptedDrafts, half_right
 from space_eval.equivalence import Mismatch, Subject, describe_difference, first_difference, make_worker
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.drafts import DraftSources
+from space_server.drafts.drafts import DraftSources
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 

@@ -8,9 +8,9 @@ from space_eval.desk import Desk, Record
 from space_eval.drafters import Future, ScriptedDrafts
 from space_eval.equivalence import Subject, make_worker
 from space_eval.watched_model import WatchedModel
-from space_model.forward_batch import ForwardBatch
-from space_model.paged_kv import PagedKV
-from space_server.controller import FixedLayout
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
+from space_server.speculation.controller import FixedLayout
 from torch import Tensor
 
 Subjects = Callable[[str, str], Subject]

@@ -8,7 +8,7 @@ import pytest
 from space_eval.equivalence import Mismatch, Subject, check_sources, require_every_length
 from space_eval.equivalence_cell import AXES, FEW_IDS, Cell
 from space_eval.pairwise import covering_cases
-from space_server.step import Stepper
+from space_server.host_runner.host_runner import Stepper
 
 Subjects = Callable[[str, str], Subject]
 

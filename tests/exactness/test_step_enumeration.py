@@ -8,12 +8,12 @@ import torch
 from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution, softmax
 from octal_model import MASK_IDS, DenseLogits, octal_checkpoint
 from space_eval.acceptance.generation import Generation, generate
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from step_enumeration import (
     Ids,

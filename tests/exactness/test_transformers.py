@@ -11,7 +11,7 @@ from space_eval.equivalence import Subject, make_worker
 from space_eval.greedy_oracle import GreedyOracle, NotEqual, Tie
 from space_model.testing import FAMILIES
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 
 Subjects = Callable[[str, str], Subject]
 Folders = Callable[[str], Path]

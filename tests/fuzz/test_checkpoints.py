@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.model_error import ModelError
 from space_model.testing import tiny_checkpoint
 from space_router.config import ServeConfig

@@ -14,14 +14,14 @@ import uvicorn
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from schemathesis import Case, GenerationMode
-from space_router.api.chat_fields import ChatBody
-from space_router.api.fields import CompletionBody
-from space_router.api.generate_fields import GenerateParameters
-from space_router.api.http_connection import bounded
-from space_router.api.response_fields import ResponseBody
+from space_router.api.openai.chat_fields import ChatBody
+from space_router.api.openai.fields import CompletionBody
+from space_router.api.openai.response_fields import ResponseBody
+from space_router.api.tgi.generate_fields import GenerateParameters
 from space_router.app import create_app
-from space_router.connection_settings import ConnectionSettings
+from space_router.http_server.http_connection import bounded
 from space_router.metrics import Metrics
+from space_router.settings.connection_settings import ConnectionSettings
 from uvicorn.server import ServerState
 
 from fuzz.harness import Fuzzer

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 from space_proto import generate_pb2, worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.live_request import LiveRequest
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import Sampling, ValidRequest
-from space_router.engine.scheduler import Scheduler
-from space_router.grpc_face.server import GrpcServer
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.grpc_api.server import GrpcServer
 from space_router.testing import Script, ScriptedBatch, ScriptedWorker
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel
 from space_server.worker import ProtocolError, Worker
 

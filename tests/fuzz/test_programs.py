@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from space_router.engine.request import Grammar
+from space_router.engine.request.request import Grammar
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
 from space_router.text.grammar import MOST_SECONDS, GrammarCheck

@@ -11,11 +11,11 @@ ROOMS = (
     "proto/space_proto",
 )
 DATES = {
-    "router/space_router/api/openai_stream.py",  # `created`
-    "router/space_router/api/responses.py",  # `created_at`, `completed_at`
+    "router/space_router/api/openai/stream.py",  # `created`
+    "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
     "router/space_router/api/service.py",  # `created` of a model
     "router/space_router/text/chat_template.py",  # `strftime_now`
-    "server/space_server/starting_costs.py",  # the day on which a file was written
+    "server/space_server/startup/starting_costs.py",  # the day on which a file was written
 }
 """Where a date is told to clients, or to readers of a file; nothing is computed with it."""
 

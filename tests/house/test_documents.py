@@ -11,16 +11,16 @@ from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
 from space_eval.bench import COMMANDS as BENCHMARKS
 from space_eval.bench import parse as parse_bench
-from space_model.convert import _parser as convert_parser
-from space_model.draft_layout import DraftLayout
-from space_router.cli import PROGRAMS
+from space_model.convert.convert import _parser as convert_parser
+from space_model.geometry.draft_layout import DraftLayout
+from space_router.commands.programs import PROGRAMS
 from space_router.config import ServeConfig, settings
 from space_router.metrics import Metrics
 from space_router.text.chat_template import BUILT_IN
 from space_train.__main__ import arguments as train_arguments
 from space_train.__main__ import plan_of
+from space_train.costs.model_shape import ModelShape
 from space_train.estimate import to_markdown
-from space_train.model_shape import ModelShape
 
 ROOMS = {
     "router/README.md",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from space_common.default_model import SMOLLM2
 from space_kernels.attention_backends import BACKENDS
-from space_router.cli import PROGRAMS
+from space_router.commands.programs import PROGRAMS
 from space_router.metrics import Metrics
 
 DOCKERFILES = ["Dockerfile", "docker/cpu.Dockerfile"]

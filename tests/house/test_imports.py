@@ -94,10 +94,10 @@ import sys
 sys.modules.update(dict.fromkeys({BARE!r}))
 import importlib.resources, pytest
 from pathlib import Path
-import space_server.__main__, space_server.service
+import space_server.__main__, space_server.grpc_server.service
 from space_eval.gpu_kernels import ROOT, on_any_device
 from space_eval.gpu_stages import STAGES
-from space_server.grammars import Grammars
+from space_server.grammar.grammars import Grammars
 for stage in STAGES:
     stage.load()
 with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:

@@ -34,7 +34,7 @@ import google.protobuf.runtime_version as protobuf, grpc
 protobuf.MAJOR, protobuf.MINOR, protobuf.PATCH = 6, 33, 0
 grpc.__version__ = "1.80.0"
 from space_proto import generate_pb2, generate_pb2_grpc, worker_pb2, worker_pb2_grpc
-import space_router.grpc_face.server
+import space_router.grpc_api.server
 report = worker_pb2.StepReport(sequences=[worker_pb2.SequenceReport(seq_id=7, tokens=[1, 2])])
 print(worker_pb2.StepReport.FromString(report.SerializeToString()) == report)
 """

@@ -23,7 +23,7 @@ def test_a_source_tree_that_is_not_installed_starts_and_says_so(root: Path, tmp_
                 (tmp_path / entry.name).symlink_to(entry)
     folders = [str(root / folder) for folder in ("proto", "kernels", "router", "server")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, str(tmp_path)])}
-    code = "from space_router.api.operating import VERSION; import space_router.doctor; print(VERSION)"
+    code = "from space_router.api.ops.operating import VERSION; import space_router.commands.doctor; print(VERSION)"
     command = [sys.executable, "-S", "-P", "-c", code]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     expected = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]

@@ -174,7 +174,7 @@ FETCH = """
 import json, sys
 from pathlib import Path
 from space_proto import hub_file
-from space_proto.hub import Hub, HubError
+from space_common.hub import Hub, HubError
 hub_file.PAUSES = (0.01, 0.01)
 for line in sys.stdin:
     asked = json.loads(line)

@@ -202,7 +202,7 @@ def test_a_token_file_that_holds_no_token_is_named(fetch: Any, tmp_path: Path, t
 
 
 def test_a_disk_that_is_too_small_is_known_before_the_download(hub: Any, model: Any, tmp_path: Path) -> None:
-    from space_proto.hub import Hub, HubError
+    from space_common.hub import Hub, HubError
 
     with pytest.raises(HubError, match=r"house/model needs .* GB more in .*, which has .* free: make room"):
         Hub()._check_space("house/model", tmp_path / "models--house--model", 10**18)

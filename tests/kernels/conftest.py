@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from space_kernels import cpu_library
-from space_kernels.cpu_library import CpuLibrary
+from space_kernels.build import cpu_library
+from space_kernels.build.cpu_library import CpuLibrary
 
 
 @pytest.fixture(params=cpu_library.own_kinds())

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from space_kernels import cpu_library
-from space_kernels.attention import space_attention
-from space_kernels.cpu_attention import CompiledAttention
+from space_kernels.attention.cpu_backend import CompiledAttention
+from space_kernels.attention.torch_backend import space_attention
+from space_kernels.build import cpu_library
 from space_kernels.dispatch import Attention
-from space_kernels.paging import StepRows
-from space_kernels.row_pattern import RowPattern
+from space_kernels.paging.row_pattern import RowPattern
+from space_kernels.paging.slots import StepRows
 from torch import Tensor
 
 HEAD_DIM = 16

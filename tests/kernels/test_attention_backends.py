@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_kernels.attention import space_attention
+from space_kernels.attention.torch_backend import space_attention
 from space_kernels.attention_backends import (
     BACKENDS,
     AttentionNeed,

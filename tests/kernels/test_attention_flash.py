@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from space_kernels.attention import space_attention as reference
-from space_kernels.attention_flash import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
-from space_kernels.attention_merge import OwnPart
-from space_kernels.step_tables import StepTables
+from space_kernels.attention.flash_attn_backend import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
+from space_kernels.attention.merge import OwnPart
+from space_kernels.attention.torch_backend import space_attention as reference
+from space_kernels.paging.step_tables import StepTables
 from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 

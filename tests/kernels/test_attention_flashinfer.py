@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels.attention import space_attention as reference
-from space_kernels.attention_flashinfer import FlashInfer, space_attention
-from space_kernels.paging import StepRows
+from space_kernels.attention.flashinfer_backend import FlashInfer, space_attention
+from space_kernels.attention.torch_backend import space_attention as reference
+from space_kernels.paging.slots import StepRows
 from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_kernels.attention import space_attention as reference
+from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, installed_version
-from space_kernels.paging import StepRows
-from space_kernels.step_tables import StepTables
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import StepTables
 from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 

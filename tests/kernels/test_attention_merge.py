@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from space_kernels.attention_merge import OwnPart, in_step_attention, merge, natural, store_kv
-from space_kernels.step_tables import StepTables
+from space_kernels.attention.merge import OwnPart, in_step_attention, merge, natural, store_kv
+from space_kernels.paging.step_tables import StepTables
 from space_kernels.testing import MadeUp, made_up_step
 from torch import Tensor
 

@@ -10,9 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import numpy as np
-from space_kernels.attention import space_attention as reference
-from space_kernels.attention_tile import SPLIT, tile_for
-from space_kernels.attention_triton import (
+from space_kernels.attention.attention_triton import (
     Walk,
     attend,
     in_step_attention,
@@ -20,10 +18,12 @@ from space_kernels.attention_triton import (
     prefix_attention,
     space_attention,
 )
-from space_kernels.paging import StepRows
-from space_kernels.row_pattern import RowPattern
-from space_kernels.step_tables import PatternTables, StepTables
-from space_kernels.store_kv_triton import store_kv
+from space_kernels.attention.store_kv_triton import store_kv
+from space_kernels.attention.tile import SPLIT, tile_for
+from space_kernels.attention.torch_backend import space_attention as reference
+from space_kernels.paging.row_pattern import RowPattern
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import PatternTables, StepTables
 from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 

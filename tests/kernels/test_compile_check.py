@@ -17,7 +17,7 @@ from space_kernels.compile_check import SHARED_KIB, triton_modules
 TOO_MUCH = """
 import triton
 import triton.language as tl
-from space_kernels.tuned import Tuned
+from space_kernels.build.launch import Tuned
 
 @triton.jit
 def _square(x, out, N: tl.constexpr, ROUNDS: tl.constexpr):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from space_kernels.cpu_choice import best_of, greatest
-from space_kernels.cpu_library import CpuLibrary, library_for, own_kinds
+from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
+from space_kernels.sampling.cpu_choice import best_of, greatest
 from torch import Tensor
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels import cpu_library
-from space_kernels.cpu_draft_head import CompiledDraftHead
-from space_kernels.draft_head import DraftHeadForm, LawColumns, propose
-from space_kernels.law import Law
+from space_kernels.build import cpu_library
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.step.cpu_draft_head import CompiledDraftHead
+from space_kernels.step.draft_head import DraftHeadForm, LawColumns, propose
 from torch.nn import functional as F
 
 HIDDEN, INNER, VOCABULARY, CANDIDATES = 64, 48, 300, 40

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels import cpu_library, dispatch
+from space_kernels import dispatch
+from space_kernels.build import cpu_library
 
 XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "sse4_2"}
 

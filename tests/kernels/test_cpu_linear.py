@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels.cpu_library import CpuLibrary, library_for, own_kinds
-from space_kernels.cpu_linear import CompiledLinear, cpu_linear, in_turn
+from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
+from space_kernels.linear.cpu_linear import CompiledLinear, cpu_linear, in_turn
 from torch.nn import functional as F
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (48, 2)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.cpu_library import CpuLibrary
-from space_kernels.cpu_linear import CompiledLinear
+from space_kernels.build.cpu_library import CpuLibrary
+from space_kernels.linear.cpu_linear import CompiledLinear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiled operations are built on Linux alone")
 

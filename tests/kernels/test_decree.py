@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from space_kernels.decree import Decrees, decree
-from space_kernels.step_verdict import StepVerdict
+from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.synthetic_acceptance import Decrees, decree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANCES = (0.9, 0.7, 0.5)
@@ -24,7 +24,7 @@ def told(num_lines: int, num_places: int) -> Decrees:
 @pytest.mark.parametrize(("k", "width"), [(0, 1), (3, 3), (2, 5), (4, 1)])
 def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
     pytest.importorskip("triton")
-    from space_kernels import decree_triton
+    from space_kernels.step import synthetic_acceptance_triton as decree_triton
 
     S, N = 12, 20
     decrees = told(S, N)

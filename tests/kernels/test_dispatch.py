@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from space_kernels import attention, dispatch, norm, rotary, swiglu
+from space_kernels import dispatch
+from space_kernels.attention import torch_backend as attention
 from space_kernels.dispatch import ops_for
-from space_kernels.linear import PackedLinear
-from space_kernels.linear_cuda import CudaLinear, ExactLinear
+from space_kernels.layers import norm, rotary, swiglu
+from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
+from space_kernels.linear.packed_linear import PackedLinear
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,8 @@ def test_a_cpu_gets_the_references(name: str, exact: bool) -> None:
 
 def test_a_gpu_gets_tritons_kernels_and_the_librarys_products_or_exact_ones() -> None:
     pytest.importorskip("triton")
-    from space_kernels import attention_triton, norm_triton, rotary_triton, swiglu_triton
+    from space_kernels.attention import attention_triton
+    from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
 
     ops, exact = ops_for("cuda"), ops_for(torch.device("cuda", 1), exact=True)
     for one in (ops, exact):

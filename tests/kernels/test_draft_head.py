@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from space_kernels.draft_head import DraftHeadForm, LawColumns, choose_candidates, propose
-from space_kernels.law import Law
-from space_kernels.processors import Row
-from space_kernels.sampling import choose_rows
+from space_kernels.sampling.choice import choose_rows
+from space_kernels.sampling.logits_processors import Row
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.step.draft_head import DraftHeadForm, LawColumns, choose_candidates, propose
 from torch.nn import functional as F
 
 HIDDEN, VOCAB, K, M = 8, 40, 3, 12

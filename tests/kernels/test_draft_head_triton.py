@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels import draft_head, draft_head_triton
-from space_kernels.draft_candidates import candidates, law_columns
-from space_kernels.draft_head import LawColumns
-from space_kernels.law import Law
-from space_kernels.law_tensors import LawTensors, Stages
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.step import draft_head, draft_head_triton
+from space_kernels.step.draft_candidates import candidates, law_columns
+from space_kernels.step.draft_head import LawColumns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAWS = [

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels import cpu_library
-from space_kernels.cpu_library import CpuLibrary
-from space_kernels.cpu_linear import CompiledLinear, cpu_linear, in_turn
-from space_kernels.eight_bits import EightBitLinear, EightBits
-from space_kernels.linear import PackedLinear
+from space_kernels.build import cpu_library
+from space_kernels.build.cpu_library import CpuLibrary
+from space_kernels.linear.cpu_linear import CompiledLinear, cpu_linear, in_turn
+from space_kernels.linear.int8_linear import EightBitLinear, EightBits
+from space_kernels.linear.packed_linear import PackedLinear
 from torch import Tensor
 from torch.nn import functional as F
 

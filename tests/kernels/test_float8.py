@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from space_kernels.float8 import FORMAT, GREATEST, Float8, float8_product, nearest
-from space_kernels.linear_cuda import Float8Linear
+from space_kernels.fp8 import FORMAT, GREATEST, Float8, float8_product, nearest
+from space_kernels.linear.cuda_linear import Float8Linear
 from torch import Tensor
 
 pytest.importorskip("triton")
-from space_kernels import linear_triton
+from space_kernels.linear import linear_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

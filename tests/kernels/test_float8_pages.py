@@ -7,17 +7,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_kernels import attention, attention_merge, rotary
-from space_kernels.float8 import FORMAT, nearest
-from space_kernels.paging import StepRows
-from space_kernels.step_tables import StepTables
+from space_kernels.attention import merge as attention_merge
+from space_kernels.attention import torch_backend as attention
+from space_kernels.fp8 import FORMAT, nearest
+from space_kernels.layers import rotary
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import StepTables
 from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from space_kernels import attention_triton, rotary_triton, store_kv_triton  # noqa: E402
-from space_kernels.float8_bits import narrowed, widened  # noqa: E402
+from space_kernels.attention import attention_triton, store_kv_triton  # noqa: E402
+from space_kernels.fp8_bits import narrowed, widened  # noqa: E402
+from space_kernels.layers import rotary_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

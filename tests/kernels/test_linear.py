@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels import linear
-from space_kernels.linear import PackedLinear, can_pack
+from space_kernels.linear import packed_linear as linear
+from space_kernels.linear.packed_linear import PackedLinear, can_pack
 from torch.nn import functional as F
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (2048, 128)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels.linear_cuda import CudaLinear, ExactLinear
+from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
 from torch import Tensor
 
 pytest.importorskip("triton")
-from space_kernels import linear_triton
-from space_kernels.linear_triton import Tile, row_invariant_product
+from space_kernels.linear import linear_triton
+from space_kernels.linear.linear_triton import Tile, row_invariant_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

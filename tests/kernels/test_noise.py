@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from space_kernels.noise import (
+from space_kernels.sampling.noise import (
     GUMBEL_MAX,
     GUMBEL_MIN,
     finalise,

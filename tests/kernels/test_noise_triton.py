@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels import noise
-from space_kernels.noise_triton import NEARLY, cell_bits, gumbel, gumbel_nearly
+from space_kernels.sampling import noise
+from space_kernels.sampling.noise_triton import NEARLY, cell_bits, gumbel, gumbel_nearly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

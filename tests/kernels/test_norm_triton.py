@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels import norm
+from space_kernels.layers import norm
 
 pytest.importorskip("triton")
-from space_kernels import norm_triton
+from space_kernels.layers import norm_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

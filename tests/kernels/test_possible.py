@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from space_kernels.law import Law
-from space_kernels.law_tensors import LawRoom
-from space_kernels.processors import Row, process
-from space_kernels.row import IdBits
-from space_kernels.sampling import choose_rows
+from space_kernels.sampling.choice import choose_rows
+from space_kernels.sampling.logits_processors import Row, process
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import IdBits
+from space_kernels.sampling.sampling_tensors import LawRoom
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
 GREEDY = Law(temperature=0.0, grammar="some")

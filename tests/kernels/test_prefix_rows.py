@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from space_kernels.law import Law
-from space_kernels.prefix_rows import PrefixRows
-from space_kernels.step_index import StepIndex
-from space_kernels.step_state import Admission, StepState, rows
-from space_kernels.step_tables import PatternTables, StepTables
-from space_model.batch_pattern import batch_pattern
-from space_model.draft_layout import DraftLayout
+from space_kernels.attention.prefix_rows import PrefixRows
+from space_kernels.paging.step_tables import PatternTables, StepTables
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.step.state import Admission, StepState, rows
+from space_kernels.step.uniform_index import StepIndex
+from space_model.geometry.batch_pattern import batch_pattern
+from space_model.geometry.draft_layout import DraftLayout
 
 CPU = torch.device("cpu")
 

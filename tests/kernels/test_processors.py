@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from space_kernels.law import Law
-from space_kernels.processors import Row, TokenCounts, process
+from space_kernels.sampling.logits_processors import Row, TokenCounts, process
+from space_kernels.sampling.sampling_params import Law
 
 V = 17
 NO_IDS = torch.tensor([], dtype=torch.int64)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from space_kernels import rotary
-from space_kernels.rotary import HeadNorm, angles
+from space_kernels.layers import rotary
+from space_kernels.layers.rotary import HeadNorm, angles
 from torch import Tensor
 
 pytest.importorskip("triton")
-from space_kernels import rotary_triton
+from space_kernels.layers import rotary_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

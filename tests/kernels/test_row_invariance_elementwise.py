@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_kernels.activation import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
-from space_kernels.experts import RowInvariantExperts
+from space_kernels.layers.activation import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
+from space_kernels.linear.experts import RowInvariantExperts
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from space_kernels import sampling
-from space_kernels.law import Law
-from space_kernels.noise import gumbel
-from space_kernels.processors import Row
-from space_kernels.sampling import choose_rows, log_probabilities, sample
+from space_kernels.sampling import choice as sampling
+from space_kernels.sampling.choice import choose_rows, log_probabilities, sample
+from space_kernels.sampling.logits_processors import Row
+from space_kernels.sampling.noise import gumbel
+from space_kernels.sampling.sampling_params import Law
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
 

@@ -10,15 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels import choose as reference
-from space_kernels import sampling_triton
-from space_kernels.choose import end_bans, log_probabilities, word_bans
-from space_kernels.law import Law
-from space_kernels.law_tensors import NO_ID, LawTensors, Stages, token_counts
-from space_kernels.row import Row
-from space_kernels.sampling import Choice, choose_rows
-from space_kernels.sampling import log_probabilities as log_probabilities_on_host
-from space_kernels.sampling_triton import Shape
+from space_kernels.sampling import device_sampling as reference
+from space_kernels.sampling import sampling_triton
+from space_kernels.sampling.choice import Choice, choose_rows
+from space_kernels.sampling.choice import log_probabilities as log_probabilities_on_host
+from space_kernels.sampling.device_sampling import end_bans, log_probabilities, word_bans
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import Row
+from space_kernels.sampling.sampling_tensors import NO_ID, LawTensors, Stages, token_counts
+from space_kernels.sampling.sampling_triton import Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 96  # a kernel's program takes some 20 ms in the interpreter

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels import choose as choosing
-from space_kernels import step_state as reference
-from space_kernels.choose import choose
-from space_kernels.draft_candidates import candidates, law_columns
-from space_kernels.draft_head import propose
-from space_kernels.law import Law
-from space_kernels.law_tensors import LawRoom, Stages
-from space_kernels.sampling import Choice
-from space_kernels.step_index import StepIndex
-from space_kernels.step_state import Admission, StepState
-from space_kernels.step_verdict import EndCode, judge
+from space_kernels.sampling import device_sampling as choosing
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.device_sampling import choose
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_tensors import LawRoom, Stages
+from space_kernels.step import state as reference
+from space_kernels.step.draft_candidates import candidates, law_columns
+from space_kernels.step.draft_head import propose
+from space_kernels.step.state import Admission, StepState
+from space_kernels.step.step_verification import EndCode, judge
+from space_kernels.step.uniform_index import StepIndex
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,7 +104,7 @@ def samples_of(state: StepState, index: StepIndex, seed: int) -> Choice:
 
 def kernels() -> ModuleType:
     pytest.importorskip("triton")
-    from space_kernels import step_state_triton
+    from space_kernels.step import state_triton as step_state_triton
 
     return step_state_triton
 

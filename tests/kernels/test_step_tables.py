@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from space_kernels.paging import StepRows
-from space_kernels.step_tables import PatternTables, StepTables
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import PatternTables, StepTables
 from space_kernels.testing import MadeUp, full_layout, made_up_step
 
 SEQUENCES = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels import swiglu
+from space_kernels.layers import swiglu
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
-from space_kernels import swiglu_triton
+from space_kernels.layers import swiglu_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

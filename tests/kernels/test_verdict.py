@@ -1,7 +1,7 @@
 """The verdict accepts the longest agreeing prefix of live drafts, in every row of a batch by itself."""
 
 import torch
-from space_kernels.verdict import num_accepted, verify
+from space_kernels.step.verification import num_accepted, verify
 
 
 def test_every_accepted_length_in_one_batch() -> None:

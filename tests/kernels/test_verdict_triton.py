@@ -5,7 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels import step_verdict, verdict, verdict_triton
+from space_kernels.step import step_verification as step_verdict
+from space_kernels.step import verification as verdict
+from space_kernels.step import verification_triton as verdict_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model.checkpoint import Checkpoint
-from space_model.gated_lora import GatedLora
-from space_model.load import load_model
+from space_model.adapters.gated_lora import GatedLora
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
 from space_model.testing import tiny_checkpoint
-from space_model.weight_files import WeightFiles
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

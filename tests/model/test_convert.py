@@ -10,9 +10,9 @@ import sentencepiece
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from space_model.convert import Wish, convert, main
-from space_model.convert_source import ConvertError
-from space_model.load import load_model
+from space_model.convert.convert import Wish, convert, main
+from space_model.convert.source import ConvertError
+from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from tokenizers import Tokenizer
 from transformers import (

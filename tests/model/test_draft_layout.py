@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from space_model.draft_layout import DraftLayout, GroupChoice
+from space_model.geometry.draft_layout import DraftLayout, GroupChoice
 
 
 @pytest.mark.parametrize("k", range(9))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.eight_bits import EightBits
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_kernels.linear.int8_linear import EightBits
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.tokenizer_eos import tokenizer_eos
 from space_model.testing import tiny_checkpoint
-from space_model.tokenizer_eos import tokenizer_eos
 
 ADDED = {"added_tokens": [{"id": 7, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}
 UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0], ["</s>", 0.0]]}}

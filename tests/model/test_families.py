@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.testing import FAMILIES, tiny_checkpoint
 from transformers import AutoModelForCausalLM
 

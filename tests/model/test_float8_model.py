@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.dispatch import ops_for, triton_ops
-from space_kernels.float8 import FORMAT, Float8
-from space_kernels.linear import PackedLinear
-from space_kernels.linear_cuda import Float8Linear
-from space_model import load
-from space_model.float8_model import hold_float8
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.llama_cuda_network import LlamaCudaNetwork
-from space_model.load import load_model
+from space_kernels.fp8 import FORMAT, Float8
+from space_kernels.linear.cuda_linear import Float8Linear
+from space_kernels.linear.packed_linear import PackedLinear
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading import load
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
+from space_model.networks.llama_cuda_network import LlamaCudaNetwork
+from space_model.quantization.fp8_model import hold_float8
 from space_model.space_model import SpaceModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM

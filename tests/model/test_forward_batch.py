@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 
 MASKS = (100, 101, 102)
 

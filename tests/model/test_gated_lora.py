@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.gated_delta import GatedDelta
-from space_kernels.linear import can_pack
-from space_model.checkpoint import Checkpoint
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.gated_lora import GatedLora
-from space_model.llama_compiled_network import CompiledLlama
-from space_model.llama_network import LlamaNetwork
-from space_model.load import load_model
+from space_kernels.linear.gated_delta import GatedDelta
+from space_kernels.linear.packed_linear import can_pack
+from space_model.adapters.gated_lora import GatedLora
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection
 from space_model.model_facts import AdapterFacts
-from space_model.paged_kv import PagedKV
+from space_model.networks.llama_compiled_network import CompiledLlama
+from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import FAMILIES, FIRST_MASK, tiny_adapter, tiny_checkpoint
 from torch import Tensor, nn

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from space_model.checkpoint import Checkpoint
-from space_model.convert import Wish, convert
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.convert.convert import Wish, convert
 from space_model.gguf_testing import write_gguf
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError
@@ -22,8 +22,8 @@ from space_router.text.checkpoint import locate
 from space_router.text.model_text import ModelText
 from space_server.__main__ import choose_threads
 from space_server.config import parse
-from space_server.doctor import examine
-from space_server.model_need import ModelNeed
+from space_server.startup.doctor import examine
+from space_server.startup.model_need import ModelNeed
 from space_train.session import load_base
 from space_train.testing import run, tiny_plan
 

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.dispatch import Ops, ops_for, triton_ops
-from space_kernels.linear import PackedLinear
-from space_kernels.linear_cuda import ExactLinear
-from space_model import compact_network, load
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.gated_lora import GatedLora
-from space_model.llama_cuda_network import LlamaCudaNetwork
-from space_model.llama_network import LlamaNetwork
+from space_kernels.linear.cuda_linear import ExactLinear
+from space_kernels.linear.packed_linear import PackedLinear
+from space_model.adapters.gated_lora import GatedLora
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading import load
+from space_model.networks import compact_network
+from space_model.networks.llama_cuda_network import LlamaCudaNetwork
+from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.tensor_parallel import Ranks
+from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Ranks
 from space_model.testing import tiny_adapter, tiny_checkpoint
-from space_model.transformers_network import TransformersNetwork
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -237,7 +238,7 @@ def test_on_tritons_operations_a_forward_pass_asks_the_device_nothing(
 def test_a_forward_pass_can_be_captured_and_replayed_for_other_ids_at_other_positions(
     checkpoint_of: Callable[[str], Path],
 ) -> None:
-    from space_kernels.step_tables import StepTables
+    from space_kernels.paging.step_tables import StepTables
 
     model = load.load_model(checkpoint_of("qwen3"), dtype="float32", device="cuda")
     layout = DraftLayout(2, (3, 1, 2))

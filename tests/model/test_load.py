@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_kernels.cpu_library import SWITCH, cpu_library, own_kinds
-from space_kernels.draft_head import DraftHeadForm
-from space_model.checkpoint import Checkpoint
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_kernels.build.cpu_library import SWITCH, cpu_library, own_kinds
+from space_kernels.step.draft_head import DraftHeadForm
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
 from space_model.precision import choose_dtype, refuse_tf32
 from space_model.testing import FIRST_MASK, tiny_checkpoint

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.linear import can_pack
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.llama_compiled_network import CompiledLlama
-from space_model.llama_network import LlamaNetwork
-from space_model.load import load_model
+from space_kernels.linear.packed_linear import can_pack
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
-from space_model.paged_attention_interface import Step, paged_attention
-from space_model.transformers_network import TransformersNetwork
+from space_model.networks.llama_compiled_network import CompiledLlama
+from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.paged_attention_interface import Step, paged_attention
+from space_model.networks.transformers_network import TransformersNetwork
 
 
 @pytest.mark.parametrize(

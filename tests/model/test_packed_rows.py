@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from space_kernels.attention_plan import KEY_BLOCK, AttentionPlan, Bucket
-from space_kernels.bucket_pattern import PlanKey
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
+from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, Bucket
+from space_kernels.paging.bucket_pattern import PlanKey
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 
 BLOCK_SIZE, MASKS, ADAPTER_MASKS = 16, (100, 101, 102), (2, 3)
 Seen = frozenset[tuple[str, int]]

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model import load as load_module
-from space_model import sharded_model as sharded_module
-from space_model.layer_reference import Reference, reference
-from space_model.load import load_model
+from space_model.loading import load as load_module
+from space_model.loading import sharded_model as sharded_module
+from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
-from space_model.probe import Difference, differences
 from space_model.testing import FAMILIES, tiny_checkpoint
+from space_model.verification.layer_reference import Reference, reference
+from space_model.verification.probe import Difference, differences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.linear import can_pack
-from space_model import load as load_module
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.layer_reference import reference
-from space_model.load import load_model
+from space_kernels.linear.packed_linear import can_pack
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading import load as load_module
+from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.testing import FAMILIES
+from space_model.verification.layer_reference import reference
 from transformers import PreTrainedModel
 
 

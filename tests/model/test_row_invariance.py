@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
-from space_model.paged_kv import PagedKV
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
+from space_model.networks.paged_kv import PagedKV
+from space_model.networks.transformers_network import make_row_invariant
 from space_model.space_model import SpaceModel
-from space_model.transformers_network import make_row_invariant
 from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter

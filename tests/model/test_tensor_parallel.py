@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.llama_network import LlamaNetwork
-from space_model.load import load_model
+from space_model.checkpoint.weight_files import Checkpoint, WeightFiles
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, ModelError, UnsupportedModel
+from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.tensor_parallel import Share, check_ranks
+from space_model.networks.transformers_network import TransformersNetwork
 from space_model.quantized_testing import write_quantized
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Share, check_ranks
 from space_model.testing import tiny_adapter, tiny_checkpoint
-from space_model.transformers_network import TransformersNetwork
-from space_model.weight_files import Checkpoint, WeightFiles
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 LOADS = """
 import sys
 import space_server.__main__
-from space_model.load import load_model
+from space_model.loading.load import load_model
 load_model("demo", num_threads=1)
 print(*sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()), "loaded")
 import torch
@@ -128,7 +128,7 @@ def test_a_worker_loads_its_model_beside_torchvision(tmp_path: Path) -> None:
     code = """
 import sys
 import space_server.__main__
-from space_model.load import load_model
+from space_model.loading.load import load_model
 load_model("demo", num_threads=1)
 import transformers.image_utils, torch, torchvision
 print(torchvision.is_compile_supported is torch._dynamo.utils.is_compile_supported, torchvision.wrap(1))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model.checkpoint import Checkpoint
-from space_model.family import read_config
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import read_config
+from space_model.loading.load import load_model
+from space_model.loading.sharded_model import read_part
 from space_model.model_error import UnsupportedModel
-from space_model.sharded_model import read_part
+from space_model.networks.tensor_parallel import Share
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Share
 from space_model.testing import tiny_checkpoint
 from torch import Tensor
 

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import pytest
 import torch
-from space_model import weight_files
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint import weight_files
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.weight_files import WeightFiles
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
-from space_model.weight_files import WeightFiles
 from torch import Tensor
 
 WAIT = 30.0

@@ -14,16 +14,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from space_model import transformers_network, weight_stream, whole_model
-from space_model.checkpoint import Checkpoint
-from space_model.family import read_config
-from space_model.joined_rows import JoinedRows, one_below_the_other
-from space_model.load import load_model
+from space_model.checkpoint import weight_stream
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import read_config
+from space_model.checkpoint.joined_rows import JoinedRows, one_below_the_other
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.checkpoint.weight_stream import WeightStream, send
+from space_model.loading import whole_model
+from space_model.loading.load import load_model
+from space_model.loading.whole_model import settle, stream_model
 from space_model.mapped_files import let_go, mappings
 from space_model.model_error import UnsupportedModel
-from space_model.weight_files import WeightFiles
-from space_model.weight_stream import WeightStream, send
-from space_model.whole_model import settle, stream_model
+from space_model.networks import transformers_network
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Answer, NUM_COLOURS, colourOf, compare } from "../../router/space_router/page/answer.mjs";
+import { Answer, NUM_COLOURS, colourOf, compare } from "../../router/space_router/web_ui/answer.mjs";
 
 /** An event of a completion: tokens are [text, step, draft], ids count on from `id`. */
 function event(tokens, { id = 0, verified = 0, finish = null, rest = "", ...more } = {}) {

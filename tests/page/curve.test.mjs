@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Scale, marks, timePerToken, tokensPerStep } from "../../router/space_router/page/curve.mjs";
+import { Scale, marks, timePerToken, tokensPerStep } from "../../router/space_router/web_ui/curve.mjs";
 
 const steps = [
   { number: 0, first: 0, size: 1 },

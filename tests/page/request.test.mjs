@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { test } from "node:test";
 
-import { FieldError, ServerError, curlOf, requestOf } from "../../router/space_router/page/request.mjs";
+import { FieldError, ServerError, curlOf, requestOf } from "../../router/space_router/web_ui/request.mjs";
 
 const settings = (changes) => ({ mode: "completion", prompt: "def f():", max_tokens: "8", temperature: "", top_p: "",
   seed: "", speculation: "auto", model: "", logprobs: false, ...changes });

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { BrokenStream, EventReader, events } from "../../router/space_router/page/sse.mjs";
+import { BrokenStream, EventReader, events } from "../../router/space_router/web_ui/sse.mjs";
 
 const bytes = (text) => new TextEncoder().encode(text);
 

@@ -20,9 +20,9 @@ from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.page import files
-from space_router.page.files import PAGE_FILES, POLICY
 from space_router.text.model_text import ModelText
+from space_router.web_ui import files
+from space_router.web_ui.files import PAGE_FILES, POLICY
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(files.__file__).parent
@@ -179,7 +179,7 @@ def test_the_wheel_has_the_page_and_not_its_picture(tmp_path: Path) -> None:
         cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("space_router/page/")}
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("space_router/web_ui/")}
     served = {path.removeprefix("/page/") if path != "/" else "index.html" for path in PAGE_FILES}
-    assert {f"space_router/page/{name}" for name in served} <= inside
+    assert {f"space_router/web_ui/{name}" for name in served} <= inside
     assert not [name for name in inside if name.endswith(".png")]

@@ -1,9 +1,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { FieldError, ServerError } from "../../router/space_router/page/request.mjs";
-import { BrokenStream } from "../../router/space_router/page/sse.mjs";
-import { fieldOf, wordsFor } from "../../router/space_router/page/trouble.mjs";
+import { FieldError, ServerError } from "../../router/space_router/web_ui/request.mjs";
+import { BrokenStream } from "../../router/space_router/web_ui/sse.mjs";
+import { fieldOf, wordsFor } from "../../router/space_router/web_ui/trouble.mjs";
 
 test("a refusal speaks for itself", () => {
   assert.equal(wordsFor(new ServerError(400, "`n` must be 1.", "n"), 3), "`n` must be 1.");

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from real_models import SHA256, folder
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_router.config import ServeConfig
 from space_router.text.model_text import ModelText

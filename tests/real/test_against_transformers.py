@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from space_eval.greedy_oracle import TIE_FACTOR
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_router.config import ServeConfig
 from space_router.text.model_text import ModelText

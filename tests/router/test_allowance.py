@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from space_router.allowance import Allowances
 from space_router.api_keys import ApiKey, KeyLimits
 from space_router.errors import RateLimited
 from space_router.metrics import Metrics
+from space_router.rate_limit import Allowances
 
 
 class Clock:

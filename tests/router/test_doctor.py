@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from space_proto.finding import Finding
-from space_router import doctor
+from space_common.finding import Finding
 from space_router.cli import main
+from space_router.commands import doctor
 from space_router.config import ServeConfig
 
 HEALTHY = [Finding("gpu", "ok", "There is none."), Finding("memory", "ok", "There is enough.")]

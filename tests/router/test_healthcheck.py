@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from space_router.healthcheck import main, started
+from space_router.commands.healthcheck import main, started
 from space_router.testing.certificates import authority, signed
 
 VENV = "/opt/spaceserve/bin"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_router import terminal_chat
-from space_router.terminal_chat import COMPLETION_TOKENS, Conversation, Settings, Tally
-from space_router.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer, own_key
-from space_router.terminal_paint import Paint, safe, wants_colour
+from space_router.commands import terminal_chat
+from space_router.commands.terminal_chat import COMPLETION_TOKENS, Conversation, Settings, Tally
+from space_router.commands.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer, own_key
+from space_router.commands.terminal_paint import Paint, safe, wants_colour
 
 
 class Terminal(io.StringIO):

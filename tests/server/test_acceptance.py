@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from space_server.acceptance import Acceptance, AcceptanceShape
+from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 
 
 def run(acceptance: Acceptance, chances: list[float], steps: int, seed: int = 0) -> None:

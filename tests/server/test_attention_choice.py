@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels.attention import space_attention
+from space_kernels.attention.torch_backend import space_attention
 from space_kernels.attention_backends import (
     ATTENTION_NAMES,
     BACKENDS,
@@ -15,11 +15,12 @@ from space_kernels.attention_backends import (
     UnusableAttention,
 )
 from space_kernels.dispatch import Attention
-from space_kernels.paging import StepRows
+from space_kernels.paging.slots import StepRows
 from space_model.model_facts import ModelFacts
 from space_router.config import settings
-from space_server import attention_choice
-from space_server.attention_choice import (
+from space_server.config import parse
+from space_server.startup import attention_choice
+from space_server.startup.attention_choice import (
     SECONDS,
     WEIGHTS,
     AttentionChoice,
@@ -30,7 +31,6 @@ from space_server.attention_choice import (
     choose_ops,
     scores,
 )
-from space_server.config import parse
 from space_server.testing import ScriptedModel
 from torch import Tensor
 

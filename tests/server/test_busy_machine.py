@@ -38,10 +38,10 @@ def test_a_worker_among_four_busy_processes_keeps_its_fair_share(tmp_path: Path,
 
 def _measure(folder: Path, batch: int) -> dict[str, Any]:
     """Tokens per second, by turns quiet and busy, and how many different texts there were."""
-    from space_kernels.cpu_library import cpu_library
-    from space_model.load import load_model
+    from space_kernels.build.cpu_library import cpu_library
+    from space_model.loading.load import load_model
     from space_model.testing import tiny_checkpoint
-    from space_server.passing_thread import in_passing_thread
+    from space_server.machine.run_in_thread import in_passing_thread
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_THREADS])  # all that is started from here on
     tiny_checkpoint(
@@ -70,9 +70,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _run(model: Any, batch: int, num_steps: int = 120) -> tuple[float, str]:
     """Tokens per second of this many decode steps, and all ids."""
     from space_proto import worker_pb2 as pb
-    from space_server.controller import FixedLayout
-    from space_server.introduction import PROTOCOL_MAJOR
+    from space_server.speculation.controller import FixedLayout
     from space_server.worker import Worker
+    from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
     length, pages = 32, 16
     worker = Worker(

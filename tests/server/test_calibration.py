@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.forward_batch import ForwardBatch
-from space_model.load import load_model
-from space_model.paged_kv import PagedKV
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.loading.load import load_model
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_server import calibration
-from space_server.calibration import (
+from space_server.device_runner.device_step import DeviceStep, StepKind
+from space_server.startup import calibration
+from space_server.startup.calibration import (
     AGREE,
     FEWEST,
     NUM_PASSES,
@@ -24,8 +25,7 @@ from space_server.calibration import (
     time_plain_step,
     time_steps,
 )
-from space_server.device_step import DeviceStep, StepKind
-from space_server.step_cost import StepCost, StepShape
+from space_server.step_costs.step_cost import StepCost, StepShape
 
 
 @pytest.fixture(scope="module")

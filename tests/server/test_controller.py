@@ -1,7 +1,7 @@
 """Layouts fit what a sequence has and can use."""
 
-from space_model.draft_layout import DraftLayout
-from space_server.controller import FixedLayout, Load, Room
+from space_model.geometry.draft_layout import DraftLayout
+from space_server.speculation.controller import FixedLayout, Load, Room
 
 
 def room(num_drafts: int = 5, max_masks: int = 5, num_left: int = 100) -> Room:

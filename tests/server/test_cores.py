@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from space_server.config import parse
-from space_server.cores import keep_off_last, num_cores, num_threads, parse_cores
+from space_server.machine.cores import keep_off_last, num_cores, num_threads, parse_cores
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.law_tensors import Stages
-from space_model.draft_layout import DraftLayout
-from space_model.load import load_model
+from space_kernels.sampling.sampling_tensors import Stages
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server import device_graphs
-from space_server.controller import FixedLayout
-from space_server.device_graphs import StepGraphs
-from space_server.device_step import StepKind
+from space_server.device_runner import device_graphs
+from space_server.device_runner.device_graphs import StepGraphs
+from space_server.device_runner.device_step import StepKind
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor

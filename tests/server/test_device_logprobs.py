@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels.sampling import log_probabilities
+from space_kernels.sampling.choice import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.device_logprobs import LogprobReport, few_asking, few_tops, num_cells, report
-from space_server.device_step import StepKind
+from space_server.device_runner.device_logprobs import LogprobReport, few_asking, few_tops, num_cells, report
+from space_server.device_runner.device_step import StepKind
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

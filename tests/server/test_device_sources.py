@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_kernels.law import Law
-from space_model.draft_layout import DraftLayout
-from space_model.load import load_model
+from space_kernels.sampling.sampling_params import Law
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.acceptance import Acceptance, AcceptanceShape
-from space_server.controller import Controller, FixedLayout, Load, Room
-from space_server.device_layout import layout_of_drafts
-from space_server.drafts import DraftSources
-from space_server.limits import Limits
-from space_server.sequence import Sequence
+from space_server.batch.limits import Limits
+from space_server.batch.sequence import Sequence
+from space_server.device_runner.device_layout import layout_of_drafts
+from space_server.drafts.acceptance import Acceptance, AcceptanceShape
+from space_server.drafts.drafts import DraftSources
+from space_server.speculation.controller import Controller, FixedLayout, Load, Room
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

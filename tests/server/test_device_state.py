@@ -8,25 +8,25 @@ from types import ModuleType
 
 import pytest
 import torch
-from space_kernels import choose as choosing
-from space_kernels import step_state
-from space_kernels.law import Law
-from space_kernels.law_tensors import LawRoom, Stages
-from space_kernels.processors import TokenCounts
-from space_kernels.sampling import Choice
-from space_kernels.step_index import StepIndex
-from space_kernels.step_state import RESULT_FIXED, Admission, StepState
-from space_kernels.step_verdict import EndCode
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch
-from space_model.paged_kv import PagedKV
-from space_server.controller import FixedLayout
-from space_server.limits import End, Limits
-from space_server.plan import Plan, plan_step
-from space_server.prefill_budget import PrefillBudget
-from space_server.sequence import Sequence
-from space_server.step import Stepper, StepTimes
-from space_server.step_cost import StepCost
+from space_kernels.sampling import device_sampling as choosing
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_tensors import LawRoom, Stages
+from space_kernels.step import state as step_state
+from space_kernels.step.state import RESULT_FIXED, Admission, StepState
+from space_kernels.step.step_verification import EndCode
+from space_kernels.step.uniform_index import StepIndex
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
+from space_server.batch.limits import End, Limits
+from space_server.batch.sequence import Sequence
+from space_server.host_runner.host_runner import Stepper, StepTimes
+from space_server.scheduling.prefill_budget import PrefillBudget
+from space_server.scheduling.scheduled_batch import Plan, plan_step
+from space_server.speculation.controller import FixedLayout
+from space_server.step_costs.step_cost import StepCost
 from space_server.testing import ScriptedModel
 from torch import Tensor
 
@@ -288,7 +288,8 @@ def test_hundreds_of_steps_emit_and_draft_what_the_host_does(layout: DraftLayout
 @pytest.mark.slow
 def test_kernels_take_the_same_steps() -> None:
     pytest.importorskip("triton")
-    from space_kernels import sampling_triton, step_state_triton
+    from space_kernels.sampling import sampling_triton
+    from space_kernels.step import state_triton as step_state_triton
 
     # The interpreter takes seconds for a choice of this batch; that kernels choose alike is shown by itself.
     choose = sampling_triton.choose if DEVICE == "cuda" else choosing.choose

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from space_model.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server import device_batch
 from space_server.__main__ import build_worker
 from space_server.config import parse
-from space_server.controller import Controller, FixedLayout
-from space_server.synthetic import SyntheticAcceptance
+from space_server.device_runner import device_batch
+from space_server.speculation.controller import Controller, FixedLayout
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels import norm, swiglu
 from space_kernels.dispatch import Ops
-from space_kernels.linear_cuda import CudaLinear
-from space_kernels.paging import StepRows
-from space_kernels.rotary import HeadNorm
-from space_kernels.step_tables import StepTables
-from space_model import compact_network
-from space_model.gated_lora import GatedLora
-from space_model.llama_cuda_network import LlamaCudaNetwork
-from space_model.load import load_model
+from space_kernels.layers import norm, swiglu
+from space_kernels.layers.rotary import HeadNorm
+from space_kernels.linear.cuda_linear import CudaLinear
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import StepTables
+from space_model.adapters.gated_lora import GatedLora
+from space_model.loading.load import load_model
+from space_model.networks import compact_network
+from space_model.networks.llama_cuda_network import LlamaCudaNetwork
+from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Ranks
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.device_step import StepKind, TensorForward
-from space_server.device_stepper import DeviceStepper
-from space_server.device_steps import DeviceSteps
-from space_server.synthetic import SyntheticAcceptance
+from space_server.device_runner.device_step import StepKind, TensorForward
+from space_server.device_runner.device_stepper import DeviceStepper
+from space_server.device_runner.device_steps import DeviceSteps
+from space_server.speculation.controller import FixedLayout
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
@@ -283,7 +283,7 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
     """Of a network of one layer, all of them, through the worker."""
     pytest.importorskip("triton")
     from space_kernels.dispatch import triton_ops
-    from space_kernels.linear import PackedLinear
+    from space_kernels.linear.packed_linear import PackedLinear
 
     kernels = triton_ops(PackedLinear)
     path = tiny_checkpoint(tmp_path, "llama", hidden_size=32, num_layers=1, num_heads=2, kv_heads=1, num_masks=2)

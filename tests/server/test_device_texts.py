@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch
-from space_model.load import load_model
-from space_model.paged_kv import PagedKV
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.loading.load import load_model
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout, Room
+from space_server.speculation.controller import FixedLayout, Room
 from space_server.step_model import StepModel
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import Worker

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from space_kernels import processors
-from space_kernels.law import Law
-from space_kernels.processors import TokenCounts
-from space_model.draft_layout import DraftLayout
+from space_kernels.sampling import logits_processors as processors
+from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling.sampling_params import Law
+from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
-from space_server import device_batch
-from space_server.calibration import Recorder
-from space_server.controller import FixedLayout
+from space_server.device_runner import device_batch
+from space_server.speculation.controller import FixedLayout
+from space_server.startup.calibration import Recorder
 from space_server.step_model import StepModel
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker

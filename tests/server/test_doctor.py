@@ -7,12 +7,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from space_kernels import cpu_library
+from space_common.finding import Finding
+from space_kernels.build import cpu_library
 from space_model.testing import tiny_checkpoint
-from space_proto.finding import Finding
 from space_server.__main__ import main as serve
 from space_server.config import parse
-from space_server.doctor import examine, main
+from space_server.startup.doctor import examine, main
 
 LISTEN = ["--listen", "unix:/nowhere", "--device", "cpu"]
 WORDS = [*LISTEN, "--model", "demo"]  # the last --model counts
@@ -95,7 +95,7 @@ def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from space_server.free_memory import FreeMemory
+    from space_server.machine.free_memory import FreeMemory
 
     monkeypatch.setattr(FreeMemory, "on", lambda device: FreeMemory(1000, "the machine's memory"))
     (failure,) = failures("--model", str(tiny))

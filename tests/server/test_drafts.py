@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from space_proto import worker_pb2 as pb
-from space_server import lookup
-from space_server.acceptance import Acceptance, AcceptanceShape
-from space_server.controller import FixedLayout
-from space_server.drafts import JUDGED_EVERY, LENGTHS, DraftSources, Proposal, Source, Trust, mask_chances
-from space_server.suffix_index import SuffixIndex
+from space_server.drafts import lookup
+from space_server.drafts.acceptance import Acceptance, AcceptanceShape
+from space_server.drafts.drafts import JUDGED_EVERY, LENGTHS, DraftSources, Proposal, Source, Trust, mask_chances
+from space_server.drafts.suffix_index import SuffixIndex
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import SOURCE_DRAFTS, Worker
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from space_model.checkpoint import Checkpoint
-from space_model.family import read_config
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import read_config
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.quantized_testing import write_quantized
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
-from space_server.cost_file import CostFile
-from space_server.doctor import examine
-from space_server.free_memory import FreeMemory
-from space_server.memory import NotEnoughMemory, choose_num_blocks
-from space_server.model_need import ModelNeed, check_fits
+from space_server.machine.free_memory import FreeMemory
+from space_server.machine.memory import NotEnoughMemory, choose_num_blocks
+from space_server.startup.cost_file import CostFile
+from space_server.startup.doctor import examine
+from space_server.startup.model_need import ModelNeed, check_fits
 from space_server.worker import Worker
 
 WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.paged_kv import PagedKV
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import Controller, FixedLayout, Room
+from space_server.speculation.controller import Controller, FixedLayout, Room
 from space_server.testing import Ran, ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from space_kernels.processors import TokenCounts
-from space_model.forward_batch import ForwardBatch
-from space_model.paged_kv import PagedKV
+from space_kernels.sampling.logits_processors import TokenCounts
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server import admission, worker
-from space_server.controller import FixedLayout
-from space_server.device_health import is_lost
+from space_server import worker
+from space_server.batch import admission
+from space_server.machine.device_health import is_lost
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 from torch import Tensor

@@ -13,16 +13,16 @@ from typing import NoReturn
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.paged_kv import PagedKV
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.follower import follow
-from space_server.lead_model import LeadModel
-from space_server.plan_message import Kind, PlanWriter
-from space_server.ranks import GroupLost, RankGroup
+from space_server.speculation.controller import FixedLayout
+from space_server.tensor_parallel.follower import follow
+from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.plan_message import Kind, PlanWriter
+from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_sum_over_three_ranks_however_many_rows_there_are(tmp
         """
         import sys, torch
         from torch.distributed import TCPStore
-        from space_server.ranks import RankGroup
+        from space_server.tensor_parallel.ranks import RankGroup
         rank, port = int(sys.argv[1]), sys.argv[2]
         if rank == 0:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

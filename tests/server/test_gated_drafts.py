@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_server.grammar.grammars import Grammars
 from space_server.grammar_testing import outputs
-from space_server.grammars import Grammars
 from space_server.testing import ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 

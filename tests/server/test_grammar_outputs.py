@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
+from space_server.grammar.grammars import Grammars
+from space_server.grammar.vocabulary import Vocabulary
 from space_server.grammar_testing import Case, choice_case, outputs, regex_case, rules_case, schema_case
-from space_server.grammars import Grammars
 from space_server.testing import Ran
-from space_server.vocabulary import Vocabulary
 
 EOS = 0
 PROMPTS = [[70, 71, 72, 73], [90, 21]]

@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
-from space_proto.grammar import GrammarError, compile_grammar
-from space_server.drafts import Forced
-from space_server.grammar_state import GrammarState
-from space_server.vocabulary import Vocabulary, ids_of
+from space_common.grammar import GrammarError, compile_grammar
+from space_server.drafts.drafts import Forced
+from space_server.grammar.grammar_state import GrammarState
+from space_server.grammar.vocabulary import Vocabulary, ids_of
 
 MASK, EOS, STOP = 0, 1, 2
 TEXTS = [b"", b"", b"", *(bytes([byte]) for byte in range(256)), b'{"', b'":', b"na", b"name", b'"name"', b"  ", b"yes"]

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from space_common.grammar_process import GrammarProcess
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_proto.grammar_process import GrammarProcess
-from space_router.engine.seat import GRAMMAR_SECONDS
-from space_server.controller import FixedLayout
-from space_server.drafts import DraftSources
+from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
+from space_server.drafts.drafts import DraftSources
+from space_server.grammar.grammar_trial import GrammarTrial
+from space_server.grammar.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
+from space_server.grammar.vocabulary import Vocabulary
 from space_server.grammar_testing import outputs
-from space_server.grammar_trial import GrammarTrial
-from space_server.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import Ran, ScriptedModel, SmallRouter
-from space_server.vocabulary import Vocabulary
 from space_server.worker import Worker
 
 EOS = 0
@@ -312,7 +312,7 @@ def test_a_grammar_is_kept(byte_model: SpaceModel, grammars: Grammars, monkeypat
         sources.append(source)
         return compile_grammar(tokenizer, kind, source)
 
-    from space_server import grammars as module
+    from space_server.grammar import grammars as module
 
     compile_grammar = module.compile_grammar
     monkeypatch.setattr(module, "compile_grammar", compile_and_note)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch
-from space_model.paged_kv import PagedKV
-from space_server.device_step import StepKind
-from space_server.device_stepper import DeviceStepper
-from space_server.largest_step import bytes_of_graphs, take_largest_step
-from space_server.memory import NotEnoughMemory, is_out_of_memory
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
+from space_server.device_runner.device_step import StepKind
+from space_server.device_runner.device_stepper import DeviceStepper
+from space_server.machine.memory import NotEnoughMemory, is_out_of_memory
+from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
 from space_server.testing import ScriptedModel
 from torch import Tensor
 

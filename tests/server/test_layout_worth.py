@@ -5,8 +5,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_model.draft_layout import DraftLayout
-from space_server.layout_worth import Worth, worths
+from space_model.geometry.draft_layout import DraftLayout
+from space_server.speculation.layout_yield import Worth, worths
 
 chances_of = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4).map(tuple)
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from space_model.layer_reference import CONTEXT
 from space_model.testing import tiny_checkpoint
+from space_model.verification.layer_reference import CONTEXT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
 
@@ -22,17 +22,17 @@ SHARD = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2
 CHILD = """
 import gc, json, sys, threading
 from pathlib import Path
-from space_server.host_memory import use_one_heap
+from space_server.machine.host_memory import use_one_heap
 
 use_one_heap()
 import torch
-from space_model.checkpoint import Checkpoint
-from space_model.family import read_config
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import read_config
+from space_model.loading.load import load_model
 from space_model.mapped_files import give_back
-from space_model.sharded_model import read_part
-from space_model.tensor_parallel import Share
-from space_model.whole_model import stream_model
+from space_model.loading.sharded_model import read_part
+from space_model.networks.tensor_parallel import Share
+from space_model.loading.whole_model import stream_model
 
 torch.set_num_threads(1)
 small, path = sys.argv[1:]

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from space_server.lookup import SHORTEST_MATCH, Lookup
-from space_server.suffix_index import LONGEST, RUNS, SuffixIndex
+from space_server.drafts.lookup import SHORTEST_MATCH, Lookup
+from space_server.drafts.suffix_index import LONGEST, RUNS, SuffixIndex
 
 
 def longest_by_search(ids: list[int]) -> int:

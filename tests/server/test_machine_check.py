@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from space_server import machine_check
 from space_server.__main__ import _check_machine
 from space_server.config import parse
-from space_server.machine_check import TorchBuild, check_compiler, check_gpu, check_shared_memory
-from space_server.nvml import NvmlError
+from space_server.machine.nvml import NvmlError
+from space_server.startup import machine_check
+from space_server.startup.machine_check import TorchBuild, check_compiler, check_gpu, check_shared_memory
 
 H100 = SimpleNamespace(name="NVIDIA H100", memory=80 * 1024**3)
 CUDA_13 = TorchBuild("2.13.0", "13.0", sees_gpu=True)

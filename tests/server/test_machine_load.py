@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_server.machine_load import MOST_WAITING, GpuLoad, LoadWatch
-from space_server.nvml import Nvml
+from space_server.machine.machine_load import MOST_WAITING, GpuLoad, LoadWatch
+from space_server.machine.nvml import Nvml
 
 OWN = 42
 
@@ -161,7 +161,7 @@ def test_the_gpu_is_found_by_its_number_for_life() -> None:
 
 
 def test_a_sample_of_a_process_has_the_driver_s_own_layout() -> None:
-    from space_server.nvml import _ProcessUtilization
+    from space_server.machine.nvml import _ProcessUtilization
 
     assert ctypes.sizeof(_ProcessUtilization) == 32
     assert _ProcessUtilization.multiprocessors.offset == 16

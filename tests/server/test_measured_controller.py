@@ -6,12 +6,12 @@ from collections.abc import Callable
 from itertools import pairwise, takewhile
 
 import pytest
-from space_model.draft_layout import DraftLayout
-from space_server import trials
-from space_server.acceptance import Acceptance, AcceptanceShape
-from space_server.controller import Load, Room
-from space_server.layout_worth import worths
-from space_server.measured_controller import (
+from space_model.geometry.draft_layout import DraftLayout
+from space_server.drafts.acceptance import Acceptance, AcceptanceShape
+from space_server.speculation import speculation_probe as trials
+from space_server.speculation.controller import Load, Room
+from space_server.speculation.layout_yield import worths
+from space_server.speculation.speculation_controller import (
     CHANGE,
     EVERY,
     PATIENCE,
@@ -21,7 +21,7 @@ from space_server.measured_controller import (
     Crowd,
     MeasuredController,
 )
-from space_server.step_cost import StepCost, StepShape
+from space_server.step_costs.step_cost import StepCost, StepShape
 
 ROOM_ENOUGH = 100
 CHANCES = (0.7, 0.6, 0.5, 0.5, 0.5)

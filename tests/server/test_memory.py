@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_server.free_memory import FreeMemory
-from space_server.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, parse_amount
+from space_server.machine.free_memory import FreeMemory
+from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, parse_amount
 from space_server.testing import ScriptedModel
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
@@ -117,7 +117,7 @@ def test_a_process_has_what_the_groups_around_it_leave(tmp_path: Path) -> None:
 def test_a_process_has_what_its_own_limits_leave() -> None:
     script = (
         "import resource, torch\n"
-        "from space_server.free_memory import FreeMemory\n"
+        "from space_server.machine.free_memory import FreeMemory\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
         "found = FreeMemory.on(torch.device('cpu'))\n"
         'assert found.bound == "this process\'s limit (ulimit -d)", found\n'

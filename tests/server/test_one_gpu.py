@@ -8,8 +8,8 @@ import sys
 import pytest
 from space_model.model_error import InvalidSetting
 from space_server.config import parse
-from space_server.one_gpu import on_first_gpu
-from space_server.rank_place import RankPlace
+from space_server.startup.one_gpu import on_first_gpu
+from space_server.tensor_parallel.rank_place import RankPlace
 
 RANKS = {"WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 

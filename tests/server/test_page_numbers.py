@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from space_proto import worker_pb2 as pb
 from space_server import worker
-from space_server.page_numbers import appended, begins_with
+from space_server.batch.page_numbers import appended, begins_with
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 

@@ -2,14 +2,14 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from space_kernels.law import Law
-from space_model.draft_layout import DraftLayout
-from space_server.controller import FixedLayout
-from space_server.limits import Limits
-from space_server.plan import plan_step
-from space_server.prefill_budget import LEAST_ROWS, PrefillBudget
-from space_server.sequence import Sequence
-from space_server.step_cost import StepCost, StepShape
+from space_kernels.sampling.sampling_params import Law
+from space_model.geometry.draft_layout import DraftLayout
+from space_server.batch.limits import Limits
+from space_server.batch.sequence import Sequence
+from space_server.scheduling.prefill_budget import LEAST_ROWS, PrefillBudget
+from space_server.scheduling.scheduled_batch import plan_step
+from space_server.speculation.controller import FixedLayout
+from space_server.step_costs.step_cost import StepCost, StepShape
 
 BLOCK = 16
 PLAIN = FixedLayout(lambda room: DraftLayout.plain())

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import Segment
-from space_server.plan_message import Kind, Message, MessageLost, PlanReader, PlanWriter
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import Segment
+from space_server.tensor_parallel.plan_message import Kind, Message, MessageLost, PlanReader, PlanWriter
 
 
 def some_steps(rng: random.Random) -> Iterator[list[Segment]]:

@@ -14,7 +14,7 @@ from space_model.model_error import ModelError
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_router.config import ServeConfig
-from space_router.workers.command import worker_command
+from space_router.engine.workers.worker_command import worker_command
 from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
 
 FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]

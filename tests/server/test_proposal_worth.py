@@ -1,13 +1,12 @@
 """Drafts that no mask made are taken where all of a step are worth their time, and texts are read where that pays."""
 
 import pytest
-from space_model.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
-from space_server.acceptance import Acceptance, AcceptanceShape
-from space_server.controller import FixedLayout, Load, Room
-from space_server.drafts import DraftSources
-from space_server.measured_controller import PATIENCE, SELDOM, MeasuredController
-from space_server.proposal_worth import (
+from space_server.drafts.acceptance import Acceptance, AcceptanceShape
+from space_server.drafts.drafts import DraftSources
+from space_server.speculation.controller import FixedLayout, Load, Room
+from space_server.speculation.lookup_policy import (
     GAIN_RATE,
     LONGEST_NAP,
     NAP,
@@ -17,7 +16,8 @@ from space_server.proposal_worth import (
     Offer,
     ProposalWorth,
 )
-from space_server.step_cost import StepCost, StepShape
+from space_server.speculation.speculation_controller import PATIENCE, SELDOM, MeasuredController
+from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
 

@@ -11,12 +11,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from space_common.log_lines import JsonLines
+from space_common.tracing import TracingUnavailable, check_tracing, exporting
 from space_proto import worker_pb2 as pb
-from space_proto.log_lines import JsonLines
-from space_proto.tracing import TracingUnavailable, check_tracing, exporting
 from space_server.config import parse
-from space_server.conversation import Conversation
-from space_server.sequence_spans import SequenceSpans
+from space_server.grpc_server.router_session import Conversation
+from space_server.grpc_server.sequence_spans import SequenceSpans
 from space_server.testing import ScriptedModel
 from space_server.worker import Worker
 
@@ -168,7 +168,7 @@ def test_what_is_not_spoken_is_refused_by_name(name: str, value: str) -> None:
 
 
 def test_without_the_packages_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("space_proto.tracing.PACKAGES", ("opentelemetry.no_such_part",))
+    monkeypatch.setattr("space_common.tracing.PACKAGES", ("opentelemetry.no_such_part",))
     with pytest.raises(TracingUnavailable, match=r"pip install 'spaceserve\[tracing\]'"):
         check_tracing({})
 

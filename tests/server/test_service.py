@@ -9,15 +9,15 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from space_model.forward_batch import ForwardBatch
-from space_model.paged_kv import PagedKV
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
-from space_server import service
-from space_server.controller import FixedLayout
-from space_server.conversation import MAX_UNSENT, Conversation
-from space_server.energy import Meter
-from space_server.service import WorkerService, start_server
+from space_server.grpc_server import service
+from space_server.grpc_server.router_session import MAX_UNSENT, Conversation
+from space_server.grpc_server.service import WorkerService, start_server
+from space_server.machine.energy import Meter
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import Peer, ScriptedModel
 from space_server.worker import Worker
 from torch import Tensor

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_kernels import cpu_library
-from space_model.load import load_model
+from space_kernels.build import cpu_library
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_server import calibration
-from space_server.calibration import FEWEST, PLAIN_STEP, Calibration, Timing
-from space_server.cost_file import BadCostFile, CostFile
-from space_server.machine_load import Load, LoadWatch
-from space_server.starting_costs import StartingCosts, starting_costs, tolerance
-from space_server.step_cost import Point, StepShape
+from space_server.machine.machine_load import Load, LoadWatch
+from space_server.startup import calibration
+from space_server.startup.calibration import FEWEST, PLAIN_STEP, Calibration, Timing
+from space_server.startup.cost_file import BadCostFile, CostFile
+from space_server.startup.starting_costs import StartingCosts, starting_costs, tolerance
+from space_server.step_costs.step_cost import Point, StepShape
 
 SHAPES = [StepShape(n, n * (1 + drafts), n * drafts, n * (drafts > 0)) for n in (1, 2, 4, 8) for drafts in (0, 1, 2, 3)]
 NOON = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost, StepShape, read_points, write_points
+from space_server.step_costs.step_cost import BENDS, CROWDS, DEPTHS, StepCost, StepShape, read_points, write_points
 
 
 def true_seconds(shape: StepShape) -> float:

@@ -23,21 +23,21 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from space_model.forward_batch import ForwardBatch, Segment
-from space_model.load import load_model
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
+from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
-from space_model.tensor_parallel import Ranks
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.__main__ import main
 from space_server.config import parse
-from space_server.controller import FixedLayout
-from space_server.lead_model import LeadModel
-from space_server.rank_place import RankPlace
-from space_server.rank_start import leading
-from space_server.ranks import GROUP_LOST, GroupLost
+from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
+from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.rank_place import RankPlace
+from space_server.tensor_parallel.rank_start import leading
+from space_server.tensor_parallel.ranks import GROUP_LOST, GroupLost
 from space_server.testing import Ran, ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 

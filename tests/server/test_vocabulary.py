@@ -9,7 +9,7 @@ import tokenizers
 from space_model.testing import tiny_checkpoint
 from space_router.text.testing import write_checkpoint
 from space_router.text.tokenizer import Tokenizer
-from space_server.vocabulary import NoVocabulary, Vocabulary, bits_of, ids_of
+from space_server.grammar.vocabulary import NoVocabulary, Vocabulary, bits_of, ids_of
 from tokenizers import AddedToken, decoders, models, normalizers
 
 

@@ -1,9 +1,9 @@
 """The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
 
 import pytest
-from space_model.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout, Room
+from space_server.speculation.controller import FixedLayout, Room
 from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import ProtocolError, Worker
 

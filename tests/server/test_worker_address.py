@@ -12,10 +12,10 @@ import pytest
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_router.testing.certificates import authority, signed
-from space_server import service as service_module
 from space_server.config import parse
-from space_server.controller import FixedLayout
-from space_server.service import WorkerService, start_server
+from space_server.grpc_server import service as service_module
+from space_server.grpc_server.service import WorkerService, start_server
+from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel
 from space_server.tls import mutual_tls
 from space_server.worker import Worker

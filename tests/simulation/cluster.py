@@ -10,13 +10,13 @@ from typing import Any
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.live_request import LiveRequest
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.scheduler import Scheduler
-from space_router.engine.seat import Seat
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.worker_connection import Seat
 from space_router.metrics import Metrics
-from space_router.workers.cause import Cause
-from space_server.introduction import PROTOCOL_MAJOR
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from simulation.worker import SimulatedWorker
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Refused
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.stream import Stream
-from space_server.step_cost import StepCost
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.stream import Stream
+from space_server.step_costs.step_cost import StepCost
 
 from simulation.cluster import SimulatedCluster
 from simulation.machine import KnownCost, SimulatedMachine, estimate

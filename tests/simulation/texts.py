@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from space_kernels.noise import request_key
+from space_kernels.sampling.noise import request_key
 
 VOCABULARY = 1 << 30
 """Token ids: so many that two texts share none unless they share a prefix on purpose."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from space_model.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
-from space_model.paged_kv import PagedKV
-from space_server.controller import Controller, FixedLayout, Load, Room
-from space_server.measured_controller import MeasuredController
-from space_server.plan import Plan, shape_of
-from space_server.step import Advance, Stepper, StepTimes
-from space_server.step_cost import StepCost
+from space_model.networks.paged_kv import PagedKV
+from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
+from space_server.scheduling.scheduled_batch import Plan, shape_of
+from space_server.speculation.controller import Controller, FixedLayout, Load, Room
+from space_server.speculation.speculation_controller import MeasuredController
+from space_server.step_costs.step_cost import StepCost
 from space_server.worker import Worker
 
 from simulation.machine import SimulatedMachine

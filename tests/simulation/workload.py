@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
 
 from simulation.texts import EOS, prefix_ids, prompt_ids
 

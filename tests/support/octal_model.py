@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from exact_distribution import Floats, softmax
 from space_eval.desk import Desk, Record, Request
-from space_kernels.processors import Row, process
-from space_kernels.sampling import Choice
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.logits_processors import Row, process
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.draft_source import DraftSource
+from space_server.drafts.draft_source import DraftSource
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

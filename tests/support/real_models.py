@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from space_kernels.cache_folder import cache_folder
+from space_kernels.build.cache_folder import cache_folder
 
 SHA256 = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 from exact_distribution import Floats, softmax
-from space_model.draft_layout import DraftLayout
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
 from verification_rules import Rule, outcome_distribution, pair_distribution
 

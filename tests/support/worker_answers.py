@@ -8,10 +8,10 @@ from space_eval.drafters import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.text.model_text import ModelText
-from space_server.controller import FixedLayout
-from space_server.drafts import DraftSources
-from space_server.measured_controller import MeasuredController
-from space_server.step_cost import StepCost, StepShape
+from space_server.drafts.drafts import DraftSources
+from space_server.speculation.controller import FixedLayout
+from space_server.speculation.speculation_controller import MeasuredController
+from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
 BLOCK_SIZE = 16

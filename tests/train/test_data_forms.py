@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_train.data_error import BadRecord
-from space_train.data_forms import Conversation, PlainText, Role, documents
-from space_train.data_source import Record, records
+from space_train.data.data_error import BadRecord
+from space_train.data.data_forms import Conversation, PlainText, Role, documents
+from space_train.data.data_source import Record, records
 
 ASKED_AND_ANSWERED = [("user", "Hi?", False), ("assistant", "Ho.", True)]
 

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 import torch
 from space_model.testing import tiny_checkpoint
-from space_train.estimate import main, number, to_markdown
-from space_train.example import Example
-from space_train.flops import ModelCost, flops_of
-from space_train.mixed_rows import MixedRows, Stream
-from space_train.model_shape import SHAPES, ModelShape, UnknownShape
-from space_train.packed_examples import PackedExamples
-from space_train.train_batch import TrainBatch, train_batch
-from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
-from space_train.trainee import Trainee
-from space_train.training_cost import (
+from space_train.costs.flops import ModelCost, flops_of
+from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
+from space_train.costs.training_cost import (
     ALLOWANCE,
     FILL,
     GPUS,
@@ -28,6 +21,13 @@ from space_train.training_cost import (
     fitted,
     masks_per_token,
 )
+from space_train.data.example import Example
+from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.packed_examples import PackedExamples
+from space_train.data.train_batch import TrainBatch, train_batch
+from space_train.estimate import main, number, to_markdown
+from space_train.networks.trainee import Trainee
+from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
-from space_train.chat_text import TEMPLATES, ChatText
-from space_train.data_error import BadRecord, DataError, NothingToLearn, UnusableTemplate, UnusableTokenizer
-from space_train.data_forms import Conversation, PlainText, Role, Turn
-from space_train.data_source import Record
-from space_train.example_encoder import Encoder
-from space_train.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
+from space_train.data.chat_text import TEMPLATES, ChatText
+from space_train.data.data_error import BadRecord, DataError, NothingToLearn, UnusableTemplate, UnusableTokenizer
+from space_train.data.data_forms import Conversation, PlainText, Role, Turn
+from space_train.data.data_source import Record
+from space_train.data.example_encoder import Encoder
+from space_train.data.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from space_model.testing import tiny_checkpoint
-from space_train.example import Example
-from space_train.flops import ModelCost, flops_of
+from space_train.costs.flops import ModelCost, flops_of
+from space_train.data.example import Example
+from space_train.data.train_batch import train_batch
+from space_train.networks.trainee import Trainee
 from space_train.testing import random_ids, read_model, rows_for, tiny_plan
-from space_train.train_batch import train_batch
 from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.trainee import Trainee
 from torch.utils.flop_counter import FlopCounterMode
 
 FULL_ROWS = [Example(random_ids(32, seed), [True] * 32) for seed in range(8)]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_train.interruption import interruptions, stopped_at_once
 from space_train.run_folder import STATE_FILE
+from space_train.training.interruption import interruptions, stopped_at_once
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

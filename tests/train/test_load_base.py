@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import UnsupportedModel
 from space_model.testing import tiny_checkpoint
 from space_train.session import load_base

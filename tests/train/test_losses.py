@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from space_train import losses
-from space_train.losses import best, chances, hard, soft, survival, weighted
+from space_train.networks import losses
+from space_train.networks.losses import best, chances, hard, soft, survival, weighted
 from torch import Tensor
 
 E, V, N = 4, 7, 9

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from space_train.mixed_rows import PERIOD, MixedRows, Stream, with_own_texts
-from space_train.packed_examples import ExampleRows
+from space_train.data.mixed_rows import PERIOD, MixedRows, Stream, with_own_texts
+from space_train.data.packed_examples import ExampleRows
 from torch import Tensor
 
 

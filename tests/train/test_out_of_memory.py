@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from space_train.model_shape import SHAPES
-from space_train.out_of_memory import cure_of
+from space_train.costs.model_shape import SHAPES
+from space_train.costs.out_of_memory import cure_of
+from space_train.costs.training_cost import GB, estimate
 from space_train.train_plan import Method, TrainPlan
-from space_train.training_cost import GB, estimate
 
 ONE_B = SHAPES["1b"]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from space_train.examples import Example
-from space_train.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe, keep_asked
-from space_train.self_generate import own_examples
+from space_train.data.examples import Example
+from space_train.self_generation.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe, keep_asked
+from space_train.self_generation.self_generate import own_examples
 
 RECIPE = Recipe("abc", 12, True)
 TEXT = OwnText((1, 2), (3,), 0.7, 9)
@@ -61,7 +61,7 @@ def test_a_full_disk_is_named_and_half_a_line_is_forgotten(tmp_path: Path, monke
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data[:50])  # a disk may take a part
 
-    monkeypatch.setattr("space_train.own_text_file.io.FileIO", FillsUp)
+    monkeypatch.setattr("space_train.self_generation.own_text_file.io.FileIO", FillsUp)
     with OwnTextFile(path, RECIPE) as file:
         file.append(replace(TEXT, seed=0))
         file.append(replace(TEXT, seed=1))

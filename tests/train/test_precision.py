@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
 from space_train.session import choose_precision, load_base

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from space_train import demo
-from space_train.corpus import build_corpus
-from space_train.sources import Source
-from space_train.stage import load_checkpoint
+from space_train.data.corpus import build_corpus
+from space_train.data.sources import Source
+from space_train.training.stage import load_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FILES = ("heapq.py", "json/decoder.py", "json/encoder.py", "statistics.py")

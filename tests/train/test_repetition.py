@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from space_train.network import Network, NetworkShape
-from space_train.repetition import DECAY, loop_loss, looped
+from space_train.networks.network import Network, NetworkShape
+from space_train.self_generation.repetition import DECAY, loop_loss, looped
 
 LINE_END = 9
 

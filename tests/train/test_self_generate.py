@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
-from space_server.service import WorkerService, start_server
+from space_server.grpc_server.service import WorkerService, start_server
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
-from space_train import self_generate
-from space_train.examples import Example
-from space_train.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
-from space_train.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts
-from space_train.worker_process import WorkerLost, WorkerProcess
+from space_train.data.examples import Example
+from space_train.self_generation import self_generate
+from space_train.self_generation.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
+from space_train.self_generation.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts
+from space_train.self_generation.worker_process import WorkerLost, WorkerProcess
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[20 + 7 * i % 80 for i in range(first, first + 1 + first % 5)] for first in range(7)]

@@ -8,10 +8,10 @@ from space_model.testing import tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.text.chat_template import BUILT_IN
 from space_router.text.model_text import ModelText
-from space_train.chat_text import TEMPLATES, ChatText
-from space_train.data_forms import Conversation, Role, Turn
-from space_train.data_source import Record
-from space_train.example_encoder import Encoder
+from space_train.data.chat_text import TEMPLATES, ChatText
+from space_train.data.data_forms import Conversation, Role, Turn
+from space_train.data.data_source import Record
+from space_train.data.example_encoder import Encoder
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

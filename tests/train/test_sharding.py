@@ -8,12 +8,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from space_model.testing import tiny_checkpoint
-from space_train import sharding
-from space_train.sharding import SWITCH, check_can_shard, check_parts, shard_like, take_request, whole
+from space_train.data.train_batch import train_batch
+from space_train.networks.trainee import Trainee
 from space_train.testing import rows_for, run, tiny_plan
-from space_train.train_batch import train_batch
 from space_train.train_plan import InvalidPlan, Method
-from space_train.trainee import Trainee
+from space_train.training import sharding
+from space_train.training.sharding import SWITCH, check_can_shard, check_parts, shard_like, take_request, whole
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

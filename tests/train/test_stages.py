@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from space_train.draft_head import DraftHead
-from space_train.network import Network, NetworkShape
-from space_train.packed_tokens import PackedTokens
-from space_train.pretrain import PretrainPlan, bits_per_byte, pretrain
+from space_train.data.packed_tokens import PackedTokens
+from space_train.networks.draft_head import DraftHead
+from space_train.networks.network import Network, NetworkShape
 from space_train.schedule import Budget
-from space_train.stage import Measures, Pace
 from space_train.train_plan import HeadForm
+from space_train.training.pretrain import PretrainPlan, bits_per_byte, pretrain
+from space_train.training.stage import Measures, Pace
 
 SHAPE = NetworkShape(40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 OFTEN = Pace(checkpoint=0.0, line=1e9, evaluation=1e9)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.quantized_testing import write_quantized
 from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
-from space_train.chat_text import TEMPLATES
-from space_train.stage import load_checkpoint
+from space_train.data.chat_text import TEMPLATES
+from space_train.training.stage import load_checkpoint
 from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
@@ -154,7 +154,7 @@ def test_text_of_its_own_is_written_once_and_learnt_from(
     assert train(base, chats, tmp_path, flags + " --steps 4") == 0
     assert (tmp_path / "own_texts.jsonl").read_bytes() == before
     with monkeypatch.context() as patch:
-        patch.delattr("space_train.self_generate.WorkerProcess")  # nothing is left to write
+        patch.delattr("space_train.self_generation.self_generate.WorkerProcess")  # nothing is left to write
         assert train(base, chats, tmp_path, flags + " --restart") == 0
     assert (tmp_path / "own_texts.jsonl").read_bytes() == before, "texts that the new run asks for, too"
     assert json.loads((tmp_path / "own_texts.cost.json").read_text())["rows"] == cost["rows"]
@@ -191,7 +191,7 @@ def test_a_quantised_model_is_named_before_the_data_is_read(
     kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_quantized(base, tmp_path / "small", tmp_path / "plain", kind)
-    monkeypatch.setattr("space_train.quantised_base.has_kernels", lambda _: False)
+    monkeypatch.setattr("space_train.training.quantised_base.has_kernels", lambda _: False)
     for flags, words in (("", "is not here"), ("--method full", "its weights cannot move, as method full has them do")):
         code = train(tmp_path / "small", tmp_path / "no data", tmp_path / "out", flags)
         assert_refused(capsys, code, rf"small is quantised \(.*{words}\. Train the model that it was quantised from")
@@ -204,7 +204,7 @@ def test_memory_that_does_not_suffice_is_named_and_the_run_goes_on_in_more_parts
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("space_train.trainer.Run.update", full)
+        patch.setattr("space_train.training.trainer.Run.update", full)
         code = train(base, chats, tmp_path)
     assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 4, ")
     assert train(base, chats, tmp_path, "--accumulate 4") == 0
@@ -276,7 +276,7 @@ def test_training_into_the_model_itself_is_refused_before_anything_is_lost(
     assert sorted(file.name for file in (tmp_path / "model").iterdir()) == before
 
 
-@pytest.mark.parametrize("place", ["space_train.trainer.write_checkpoint", "space_train.session.write_report"])
+@pytest.mark.parametrize("place", ["space_train.training.trainer.write_checkpoint", "space_train.session.write_report"])
 def test_a_run_that_is_stopped_behind_its_last_update_says_what_it_keeps(
     place: str,
     base: Path,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
+from space_train.data.train_batch import Texts
+from space_train.reporting.run_report import write_report
 from space_train.run_folder import STATE_FILE
-from space_train.run_report import write_report
 from space_train.schedule import Budget
-from space_train.stage import load_checkpoint
 from space_train.testing import (
     decoder_rows,
     random_ids,
@@ -19,8 +19,8 @@ from space_train.testing import (
     run,
     tiny_plan,
 )
-from space_train.train_batch import Texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.training.stage import load_checkpoint
 from torch.nn import functional
 
 
@@ -213,7 +213,7 @@ def test_held_out_figures_are_counted_within_documents_by_hand(base: Path, tmp_p
 
 
 def test_more_than_nine_masks_are_counted_in_their_order() -> None:
-    from space_train.agreement import tokens_per_step
+    from space_train.training.agreement import tokens_per_step
 
     shares = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
     product, expected = 1.0, 1.0

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from space_model.gated_lora import GATED_LORA_FILE, GatedLora
-from space_model.load import load_model
+from space_model.adapters.gated_lora import GATED_LORA_FILE, GatedLora
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_train.anchors import AnchorRows, anchor_rows
-from space_train.losses import Losses
+from space_train.data.anchors import AnchorRows, anchor_rows
+from space_train.data.train_batch import Texts, TrainBatch, train_batch
+from space_train.networks.losses import Losses
+from space_train.networks.trainee import Trainee
 from space_train.testing import decoder_rows, random_ids, read_model, rows_for, tiny_plan
-from space_train.train_batch import Texts, TrainBatch, train_batch
 from space_train.train_plan import Method, TrainPlan
-from space_train.trainee import Trainee
 from torch import Tensor
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "cohere2", "phi3", "qwen3_moe"]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
-from space_train.interruption import Interrupted
-from space_train.losses import Losses
-from space_train.optimiser import Diverged
+from space_train.data.train_batch import Texts, TrainBatch
+from space_train.networks.losses import Losses
+from space_train.networks.trainee import Trainee
 from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
-from space_train.stage import Measures, load_checkpoint
 from space_train.testing import (
     random_examples,
     random_ids,
@@ -24,10 +23,11 @@ from space_train.testing import (
     run,
     tiny_plan,
 )
-from space_train.train_batch import Texts, TrainBatch
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.trainee import Trainee
-from space_train.trainer import Run
+from space_train.training.interruption import Interrupted
+from space_train.training.optimiser import Diverged
+from space_train.training.stage import Measures, load_checkpoint
+from space_train.training.trainer import Run
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) 
     """A text that repeats itself: masks can know what is behind the bonus."""
     plan = tiny_plan(budget=Budget(steps=60), rows_per_step=8, evaluations=1, distill=False, anchors_per_token=0.5)
     pattern = random_ids(7, 3)
-    from space_train.example import Example
+    from space_train.data.example import Example
 
     texts = [Example((pattern * 8)[start : start + 32], [True] * 32) for start in range(7)]
     data = rows_for(plan, texts)

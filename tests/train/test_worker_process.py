@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from space_train.worker_process import WorkerDidNotStart, WorkerProcess
+from space_train.self_generation.worker_process import WorkerDidNotStart, WorkerProcess
 
 
 @pytest.fixture

@@ -5,37 +5,15 @@ import time
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_router.api.answers import error_answer, unforeseen
 from space_router.api.service import Service
 from space_router.api.timing import RECEIVED
 from space_router.errors import ApiError
-from space_router.page.files import PAGE_FILES
+from space_router.http_server.answers import error_answer, unforeseen
+from space_router.http_server.paths import GENERATING_PATHS, is_open
 
 log = logging.getLogger(__name__)
-
-OPEN_PATHS = frozenset(
-    {"/health", "/readyz", "/ping", "/livez", "/startupz", "/version", "/metrics", "/docs", "/openapi.json"}
-)
-"""What probes, scrapers and readers of the documentation reach without a key."""
-
-GENERATING_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/generate_stream", "/", "/invocations"}
-)
-"""Where a POST asks for text: what an API key's limits are about, and what a full queue refuses unread."""
-
-
-def is_open(path: str, method: str) -> bool:
-    """Needs no key. The page asks for one itself; `POST /` is not the page."""
-    return path in OPEN_PATHS or (method in ("GET", "HEAD") and path in PAGE_FILES)
-
-
-def key_of(request: Request) -> str:
-    """The name of the API key that a request came with, a hash of it; "" where the server has no keys."""
-    name: str = request.scope.get("spaceserve.key", "")
-    return name
 
 
 class Access:

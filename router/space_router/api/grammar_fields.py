@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import orjson
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
-from space_proto.grammar import MOST_CHARACTERS
+from space_common.grammar import MOST_CHARACTERS
 
-from space_router.api.body import Body, shown
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request import Grammar
+from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
+from space_router.http_server.body import Body, shown
 from space_router.text.grammar import GrammarCheck
 
 OLD_NAMES = {

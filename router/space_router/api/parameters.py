@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from space_router.engine.request import Grammar
+from space_router.engine.request.request import Grammar
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
 from space_router.text.text_stream import TextRules
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 
+from space_router.api.generation import Progress
 from space_router.api.plan import Plan
-from space_router.api.running import Progress
-from space_router.engine.request import TokenLogprobs
+from space_router.engine.request.request import TokenLogprobs
 from space_router.text.text_stream import TextDelta
 
 Step = list[tuple[Progress, TextDelta]]

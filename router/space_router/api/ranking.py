@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from space_router.api.running import Written
+from space_router.api.generation import Written
 from space_router.text.text_stream import TextToken
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from space_router.api.body import BOOKKEEPING, Body
+from space_router.http_server.body import BOOKKEEPING, Body
 
 Responses = dict[int | str, dict[str, Any]]
 

@@ -4,18 +4,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from space_router.allowance import Allowances
-from space_router.api.door import Door
+from space_router.api.generation import Running, translate
 from space_router.api.grammar_fields import checked
 from space_router.api.plan import Plan
-from space_router.api.running import Running, translate
+from space_router.api.request_builder import Door
 from space_router.api_keys import ApiKeys, KeyLimits
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.request import Grammar
-from space_router.engine.rolling_restart import RollingRestart
+from space_router.engine.request.request import Grammar
+from space_router.engine.workers.rolling_restart import RollingRestart
 from space_router.errors import Unavailable
 from space_router.metrics import Metrics
+from space_router.rate_limit import Allowances
 from space_router.text.grammar import GrammarCheck
 from space_router.text.model_text import ModelText
 

@@ -4,7 +4,7 @@ import time
 
 from starlette.requests import Request
 
-from space_router.api.running import Running
+from space_router.api.generation import Running
 
 RECEIVED = "spaceserve.received"
 """Where a request's scope notes when it came: monotonic seconds."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from space_router.api.generation import Progress
 from space_router.api.plan import Plan
-from space_router.api.running import Progress
 
 
 def usage(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from types import TracebackType
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
-from space_router.engine.admission import Admission, Admitted
-from space_router.engine.door import LoadFigures, allowed_tokens, worth_waiting
+from space_router.engine.engine_metrics import Observer
 from space_router.engine.errors import (
     DeadlineExceeded,
     Draining,
@@ -22,24 +21,25 @@ from space_router.engine.errors import (
     WorkerFailed,
     WorkerStartFailed,
 )
-from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.observer import Observer
-from space_router.engine.outcome import Advance
-from space_router.engine.pace import Pace
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import ValidRequest
-from space_router.engine.roster import Roster
-from space_router.engine.scheduler import Scheduler
-from space_router.engine.seat import Seat, WorkerSource
-from space_router.engine.stream import Stream
+from space_router.engine.queueing.admission import Admission, Admitted
+from space_router.engine.queueing.admission_limits import LoadFigures, allowed_tokens, worth_waiting
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.queueing.throughput_estimator import Pace
+from space_router.engine.request.report_result import Advance
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.stream import Stream
+from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.engine.timer import CallLater, on_the_loop
-from space_router.engine.trials import Trials
+from space_router.engine.workers.crash_quarantine import Trials
+from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.worker_command import worker_command
+from space_router.engine.workers.worker_connection import Seat, WorkerSource
+from space_router.engine.workers.worker_link import WorkerMismatch
+from space_router.engine.workers.worker_pool import Roster
+from space_router.engine.workers.worker_sources import worker_sources
 from space_router.metrics import Metrics
-from space_router.workers.cause import Cause
-from space_router.workers.command import worker_command
-from space_router.workers.link import WorkerMismatch
-from space_router.workers.sources import worker_sources
 
 MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
 NEAR = 2.0  # a deadline is near once no more is left than so many times what the request will take

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from space_proto.log_lines import log_to_stderr
+from space_common.log_lines import log_to_stderr
 
-from space_router.api.document import DocumentedApp
+from space_router.api.ops.document import DocumentedApp
 from space_router.ray_cluster.cluster import Cluster
 from space_router.ray_cluster.router_replica import Present, RouterReplica
 from space_router.ray_cluster.scaling import Scaling

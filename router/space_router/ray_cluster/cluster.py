@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from space_router import parse
 from space_router.config import ServeConfig, build, settings
 from space_router.errors import ConfigError
-from space_router.setting import setting
+from space_router.settings import parse
+from space_router.settings.setting import setting
 
 _GROUP = "Ray cluster"
 _PLAIN = "router and workers there speak unencrypted, so keep the cluster's network private"

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from space_proto.tracing import exporting
+from space_common.tracing import exporting
 
-from space_router.api.document import DocumentedApp
+from space_router.api.ops.document import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig

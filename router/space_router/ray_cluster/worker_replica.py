@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable, Sequence
 
 from space_router.config import ServeConfig
+from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart
+from space_router.engine.workers.worker_command import worker_command
 from space_router.ray_cluster.scaling import FIGURE
-from space_router.workers.command import worker_command
-from space_router.workers.supervisor import Supervisor, WorkerDidNotStart
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
-from space_router.engine import wire
 from space_router.engine.errors import (
     Broken,
     DeadlineExceeded,
@@ -18,17 +17,18 @@ from space_router.engine.errors import (
     RequestCancelled,
     WorkerFailed,
 )
-from space_router.engine.request import Finish, Sampling, ValidRequest
-from space_router.engine.scheduler import PREFILL_STEPS_AHEAD, Scheduler
-from space_router.engine.sequence import MAX_BLOCKS_AHEAD
-from space_router.engine.stream import Stream
+from space_router.engine.request import worker_messages as wire
+from space_router.engine.request.request import Finish, Sampling, ValidRequest
+from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD
+from space_router.engine.request.stream import Stream
+from space_router.engine.scheduling.scheduler import PREFILL_STEPS_AHEAD, Scheduler
+from space_router.engine.workers.exit_cause import Cause
 from space_router.metrics import Metrics
 from space_router.testing.language import HashLanguage
 from space_router.testing.script import Script, always, half, never, sometimes
 from space_router.testing.scripted_batch import ScriptedBatch
 from space_router.testing.scripted_worker import ScriptedWorker
 from space_router.testing.tabletop import Tabletop, TableWorker
-from space_router.workers.cause import Cause
 
 MAX_TICKS = 20_000
 SECONDS_PER_TICK = 0.01

@@ -12,11 +12,11 @@ from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG, Engine
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.scheduler import Scheduler
-from space_router.engine.seat import Seat
-from space_router.engine.sequence import Sequence
+from space_router.engine.request.sequence import Sequence
+from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.worker_connection import Seat
 from space_router.metrics import Metrics
-from space_router.workers.cause import Cause
 
 
 class TableWorker(Protocol):

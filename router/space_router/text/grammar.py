@@ -8,9 +8,9 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-from space_proto.grammar_process import GrammarProcess
+from space_common.grammar_process import GrammarProcess
 
-from space_router.engine.request import Grammar
+from space_router.engine.request.request import Grammar
 from space_router.errors import Overloaded
 
 MOST_SECONDS = 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from space_common import default_model
-from space_proto.hub import Hub, HubError
+from space_common.hub import Hub, HubError
 
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from space_router.engine.request import Delta, Finish, TokenLogprobs
+from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.detokenizer import Detokenizer, TokenSpan
 from space_router.text.stop_strings import StopMatch, StopStrings
 from space_router.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from space_model import family
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.whole_model import stream_model
 from space_model.model_facts import ModelFacts
-from space_model.whole_model import stream_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto import worker_pb2 as pb
 

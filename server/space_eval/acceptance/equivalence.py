@@ -11,12 +11,12 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from space_model.draft_layout import DraftLayout
-from space_model.load import load_model
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 
 from space_eval.acceptance.model import describe_prompts, encode_prompts, load_tokenizer
 from space_eval.desk import Desk, DeskError, Record, Request

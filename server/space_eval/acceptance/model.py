@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from space_common.version import version
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.space_model import SpaceModel
 from tokenizers import Tokenizer

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import Controller, FixedLayout
+from space_server.speculation.controller import Controller, FixedLayout
 from space_server.worker import Worker
 
 from space_eval.acceptance.generation import Generation, generate

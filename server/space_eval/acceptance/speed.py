@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm

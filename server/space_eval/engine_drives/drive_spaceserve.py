@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from space_common.version import version
-from space_model.load import load_model
+from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server.calibration import calibrate
-from space_server.introduction import PROTOCOL_MAJOR
-from space_server.layout_worth import PLAIN as NO_DRAFTS
-from space_server.layout_worth import Worth, worths
-from space_server.step_cost import StepCost, StepShape
-from space_server.synthetic import SyntheticAcceptance
+from space_server.speculation.layout_yield import PLAIN as NO_DRAFTS
+from space_server.speculation.layout_yield import Worth, worths
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.startup.calibration import calibrate
+from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from space_eval.overhead_arms import plain
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
-from space_train.published_options import TRAINING_OPTIONS, options_table
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
+from space_train.training.published_options import TRAINING_OPTIONS, options_table
 from tqdm import tqdm
 
 from space_eval.acceptance.model import environment_facts, load_tokenizer

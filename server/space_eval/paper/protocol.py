@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from tokenizers import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from space_train.published_options import PublishedOption
+from space_train.training.published_options import PublishedOption
 
 # tokens per step / speed-up; greedy, batch 1, k=5 (arXiv 2402.11809, Table 1)
 _TABLE_1 = """\

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint import Checkpoint
-from space_model.load import load_model
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from tqdm import tqdm
 from transformers import AutoTokenizer

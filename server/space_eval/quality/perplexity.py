@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_model.forward_batch import ForwardBatch, Segment
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
 
 from space_eval.records import RecordError, load_records

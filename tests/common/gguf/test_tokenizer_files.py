@@ -11,7 +11,7 @@ from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from space_common.gguf.tokenizer import tokenizer_files
 from space_router.text import chat_template
 from space_router.text.tokenizer import Tokenizer
-from space_server.vocabulary import Vocabulary
+from space_server.grammar.vocabulary import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"

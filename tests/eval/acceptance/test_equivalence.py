@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.equivalence import CellResult, EquivalenceCell, faults_of
-from space_kernels.law import Law
-from space_kernels.row import RowRuns
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import RowRuns
 from space_model.testing import tiny_checkpoint
 
 Patch = pytest.MonkeyPatch

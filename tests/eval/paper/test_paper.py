@@ -31,7 +31,7 @@ from space_eval.paper.table import (
 )
 from space_eval.paper.tasks import FAMILIES, TASKS, Question
 from space_eval.quality.code_execution import FLAG
-from space_model.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models
 

@@ -14,7 +14,7 @@ import httpx
 import jsonschema_rs
 import pytest
 from opentelemetry.trace import Tracer
-from space_router.api.document import DocumentedApp
+from space_router.api.ops.document import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from html.parser import HTMLParser
 from typing import Any
 
-from space_router.api.docs import _page
+from space_router.api.ops.docs import _page
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 

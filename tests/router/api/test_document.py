@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from space_router.api.access import is_open
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
+from space_router.http_server.paths import is_open
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

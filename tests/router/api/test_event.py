@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from space_router.api.event import event_json
+from space_router.http_server.event import event_json
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

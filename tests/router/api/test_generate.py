@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_router.engine.request import Grammar, ValidRequest
+from space_router.engine.request.request import Grammar, ValidRequest
 from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

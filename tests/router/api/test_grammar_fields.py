@@ -12,15 +12,15 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from space_common.grammar_process import GrammarProcess
 from space_proto import worker_pb2
-from space_proto.grammar_process import GrammarProcess
-from space_router.api import completions
-from space_router.api.body import validate
-from space_router.api.fields import COMPLETION_NEUTRAL, CompletionBody
 from space_router.api.grammar_fields import TgiGrammar, of_rules, tgi_grammar
-from space_router.engine import wire
-from space_router.engine.request import Grammar, Sampling
+from space_router.api.openai import completions
+from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody
+from space_router.engine.request import worker_messages as wire
+from space_router.engine.request.request import Grammar, Sampling
 from space_router.errors import InvalidRequest
+from space_router.http_server.body import validate
 from space_router.text.grammar import GrammarCheck
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

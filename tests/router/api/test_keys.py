@@ -11,7 +11,7 @@ import pytest
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.request import ValidRequest
+from space_router.engine.request.request import ValidRequest
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 SECRET = "sk-a-very-secret-one"

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from space_router.api.chat_fields import ChatBody
-from space_router.api.fields import CompletionBody
-from space_router.api.generate_fields import GenerateParameters
+from space_router.api.openai.chat_fields import ChatBody
+from space_router.api.openai.fields import CompletionBody
+from space_router.api.tgi.generate_fields import GenerateParameters
 
 MAX_ERROR = 2000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from space_router.connection_settings import ConnectionSettings
+from space_router.settings.connection_settings import ConnectionSettings
 from space_router.testing.web_trial import SOON, serving
 
 LIMITS = ConnectionSettings(receive_timeout=SOON)

@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_router.api.chat_fields import CHAT_NEUTRAL
-from space_router.api.fields import COMPLETION_NEUTRAL
+from space_router.api.openai.chat_fields import CHAT_NEUTRAL
+from space_router.api.openai.fields import COMPLETION_NEUTRAL
 from space_router.testing import always, listed
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
@@ -138,8 +138,8 @@ async def test_the_clients_own_notes_may_be_anything(router: Any) -> None:
 
 
 async def test_every_field_may_be_null(router: Any) -> None:
-    from space_router.api.chat_fields import ChatBody
-    from space_router.api.fields import CompletionBody
+    from space_router.api.openai.chat_fields import ChatBody
+    from space_router.api.openai.fields import CompletionBody
 
     for path, asked, body in (
         ("/v1/completions", {"prompt": "x"}, CompletionBody),

@@ -8,7 +8,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from space_router.connection_settings import ConnectionSettings
+from space_router.settings.connection_settings import ConnectionSettings
 from space_router.testing.web_trial import SOON, serving
 
 LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.2, keep_alive=1.0)

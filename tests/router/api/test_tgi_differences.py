@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from space_router.engine.engine import Engine
-from space_router.engine.request import ValidRequest
+from space_router.engine.request.request import ValidRequest
 from space_router.testing import always, never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from space_router.api import tools
-from space_router.api.body import validate
-from space_router.api.chat import plan, tools_of
-from space_router.api.chat_fields import CHAT_NEUTRAL, ChatBody
+from space_router.api.openai import tools
+from space_router.api.openai.chat import plan, tools_of
+from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
 from space_router.config import ServeConfig
-from space_router.text import tool_call_forms
-from space_router.text.tool_format import FORMATS
+from space_router.http_server.body import validate
+from space_router.text.tool_calls import forms as tool_call_forms
+from space_router.text.tool_calls.format import FORMATS
 
 USER = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {

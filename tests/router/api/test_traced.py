@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from space_common.tracing import parent_of
 from space_proto import worker_pb2
-from space_proto.tracing import parent_of
-from space_router.engine import wire
+from space_router.engine.request import worker_messages as wire
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

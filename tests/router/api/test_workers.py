@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from space_router.api_keys import ApiKey, read_keys
 from space_router.config import ServeConfig
-from space_router.engine.rolling_restart import RestartState
+from space_router.engine.workers.rolling_restart import RestartState
 from space_router.errors import ConfigError
 from space_router.testing import ScriptedWorker
 

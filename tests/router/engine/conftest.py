@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
-from space_router.engine import wire
 from space_router.engine.engine import Engine
-from space_router.engine.live_request import LiveRequest, Phase
 from space_router.engine.model_facts import ModelFacts
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import Sampling, ValidRequest
-from space_router.engine.scheduler import Scheduler
-from space_router.engine.stream import Stream
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request import worker_messages as wire
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.stream import Stream
+from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
 from space_router.testing import Script, ScriptedBatch, ScriptedWorker
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.engine import seat
+from space_router.engine.workers import worker_connection as seat
 from space_router.testing import Script
 
 InHouse = Callable[..., None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from space_router.engine.request import ValidRequest
+from space_router.engine.request.request import ValidRequest
 from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]

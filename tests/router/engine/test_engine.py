@@ -16,7 +16,7 @@ from space_router.engine.errors import (
     RequestCancelled,
     RequestFailed,
 )
-from space_router.engine.request import Finish, Sampling, ValidRequest
+from space_router.engine.request.request import Finish, Sampling, ValidRequest
 from space_router.testing import FixedReply, HashLanguage, Script, always, sometimes
 
 Make = Callable[..., ValidRequest]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 from space_router.config import ServeConfig
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import ValidRequest
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.request_state import LiveRequest
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
 from space_router.testing.tabletop import Tabletop

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.engine import seat
-from space_router.engine.request import Grammar, Sampling, ValidRequest
+from space_router.engine.request.request import Grammar, Sampling, ValidRequest
+from space_router.engine.workers import watchdog
+from space_router.engine.workers import worker_connection as seat
 from space_router.testing import Script
-from space_router.workers import watchdog
 
 Make = Callable[..., ValidRequest]
 BOUND = Sampling(seed=1, grammar=Grammar("regex", "a+"))

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from space_router.engine import seat
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.workers import watchdog
+from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers.exit_cause import Cause
 from space_router.testing import Script, ScriptedWorker, never
-from space_router.workers import watchdog
-from space_router.workers.cause import Cause
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 from space_router.engine.errors import RequestFailed
-from space_router.engine.misfits import ABSENCE
-from space_router.engine.request import ValidRequest
-from space_router.engine.stream import Stream
+from space_router.engine.queueing.oversized_requests import ABSENCE
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.stream import Stream
+from space_router.engine.workers.exit_cause import Cause
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
 from space_router.testing.tabletop import Tabletop
-from space_router.workers.cause import Cause
 
 Make = Callable[..., ValidRequest]
 SMALL, LARGE = 8, 64  # blocks of 16 slots

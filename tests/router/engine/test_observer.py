@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from space_proto import worker_pb2
-from space_router.engine.observer import Observer
-from space_router.engine.outcome import Outcome
-from space_router.engine.request import ValidRequest
+from space_router.engine.engine_metrics import Observer
+from space_router.engine.request.report_result import Outcome
+from space_router.engine.request.request import ValidRequest
 from space_router.metrics import Metrics
 from space_router.testing import Script, always, never
 

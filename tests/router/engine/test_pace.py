@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from space_proto import worker_pb2
-from space_router.engine.admission import Admission
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.pace import FADING, KNOWN, RECENT, Pace
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import ValidRequest
+from space_router.engine.queueing.admission import Admission
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.queueing.throughput_estimator import FADING, KNOWN, RECENT, Pace
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.request_state import LiveRequest
 
 Make = Callable[..., ValidRequest]
 

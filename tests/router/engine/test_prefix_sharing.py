@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from space_router.engine.errors import DeadlineExceeded
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
 from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]

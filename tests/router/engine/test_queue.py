@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.queue import RequestQueue
-from space_router.engine.request import ValidRequest
+from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.request_state import LiveRequest
 
 Make = Callable[..., ValidRequest]
 

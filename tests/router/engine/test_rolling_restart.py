@@ -13,12 +13,12 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused
-from space_router.engine.request import Sampling, ValidRequest
-from space_router.engine.rolling_restart import RestartState, RollingRestart
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.workers.remote_worker import RemoteWorker
+from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
+from space_router.engine.workers.supervisor import Supervisor
 from space_router.metrics import Metrics
 from space_router.testing import Script, ScriptedWorker
-from space_router.workers.remote import RemoteWorker
-from space_router.workers.supervisor import Supervisor
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

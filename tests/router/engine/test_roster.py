@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from space_router.config import ServeConfig
-from space_router.engine import seat
 from space_router.engine.engine import Engine
-from space_router.engine.request import ValidRequest
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers.remote_worker import RemoteWorker
+from space_router.engine.workers.worker_link import LinkLost
 from space_router.metrics import Metrics
 from space_router.testing import Script, ScriptedWorker
-from space_router.workers.link import LinkLost
-from space_router.workers.remote import RemoteWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

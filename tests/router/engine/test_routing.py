@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
-from space_router.engine.request import ValidRequest
-from space_router.engine.stream import Stream
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.stream import Stream
 from space_router.testing import Script, ScriptedBatch, ScriptedWorker
 from space_router.testing.tabletop import Tabletop
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from space_router.engine.admission import Admission
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.pages import PagePool
-from space_router.engine.scheduler import Scheduler
-from space_router.engine.sequence import Sequence
+from space_router.engine.cache.pages import PagePool
+from space_router.engine.queueing.admission import Admission
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.sequence import Sequence
+from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
 from space_router.testing.scenario import RuleBroken, scripted_performance
 

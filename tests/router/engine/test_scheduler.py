@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.live_request import LiveRequest, Phase
-from space_router.engine.request import Grammar, Sampling, ValidRequest
-from space_router.engine.sequence import Sequence, Step
+from space_router.engine.request.request import Grammar, Sampling, ValidRequest
+from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.sequence import Sequence, Step
 from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
 
 Make = Callable[..., ValidRequest]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.engine.live_request import LiveRequest, Phase
-from space_router.engine.request import ValidRequest
-from space_router.engine.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, Sequence
+from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, Sequence
 from space_router.testing import Script, always
 
 Make = Callable[..., ValidRequest]

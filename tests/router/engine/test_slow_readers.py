@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from space_router.engine.request import ValidRequest
+from space_router.engine.request.request import ValidRequest
 from space_router.testing import Script, never
 
 InHouse = Callable[..., None]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from space_router.engine.errors import RequestFailed
-from space_router.engine.request import Delta, Finish, Statistics, ValidRequest
-from space_router.engine.stream import Stream
+from space_router.engine.request.request import Delta, Finish, Statistics, ValidRequest
+from space_router.engine.request.stream import Stream
 
 Make = Callable[..., ValidRequest]
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from space_router.engine.errors import EngineError, WorkerFailed
-from space_router.engine.live_request import LiveRequest
-from space_router.engine.request import Sampling, ValidRequest
-from space_router.engine.stream import Stream
-from space_router.engine.trials import GROWTH, HOLD, PATIENCE
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.stream import Stream
+from space_router.engine.workers.crash_quarantine import GROWTH, HOLD, PATIENCE
+from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
 from space_router.testing.tabletop import Tabletop
-from space_router.workers.cause import Cause
-from space_router.workers.remote import RemoteWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

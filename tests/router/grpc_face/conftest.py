@@ -17,8 +17,8 @@ from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.request import ValidRequest
-from space_router.grpc_face.server import GrpcServer
+from space_router.engine.request.request import ValidRequest
+from space_router.grpc_api.server import GrpcServer
 from space_router.metrics import Metrics
 from space_router.testing import FixedReply, HashLanguage, Script, ScriptedWorker
 from space_router.text.chat_template import BUILT_IN, ChatTemplate

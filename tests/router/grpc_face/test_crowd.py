@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2
 from space_router.config import ServeConfig
-from space_router.grpc_face.crowd import NUM_GUESTS
+from space_router.grpc_api.concurrency_limit import NUM_GUESTS
 from space_router.testing import never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

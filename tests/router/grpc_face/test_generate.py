@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from space_proto import generate_pb2
-from space_router.engine.request import ValidRequest
-from space_router.grpc_face.event import PROMPT_IDS_PER_EVENT
+from space_router.engine.request.request import ValidRequest
+from space_router.grpc_api.event import PROMPT_IDS_PER_EVENT
 from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

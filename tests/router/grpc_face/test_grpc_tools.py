@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from space_proto import generate_pb2
-from space_router.engine.request import Grammar
+from space_router.engine.request.request import Grammar
 from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

@@ -11,7 +11,7 @@ import pytest
 from space_proto import generate_pb2
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.grpc_face import service as grpc_service
+from space_router.grpc_api import service as grpc_service
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 MESSAGE = {"role": "user", "content": "x"}

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2, generate_pb2_grpc
-from space_router import grpc_face
+from space_router import grpc_api
 from space_router.text.testing import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -77,7 +77,7 @@ def test_watchers_do_not_hold_up_the_end(start_server: StartServer) -> None:
 def test_the_example_in_the_packages_own_words_prints_an_answer(
     start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = (grpc_face.__doc__ or "").splitlines()
+    lines = (grpc_api.__doc__ or "").splitlines()
     example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
     with start_server("--grpc-port", "0", worker=SLOW) as server:
         address = server.router.wait_for(r"gRPC on (\S+)")[1]

@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+from space_common.certificate import CertificateError, CertificateFiles, server_credentials
 from space_proto import generate_pb2, generate_pb2_grpc
-from space_proto.certificate import CertificateError, CertificateFiles, server_credentials
 from space_router.testing.certificates import Certificate, authority, signed
 
 StartServer = Callable[..., AbstractContextManager[Any]]

@@ -14,7 +14,7 @@ import asyncio, sys
 from pathlib import Path
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
 from space_router.metrics import Metrics
 from space_router.testing import Script, ScriptedWorker
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from space_router.engine.workers.worker_command import worker_command
 from space_router.errors import ConfigError
 from space_router.ray_cluster.__main__ import config_file, main
 from space_router.ray_cluster.cluster import ELSEWHERE, Cluster
 from space_router.ray_cluster.scaling import Scaling
-from space_router.workers.command import worker_command
 
 
 def test_flags_of_serve_and_numbers_of_workers_come_as_text_or_as_yaml_reads_them() -> None:

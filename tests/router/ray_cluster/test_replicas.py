@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from space_router.config import ServeConfig
+from space_router.engine.workers.supervisor import WorkerDidNotStart
 from space_router.ray_cluster.router_replica import Present, RouterReplica
 from space_router.ray_cluster.worker_replica import WorkerReplica
 from space_router.testing import Script, ScriptedWorker
-from space_router.workers.supervisor import WorkerDidNotStart
 
 LIMIT = 60.0
 CONFIG = ServeConfig(model="demo", drain_timeout=0.5, worker_start_timeout=LIMIT)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from space_router.engine.request import Delta, Finish, TokenLogprobs
+from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.stop_strings import StopStrings
 from space_router.text.testing import SPECIAL
 from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStatistics, TextStream, TextToken

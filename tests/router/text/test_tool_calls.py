@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 from space_router.config import ServeConfig, settings
-from space_router.text.tool_calls import CallPiece, ToolCallReader
-from space_router.text.tool_format import FORMATS, recognised
+from space_router.text.tool_calls.format import FORMATS, recognised
+from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
 
 TOOLS = frozenset({"f", "get_weather"})
 

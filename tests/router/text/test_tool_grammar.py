@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from space_proto.grammar import compile_grammar
-from space_router.text.tool_calls import ToolCallReader
-from space_router.text.tool_format import FORMATS, Layout, named
-from space_router.text.tool_grammar import calls_only, calls_or
+from space_common.grammar import compile_grammar
+from space_router.text.tool_calls.format import FORMATS, Layout, named
+from space_router.text.tool_calls.grammar import calls_only, calls_or
+from space_router.text.tool_calls.parser import ToolCallReader
 
 CITY = {
     "type": "object",

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from space_router.workers.cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
+from space_router.engine.workers.exit_cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
 
 SOMEBODY, ITSELF = Cause.OUTSIDE, Cause.ITSELF
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from space_router.config import ServeConfig
-from space_router.workers.command import worker_command
+from space_router.engine.workers.worker_command import worker_command
 
 
 def flags_of(command: list[str]) -> dict[str, str]:

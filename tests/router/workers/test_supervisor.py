@@ -15,12 +15,12 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import WorkerStartFailed
-from space_router.engine.request import Sampling, ValidRequest
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.workers.exit_cause import Cause, count_oom_kills
+from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart
+from space_router.engine.workers.worker_command import worker_command
 from space_router.metrics import Metrics
 from space_router.testing import HashLanguage
-from space_router.workers.cause import Cause, count_oom_kills
-from space_router.workers.command import worker_command
-from space_router.workers.supervisor import Supervisor, WorkerDidNotStart
 
 READY = "import sys, time; print('ready', sys.argv[1], flush=True); time.sleep(60)"
 
@@ -265,7 +265,7 @@ def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
         from space_router.config import ServeConfig
         from space_router.engine.engine import Engine
         from space_router.metrics import Metrics
-        from space_router.workers.command import worker_command
+        from space_router.engine.workers.worker_command import worker_command
 
         async def main():
             argv = lambda config, address: worker_command(config, address, module="space_router.testing")

@@ -1,0 +1,1 @@
+"""Attention of a SPACE step: the torch definition and one module per implementation."""

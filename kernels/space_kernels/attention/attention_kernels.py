@@ -1,0 +1,342 @@
+"""The Triton kernels of fused attention; `attention_triton` says how they work and launches them."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from space_kernels.fp8_bits import widened
+
+_FLOOR: tl.constexpr = tl.constexpr(-1e30)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+ONE_SPLIT, SERIAL, PARALLEL = 0, 1, 2
+"""Who walks the splits of the context: there is one; one program all in turn; a program each, `combine` adds up."""
+
+# Small functions are written out where a kernel needs them: Triton's interpreter takes milliseconds per call of one.
+# 2^n for whole n ≤ 0, exactly, and 0 below the least normal float32: ((max(n, -127) + 127) << 23) as a float's bits.
+
+
+@triton.jit
+def _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Online softmax: join a block of keys and values [N, D] to the sums of queries [M, D]. seen [M, N]
+
+    state [M, D], total [M]: weighted values and weights, times 2^-top; top [M]: a whole number ≥ every score so far.
+    """
+    dtype: tl.constexpr = values.dtype
+    if _INTERPRETED:  # it would multiply bfloat16 as the integers it keeps them in; the products are the same
+        queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    if CAPPED:
+        less = tl.exp2(-tl.abs(scores * inner))
+        tanh = (1.0 - less) / (1.0 + less)
+        scores = tl.where(scores < 0, -tanh, tanh)
+    scores = tl.where(seen, scores, float("-inf"))
+    peak = tl.maximum(top, tl.ceil(tl.max(scores, 1) * outer))
+    weights = tl.exp2(tl.fma(scores, outer, -peak[:, None]))
+    shrink = ((tl.maximum(top - peak, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(dtype)
+    if _INTERPRETED:
+        weights = weights.to(tl.float32)
+    state = tl.dot(weights, values, state * shrink[:, None], input_precision=PRECISION)
+    return state, peak, total
+
+
+@triton.jit
+def _add(state, top, total, other_state, other_top, other_total):
+    """The sums of two runs of keys; exact but for one rounding of each sum."""
+    peak = tl.maximum(top, other_top)
+    mine = ((tl.maximum(top - peak, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    theirs = ((tl.maximum(other_top - peak, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    state = state * mine[:, None] + other_state * theirs[:, None]
+    return state, peak, total * mine + other_total * theirs
+
+
+@triton.jit
+def _step_keys(
+    queries,
+    state,
+    top,
+    total,
+    key,
+    value,
+    low,
+    high,
+    oldest,
+    newest,
+    key_row,
+    value_row,
+    inner,
+    outer,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Join the step's own keys number [oldest, newest) of each row; `key` and `value` point to number 0."""
+    lanes = tl.arange(0, BLOCK_D)
+    for begin in tl.range(low // N * N, high, N, num_stages=STAGES):
+        number = begin + tl.arange(0, N)
+        inside = (number < high)[:, None] & (lanes < D)[None, :]
+        place = number.to(tl.int64)[:, None]
+        keys = tl.load(key + place * key_row + lanes[None, :], inside, other=0.0).to(tl.float32)
+        keys = tl.where(tl.abs(keys) < float("inf"), keys, 0.0).to(key.dtype.element_ty)  # NaN compares false
+        values = tl.load(value + place * value_row + lanes[None, :], inside, other=0.0).to(tl.float32)
+        values = tl.where(tl.abs(values) < float("inf"), values, 0.0).to(value.dtype.element_ty)
+        seen = (number[None, :] >= oldest[:, None]) & (number[None, :] < newest[:, None])
+        state, top, total = _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED, PRECISION)
+    return state, top, total
+
+
+@triton.jit
+def _finish(
+    out, lse, place, heads_place, real, state, top, total, D: tl.constexpr, BLOCK_D: tl.constexpr, LSE: tl.constexpr
+):
+    """Weighted values over weights; 0, and the logarithm -inf, for a row that saw nothing."""
+    lanes = tl.arange(0, BLOCK_D)
+    some = total > 0
+    divisor = tl.where(total == 0, 1.0, total)  # a row gone wrong stays NaN
+    inside = real[:, None] & (lanes < D)[None, :]
+    tl.store(out + place[:, None] + lanes[None, :], (state / divisor[:, None]).to(out.dtype.element_ty), inside)
+    if LSE:
+        found = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * _LN_2, float("-inf"))
+        tl.store(lse + heads_place, found, real)
+
+
+@triton.jit(do_not_specialize=["table_width", "num_rows"])
+def attend(
+    query,
+    key,
+    value,
+    key_pages,
+    value_pages,
+    out,  # [R, H, D], or where PARTIAL the sums [splits, rows, H, D]
+    lse,  # [R, H]
+    tops,  # [splits, rows, H] where PARTIAL
+    totals,
+    tiles,
+    chain_firsts,
+    chain_counts,
+    mask_firsts,
+    mask_counts,
+    offsets,
+    reaches,
+    group_firsts,
+    starts,
+    num_written,
+    page_table,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    page_stride,
+    head_stride,
+    table_width,
+    num_rows,
+    inner,
+    outer,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    CAPPED: tl.constexpr,
+    PAGES: tl.constexpr,
+    MASKS: tl.constexpr,
+    CHAIN: tl.constexpr,  # the step's own chain keys, from `key` and not from the pages
+    WALK: tl.constexpr,  # 0: there is one split; 1: all splits in turn; 2: one split per program, sums left to combine
+    LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    QUERIES: tl.constexpr = HEADS // KV_HEADS
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(tiles + 2 * tile)
+    packed = tl.load(tiles + 2 * tile + 1) * M + tl.arange(0, M)
+    start = tl.load(starts + sequence)
+    written = tl.load(num_written + sequence)
+    chain_first = tl.load(chain_firsts + sequence)
+    num_chain = tl.load(chain_counts + sequence)
+    mask_first = tl.load(mask_firsts + sequence)
+    num_own = num_chain + tl.load(mask_counts + sequence)
+
+    local = packed // QUERIES
+    real = local < num_own
+    is_mask = (local >= num_chain) & real
+    row = tl.where(is_mask, mask_first - num_chain, chain_first) + local  # [M] flat
+    heads = head * QUERIES + packed % QUERIES
+    offset = tl.load(offsets + row, real, other=0)
+    reach = tl.minimum(tl.load(reaches + row, real, other=0), written)
+    newest = tl.where(real, start + reach, 0)  # [M] positions [oldest, newest) of the pages are seen
+    oldest = tl.zeros([M], tl.int32)
+    if WINDOW:
+        oldest = tl.maximum(start + offset + 1 - WINDOW, 0)
+    tile_newest = tl.max(newest, 0)
+    tile_oldest = tl.min(tl.where(real, oldest, 2147483647), 0)
+    if WALK == 2:  # noqa: SIM102
+        if (split > 0) & ((split * SPLIT >= tile_newest) | ((split + 1) * SPLIT <= tile_oldest)):
+            return
+
+    lanes = tl.arange(0, BLOCK_D)
+    within = real[:, None] & (lanes < D)[None, :]
+    place = query + row.to(tl.int64)[:, None] * query_row + heads[:, None] * query_head + lanes[None, :]
+    queries = tl.load(place, within, other=0.0)
+    state = tl.zeros([M, BLOCK_D], tl.float32)
+    top = tl.full([M], _FLOOR, tl.float32)
+    total = tl.zeros([M], tl.float32)
+
+    if CHAIN:
+        first = tl.zeros([M], tl.int32)
+        if WINDOW:
+            first = tl.maximum(offset + 1 - WINDOW, 0)
+        last = tl.where(real, reach, 0)
+        state, top, total = _step_keys(
+            queries,
+            state,
+            top,
+            total,
+            key + chain_first.to(tl.int64) * key_row + head * key_head,
+            value + chain_first.to(tl.int64) * value_row + head * value_head,
+            tl.min(tl.where(real, first, 2147483647), 0),
+            tl.max(last, 0),
+            first,
+            last,
+            key_row,
+            value_row,
+            inner,
+            outer,
+            D,
+            N,
+            BLOCK_D,
+            CAPPED,
+            PRECISION,
+            STAGES=3,
+        )
+    if MASKS:
+        last = tl.where(is_mask & (split == 0), local - num_chain + 1, 0)
+        first = tl.load(group_firsts + row, is_mask, other=0) - mask_first
+        if WINDOW:
+            first = tl.maximum(first, last - WINDOW)
+        high = tl.max(last, 0)
+        state, top, total = _step_keys(
+            queries,
+            state,
+            top,
+            total,
+            key + mask_first.to(tl.int64) * key_row + head * key_head,
+            value + mask_first.to(tl.int64) * value_row + head * value_head,
+            tl.minimum(tl.min(tl.where(is_mask, first, 2147483647), 0), high),
+            high,
+            first,
+            last,
+            key_row,
+            value_row,
+            inner,
+            outer,
+            D,
+            N,
+            BLOCK_D,
+            CAPPED,
+            PRECISION,
+            STAGES=1,  # one block as a rule: no memory for more
+        )
+    if PAGES:
+        table = page_table + sequence.to(tl.int64) * table_width
+        begin = tile_oldest // N * N
+        end = tile_newest
+        if WALK == 2:
+            begin = tl.maximum(begin, split * SPLIT)
+            end = tl.minimum(end, (split + 1) * SPLIT)
+        if WALK == 1:
+            whole_state = tl.zeros([M, BLOCK_D], tl.float32)
+            whole_top = tl.full([M], _FLOOR, tl.float32)
+            whole_total = tl.zeros([M], tl.float32)
+            current = 0
+        for position in range(begin, end, N):
+            if WALK == 1:  # noqa: SIM102
+                if position // SPLIT != current:
+                    whole_state, whole_top, whole_total = _add(whole_state, whole_top, whole_total, state, top, total)
+                    state = tl.zeros([M, BLOCK_D], tl.float32)
+                    top = tl.full([M], _FLOOR, tl.float32)
+                    total = tl.zeros([M], tl.float32)
+                    current = position // SPLIT
+            positions = position + tl.arange(0, N)
+            known = positions < end
+            page = tl.load(table + positions // BLOCK_SIZE, known, other=0).to(tl.int64)
+            slot = page * page_stride + head * head_stride + (positions % BLOCK_SIZE) * D
+            inside = known[:, None] & (lanes < D)[None, :]
+            keys = tl.load(key_pages + slot[:, None] + lanes[None, :], inside, other=0)
+            values = tl.load(value_pages + slot[:, None] + lanes[None, :], inside, other=0)
+            if key_pages.dtype.element_ty == tl.uint8:
+                keys, values = widened(keys, query.dtype.element_ty), widened(values, query.dtype.element_ty)
+            seen = (positions[None, :] >= oldest[:, None]) & (positions[None, :] < newest[:, None])
+            state, top, total = _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED, PRECISION)
+        if WALK == 1:
+            state, top, total = _add(whole_state, whole_top, whole_total, state, top, total)
+
+    if WALK == 2:
+        of_head = (split.to(tl.int64) * num_rows + row) * HEADS + heads
+        tl.store(out + of_head[:, None] * D + lanes[None, :], state, within)
+        tl.store(tops + of_head, top, real)
+        tl.store(totals + of_head, total, real)
+    else:
+        of_head = row.to(tl.int64) * HEADS + heads
+        _finish(out, lse, of_head * D, of_head, real, state, top, total, D, BLOCK_D, LSE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine(
+    sums,  # [splits, rows, H, D] float32
+    tops,  # [splits, rows, H]
+    totals,
+    out,  # [R, H, D]
+    lse,  # [R, H]
+    owners,
+    offsets,
+    reaches,
+    starts,
+    num_written,
+    num_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Add up what a row's splits left, in ascending order."""
+    QUERIES: tl.constexpr = HEADS // KV_HEADS
+    row = tl.program_id(0)
+    sequence = tl.load(owners + row)
+    start = tl.load(starts + sequence)
+    newest = start + tl.minimum(tl.load(reaches + row), tl.load(num_written + sequence))
+    first = 1
+    if WINDOW:
+        first = tl.maximum(tl.maximum(start + tl.load(offsets + row) + 1 - WINDOW, 0) // SPLIT, 1)
+    number = tl.arange(0, BLOCK_Q)
+    lanes = tl.arange(0, BLOCK_D)
+    real = number < QUERIES
+    inside = real[:, None] & (lanes < D)[None, :]
+    of_head = row.to(tl.int64) * HEADS + tl.program_id(1) * QUERIES + number
+    state = tl.load(sums + of_head[:, None] * D + lanes[None, :], inside, other=0.0)
+    top = tl.load(tops + of_head, real, other=_FLOOR)
+    total = tl.load(totals + of_head, real, other=0.0)
+    for split in tl.range(first, tl.cdiv(newest, SPLIT), num_stages=3):
+        there = of_head + tl.cast(num_rows, tl.int64) * (split * HEADS)
+        other = tl.load(sums + there[:, None] * D + lanes[None, :], inside, other=0.0)
+        other_top = tl.load(tops + there, real, other=_FLOOR)
+        other_total = tl.load(totals + there, real, other=0.0)
+        state, top, total = _add(state, top, total, other, other_top, other_total)
+    _finish(out, lse, of_head * D, of_head, real, state, top, total, D, BLOCK_D, LSE)

@@ -1,0 +1,374 @@
+"""Attention of a SPACE step over paged keys and values on a GPU: same function as `attention`, as one Triton kernel.
+
+**Tiles.** A step gives each sequence a few rows: its chain (one row in plain decoding, k+1 with drafts, hundreds in a
+prefill chunk) and its mask groups. With H query heads on G kv heads, Q = H/G queries of every row want the same keys.
+So a sequence's rows and their Q queries are packed into the rows of one matrix, chain first:
+
+    packed row   0        1        2        3        4        5        6        7        8 ...
+    row, query   root 0   root 1   root 2   root 3   c_1 0    c_1 1    c_1 2    c_1 3    c_2 0 ... M0_1 0 ...
+
+A program takes `Tile.queries` packed rows, one kv head and one split of the context, and walks the pages in blocks of
+`Tile.keys` positions: two products on tensor cores per block and an online softmax between them. Whatever a sequence
+lays out (plain, full k = 5, pruned, a prefill chunk), the prefix comes from memory once; where its rows fill several
+tiles, their programs are neighbours in the grid and find the prefix in the L2 cache.
+
+**What a row sees** is an interval in each of two key spaces: positions [own - window, start + reach) in the pages, and
+for a mask row the masks [first of its group, itself] among the step's own keys. A tile walks the union of its rows'
+intervals, ascending, and hides per row what lies outside; blocks beyond a tile's reach (a causal prefill) are not
+visited, and slots nobody wrote are not read.
+
+**Splits.** One sequence of 32k positions must not leave 131 of 132 multiprocessors idle, so the context is cut every
+`SPLIT` positions, a constant. The page table's width decides how many programs there are; those beyond a sequence's
+end leave at once, the others leave their unnormalised sums to a second, small kernel that adds them up in ascending
+order. Where the tiles alone fill the device (large batches, prefill) one program walks all splits of its tile and adds
+them up in registers instead: `walk="serial"`. Masks' keys belong to the first split.
+
+**Why a row's bits do not depend on its company.** Exactness here means that plain decoding, every k, every batch and a
+prefill give one row the same bits. Three things see to it:
+
+1. Fixed geometry. Tile height, key block and split follow from head size and dtype, never from the rows. Key blocks
+   begin at multiples of their size in absolute position. On tensor cores every element of a product is the same sum in
+   the same order, wherever in the tile its row lies.
+2. Hidden is nothing. To a row a hidden key has the score -inf and the weight 0; a block of such keys leaves the running
+   maximum (which begins at -1e30, not -inf: no inf - inf), the sum of weights and the weighted values as they are.
+   So it does not matter what neighbours in the tile made the program visit.
+3. Whole maxima. The running maximum m is kept in units of log2 and *rounded up to an integer*. Rescaling by
+   2^(m_old - m_new) is then exact: it shifts exponents and rounds nothing (the factor is made from its bits, not by an
+   approximate exp2). Sums may be rescaled once or in ten small steps, fused into multiply-adds or not, in registers or
+   by another kernel after a detour through memory: the bits are the same. That is why both walks over the splits agree
+   bitwise, so that the choice between them may depend on the batch after all. Weights lie in (0, 1] as ever; the
+   largest is above 1/2.
+
+What is left to floating point: bits depend on the GPU's generation (its tensor cores sum in their own way), and in 16
+bits the weights are rounded to the values' dtype before the second product, as in every flash attention.
+
+**Choosing tiles** (`tile_for`). One height serves one row and a thousand, or the bits would differ. 64 packed rows is
+the height of Hopper's and Blackwell's warpgroup instructions: less would cost as much. At 64 rows a key of D = 128 in
+16 bits (512 bytes of K and V) asks for 64 flop per byte, below what a tensor core has ready while the bytes arrive
+(A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays bound by memory. The key block shrinks with D
+such that K and V of one block are at most 32 KiB (16 KiB in float32). With 3 stages in flight a program of D = 128
+takes 80 KiB of shared memory on Hopper and Blackwell (of 227) and 56 KiB on an A100 (of 163): two fit, so that one
+computes while the other waits. The masks' keys, one block as a rule, are not staged. 4 warps: one warpgroup, 16 rows
+each. float32 has no tensor cores in IEEE precision; its tile is 16 rows, so that fewer products are thrown away.
+D = 256 takes 8 warps: the sums alone would fill the registers of 4.
+
+SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multiprocessor, and the sums that 64 packed
+rows leave per split are an eighth as large as the keys and values they were made from.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from space_kernels.attention import attention_kernels as kernels
+from space_kernels.attention.attention_kernels import ONE_SPLIT, PARALLEL, SERIAL
+from space_kernels.attention.merge_triton import merge as merge
+from space_kernels.attention.store_kv_triton import store_kv
+from space_kernels.attention.tile import SPLIT, Tile, combine_warps, padded, padded_queries, precision, tile_for
+from space_kernels.attention.tuned_shapes import TUNED as TUNED
+from space_kernels.fp8 import as_kept
+from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_tables import StepTables
+
+WORKSPACE_BYTES = 1 << 28
+"""Most memory for the sums of splits, per layer and reused by the next one: beyond, one program walks all splits."""
+
+Walk = Literal["parallel", "serial"]
+"""One program per split and a kernel that adds up, or one program for all splits of a tile. The bits are the same."""
+
+_LOG2_E = 1.4426950408889634
+
+
+def space_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: StepRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
+
+    As `attention.space_attention`, bits apart, pages of eight bits too. Pages may have any size; `scale` must be
+    positive. In 16 bits the softmax's weights are rounded to the values' dtype.
+    """
+    tables = StepTables.of(rows)
+    store_kv(key, value, key_pages, value_pages, tables)
+    return attend(query, key, value, key_pages, value_pages, tables, scale=scale, window=window, softcap=softcap)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: StepTables,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    walk: Walk | None = None,
+    split: int = SPLIT,
+) -> Tensor:
+    """Let every row attend pages that hold the step's keys and values already. Returns [R, H, D].
+
+    query [R, H, D], key and value [R, G, D] (read for mask rows), rows and heads possibly apart;
+    pages [num_blocks, G, block_size, D]. Padding rows are 0. `walk`: None lets the sizes decide.
+    Raises ValueError for a scale that is not positive, heads that do not divide, and slots that are apart.
+    """
+    out = query.new_empty(query.shape)
+    _launch(
+        query,
+        key,
+        value,
+        (key_pages, value_pages),
+        tables,
+        out,
+        None,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        masks=tables.pattern.has_masks,
+        walk=walk,
+        split=split,
+    )
+    return out
+
+
+def prefix_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: StepTables,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    walk: Walk | None = None,
+    split: int = SPLIT,
+) -> tuple[Tensor, Tensor]:
+    """What every row finds in the pages, masks left out: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+
+    A row that sees nothing there has out 0 and lse -inf. Tables with `num_written` 0 see committed slots alone.
+    """
+    out, lse = _float32_pair(query)
+    pages = (key_pages, value_pages)
+    # key and value are not read: any pointers of the right type do
+    flat_keys, flat_values = key_pages[:, :, 0], value_pages[:, :, 0]
+    _launch(
+        query,
+        flat_keys,
+        flat_values,
+        pages,
+        tables,
+        out,
+        lse,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        walk=walk,
+        split=split,
+    )
+    return out, lse
+
+
+def in_step_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: StepTables,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    chain: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """What every row finds among the step's own keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+
+    `chain`: a row sees the chain rows of its sequence up to its reach, and a mask row its group up to itself: all that
+    the slots [0, start) do not hold. Without: mask rows see their group, chain rows nothing (out 0, lse -inf).
+    """
+    out, lse = _float32_pair(query)
+    _launch(
+        query,
+        key,
+        value,
+        None,
+        tables,
+        out,
+        lse,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        masks=tables.pattern.has_masks,
+        chain=chain,
+    )
+    return out, lse
+
+
+def _float32_pair(query: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(query.shape, dtype=torch.float32, device=query.device),
+        torch.empty(query.shape[:2], dtype=torch.float32, device=query.device),
+    )
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: tuple[Tensor, Tensor] | None,
+    tables: StepTables,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    masks: bool = False,
+    chain: bool = False,
+    walk: Walk | None = None,
+    split: int = SPLIT,
+) -> None:
+    num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
+    pattern = tables.pattern
+    tile = tile_for(head_dim, query.dtype)
+    _check(query, kv_heads, pages, tables, scale, split, tile)
+    out[pattern.num_rows :].zero_()
+    if lse is not None:
+        lse[pattern.num_rows :].fill_(float("-inf"))
+    if pattern.num_rows == 0:
+        return
+    tiles = pattern.tiles(num_heads // kv_heads, tile.queries)
+    num_splits = 1 if pages is None else -(-tables.capacity // split)
+    how = _walk(walk, num_splits, len(tiles) * kv_heads, pattern.num_rows * num_heads * head_dim, query.device)
+    of_splits = out, out, out  # not read
+    if how == PARALLEL:
+        shape = (num_splits, pattern.num_rows, num_heads)
+        sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+        tops = torch.empty(shape, dtype=torch.float32, device=query.device)
+        totals = torch.empty_like(tops)  # apart, so that both begin where kernels compiled for aligned ones can read
+        of_splits = sums, tops, totals
+    key_pages, value_pages = (key, value) if pages is None else pages
+    inner, outer = _score_factors(scale, softcap)
+    block_d = padded(head_dim)
+    shared: dict[str, Any] = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "BLOCK_D": block_d}
+    shared |= {"SPLIT": split, "WINDOW": window or 0, "LSE": lse is not None}
+    kernels.attend[(len(tiles), kv_heads, num_splits if how == PARALLEL else 1)](
+        query,
+        key,
+        value,
+        as_kept(key_pages),
+        as_kept(value_pages),
+        of_splits[0] if how == PARALLEL else out,
+        out if lse is None else lse,
+        of_splits[1],
+        of_splits[2],
+        tiles,
+        pattern.chain_first,
+        pattern.num_chain,
+        pattern.mask_first,
+        pattern.num_masks,
+        pattern.offset,
+        pattern.reach,
+        pattern.group_first,
+        tables.starts,
+        tables.num_written,
+        tables.page_table,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_pages.stride(0),
+        key_pages.stride(1),
+        tables.page_table.stride(0),
+        pattern.num_rows,
+        inner,
+        outer,
+        BLOCK_SIZE=tables.block_size,
+        M=tile.queries,
+        N=tile.keys,
+        CAPPED=softcap is not None,
+        PAGES=pages is not None,
+        MASKS=masks,
+        CHAIN=chain,
+        WALK=how,
+        PRECISION=precision(query.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **shared,
+    )
+    if how == PARALLEL:
+        block_q = padded_queries(num_heads, kv_heads)
+        kernels.combine[(pattern.num_rows, kv_heads)](
+            *of_splits,
+            out,
+            out if lse is None else lse,
+            pattern.owner,
+            pattern.offset,
+            pattern.reach,
+            tables.starts,
+            tables.num_written,
+            pattern.num_rows,
+            BLOCK_Q=block_q,
+            num_warps=combine_warps(block_q, block_d),
+            **shared,
+        )
+
+
+def _check(
+    query: Tensor,
+    kv_heads: int,
+    pages: tuple[Tensor, Tensor] | None,
+    tables: StepTables,
+    scale: float,
+    split: int,
+    tile: Tile,
+) -> None:
+    if not scale > 0:
+        raise ValueError(f"The scale is {scale}; it must be positive. Negate the queries instead.")
+    if query.shape[1] % kv_heads:
+        raise ValueError(f"{query.shape[1]} query heads do not divide among {kv_heads} key-value heads.")
+    if query.shape[0] < tables.pattern.num_rows:
+        raise ValueError(f"There are {query.shape[0]} queries for the step's {tables.pattern.num_rows} rows.")
+    if split % tile.keys:
+        raise ValueError(f"A split of {split} positions is no multiple of a key block of {tile.keys}.")
+    if pages is not None and (pages[0].stride()[2:] != (query.shape[2], 1) or pages[1].stride() != pages[0].stride()):
+        raise ValueError(
+            f"Pages of keys have strides {pages[0].stride()}, of values {pages[1].stride()}; "
+            f"the slots of a page must be adjacent, and keys laid out as values."
+        )
+
+
+def _walk(asked: Walk | None, num_splits: int, num_programs: int, num_sums: int, device: torch.device) -> int:
+    """Who walks the splits. One program all of them where programs without splits fill the device twice over, or where
+    the sums would take too much memory."""
+    if num_splits == 1:
+        return ONE_SPLIT
+    if asked is not None:
+        return SERIAL if asked == "serial" else PARALLEL
+    full = num_programs >= 2 * _num_multiprocessors(device)
+    return SERIAL if full or 4 * num_splits * num_sums > WORKSPACE_BYTES else PARALLEL
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What products are multiplied with before the cap (in log2 units of its tanh's square), and after it, in log2."""
+    if softcap is None:
+        return 0.0, scale * _LOG2_E
+    return 2 * scale / softcap * _LOG2_E, softcap * _LOG2_E

@@ -1,0 +1,132 @@
+"""Attention of a SPACE step by the compiled operation, for bfloat16 pages on a CPU."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from space_kernels.attention import torch_backend as torch_attention
+from space_kernels.build.cpu_library import CpuLibrary
+from space_kernels.build.cpu_structs import AttentionStruct, HeadsStruct, RowsStruct
+from space_kernels.paging.row_pattern import Ints, RowPattern
+from space_kernels.paging.slots import StepRows
+
+MOST_TOGETHER = 32
+"""Rows of one sequence that go through the keys together."""
+
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True, eq=False)
+class RowTiles:
+    """What the operation needs of a row pattern: who a mask's peers are, and which rows go together."""
+
+    peers: Ints  # [rows] first row of a mask's group, -1 for chain rows
+    rows: Ints  # flat row numbers, tile after tile
+    bounds: Ints  # [tiles + 1]
+    addresses: tuple[int, ...]  # of owner, offsets, reach, and these three; the pattern keeps them all
+
+    @classmethod
+    def of(cls, pattern: RowPattern) -> RowTiles:
+        """The pattern's, built on first use."""
+        known = pattern.parts.get("cpu")
+        if not isinstance(known, cls):
+            known = pattern.parts["cpu"] = _tiles(pattern)
+        return known
+
+
+def _tiles(pattern: RowPattern) -> RowTiles:
+    tiles: list[list[int]] = []
+    for chain, masks in zip(pattern.chain_runs, pattern.mask_runs, strict=True):
+        members = [*chain, *masks]
+        tiles += [members[begin : begin + MOST_TOGETHER] for begin in range(0, len(members), MOST_TOGETHER)]
+    first: dict[int, int] = {}
+    for row, group in enumerate(pattern.group.tolist()):
+        first.setdefault(group, row)
+    first[-1] = -1
+    peers = np.array([first[group] for group in pattern.group.tolist()], dtype=np.int64)
+    rows = np.array([row for tile in tiles for row in tile], dtype=np.int64)
+    bounds = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
+    arrays = pattern.owner, pattern.offsets, pattern.reach, peers, rows, bounds
+    return RowTiles(peers, rows, bounds, tuple(array.ctypes.data for array in arrays))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CpuRows:
+    """The rows of one step as the compiled operations take them. Built once, shared by all layers."""
+
+    struct: RowsStruct
+    held: tuple[RowTiles, Ints, Ints]  # what the addresses are of, beside the pattern's own
+
+    @classmethod
+    def of(cls, rows: StepRows) -> CpuRows:
+        """The step's, built on first use."""
+        known = rows.parts.get("cpu")
+        if not isinstance(known, cls):
+            known = rows.parts["cpu"] = _rows(rows)
+        return known
+
+
+def _rows(rows: StepRows) -> CpuRows:
+    pattern = rows.pattern
+    tiles = RowTiles.of(pattern)
+    table = np.ascontiguousarray(rows.page_table)
+    starts = np.ascontiguousarray(rows.starts, dtype=np.int64)
+    owner, offsets, reach, peers, members, bounds = tiles.addresses
+    struct = RowsStruct(
+        len(pattern.offsets), owner, offsets, reach, peers, starts.ctypes.data, table.ctypes.data, table.shape[1],
+        pattern.num_chain_rows, len(tiles.bounds) - 1, members, bounds,
+    )  # fmt: skip
+    return CpuRows(struct, (tiles, starts, table))
+
+
+class CompiledAttention:
+    """`space_kernels.attention.torch_backend.space_attention`, compiled; what it does not take goes to the reference.
+
+    Which of the two a model gets follows from its dtype and heads alone, so all its rows go one way.
+    """
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._library = library
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        rows: StepRows,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """[R, H, D]; rows of padding are 0."""
+        _, num_heads, dim = query.shape
+        kv_heads = key_pages.shape[1]
+        if not attends(key_pages.dtype, dim):
+            return torch_attention.space_attention(
+                query, key, value, key_pages, value_pages, rows, scale=scale, window=window, softcap=softcap
+            )
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out = torch.zeros_like(query)
+        heads = HeadsStruct(num_heads, kv_heads, dim)
+        attention = AttentionStruct(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), num_heads * dim, kv_heads * dim,
+            key_pages.data_ptr(), value_pages.data_ptr(), key_pages.shape[2], out.data_ptr(), scale, softcap or 0.0,
+            window or 0,
+        )  # fmt: skip
+        those, threads = byref(CpuRows.of(rows).struct), torch.get_num_threads()
+        self._library.store(those, byref(heads), byref(attention), None, None, 0.0, None, None, threads)
+        self._library.attend(those, byref(heads), byref(attention), threads)
+        return out
+
+
+def attends(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the compiled operation takes heads like these."""
+    return dtype == torch.bfloat16 and head_dim % 16 == 0 and head_dim <= WIDEST_HEAD

@@ -1,0 +1,130 @@
+"""Two partial attentions of the same rows, joined by log-sum-exp; and attention among the rows of one step.
+
+A library attends the pages and says, for each row and head, the log of the sum of its weights. That number is all that
+is needed to join what it found with what the row finds elsewhere: of keys A and B apart,
+
+    lse = log(exp(lse_A) + exp(lse_B))        out = exp(lse_A - lse)·out_A + exp(lse_B - lse)·out_B
+
+This is the reference; `attention_triton` and `store_kv_triton` hold the kernels of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from space_kernels.fp8 import as_kept, to_keep
+from space_kernels.paging.step_tables import StepTables
+
+LN_2 = math.log(2.0)
+
+
+def natural(lse_base_2: Tensor) -> Tensor:
+    """The natural log-sum-exp from one in base 2, as flashinfer returns it."""
+    return lse_base_2 * LN_2
+
+
+def merge(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each: (out [..., D] of the dtype, lse [...]).
+
+    first and second [..., D] in any dtype, their lse [...] float32 and natural. A part that saw nothing has lse -inf,
+    and what its out holds is not looked at; a row that saw nothing at all gets 0 and -inf. Every row by itself: the
+    result does not depend on how many there are. Joined with nothing, a part comes back bit for bit.
+    """
+    peak = torch.maximum(first_lse, second_lse)
+    floor = torch.where(peak == -math.inf, 0.0, peak)
+    weights = torch.exp(first_lse - floor), torch.exp(second_lse - floor)
+    total = weights[0] + weights[1]
+    divisor = torch.where(total == 0, 1.0, total)
+    out = _weighted(first, weights[0] / divisor) + _weighted(second, weights[1] / divisor)
+    return out.to(dtype), torch.where(total == 0, -math.inf, floor + torch.log(divisor))
+
+
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
+    weight = weight[..., None]
+    return torch.where(weight == 0, 0.0, out.float() * weight)
+
+
+def in_step_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: StepTables,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    chain: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """What every row finds among the step's own keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+
+    query [R, H, D], key and value [R, G, D]. `chain`: a row sees the chain rows of its sequence up to its reach, and a
+    mask row its group up to itself. Without: mask rows see their group, chain rows nothing (out 0, lse -inf). Keys and
+    values that are not finite count as 0.
+    """
+    pattern = tables.pattern
+    real, first_key = pattern.num_rows, 0 if chain else pattern.num_chain_rows
+    num_heads = query.shape[1]
+    row, own = torch.arange(real, device=query.device), slice(first_key, real)
+    group, owner, offset = pattern.group, pattern.owner, pattern.offset
+    seen = (group[:, None] == group[own]) & (group[:, None] >= 0) & (row[:, None] >= row[own])
+    seen |= (row[own] < pattern.num_chain_rows) & (offset[own] < pattern.reach[:, None])
+    seen &= owner[:, None] == owner[own]
+    if window is not None:
+        seen &= offset[own] > offset[:, None] - window
+    per_kv = num_heads // key.shape[1]
+    keys, values = (
+        part[own].float().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(per_kv, 1) for part in (key, value)
+    )  # [keys, H, D]
+    scores = torch.einsum("rhd,khd->rhk", query[:real].float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    lse = torch.logsumexp(scores, -1)  # [real, H]
+    weights = torch.where(seen[:, None], torch.exp(scores - lse[..., None]), 0.0)
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    out[:real] = torch.einsum("rhk,khd->rhd", weights, values)
+    all_lse = query.new_full((len(query), num_heads), -math.inf, dtype=torch.float32)
+    all_lse[:real] = lse
+    return out, all_lse
+
+
+def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
+    """Write the chain rows' keys and values into the slots of their positions; what is not finite counts as 0.
+
+    key, value [R, G, D]; pages [num_blocks, G, block_size, D]. Waits for the device where the tables are on one.
+    """
+    slots = tables.slots()
+    rows = (slots >= 0).nonzero().flatten()
+    place = slots[rows] // tables.block_size, slots[rows] % tables.block_size
+    for pages, new in ((key_pages, key), (value_pages, value)):
+        as_kept(pages).transpose(1, 2).index_put_(place, to_keep(new[rows], pages.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What of a step's attention is ours where a library attends the pages."""
+
+    store_kv: Callable[..., None]
+    in_step_attention: Callable[..., tuple[Tensor, Tensor]]
+    merge: Callable[..., tuple[Tensor, Tensor]]
+
+    @classmethod
+    def on(cls, device: torch.device) -> OwnPart:
+        """The kernels on a GPU, the reference elsewhere."""
+        return cls.kernels() if device.type == "cuda" else cls(store_kv, in_step_attention, merge)
+
+    @classmethod
+    @cache
+    def kernels(cls) -> OwnPart:
+        """Triton's. Raises ImportError where it is not installed."""
+        from space_kernels.attention import attention_triton, store_kv_triton
+
+        return cls(store_kv_triton.store_kv, attention_triton.in_step_attention, attention_triton.merge)

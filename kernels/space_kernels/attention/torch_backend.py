@@ -1,0 +1,114 @@
+"""Attention of a SPACE step over paged keys and values: the reference definition, and what the CPU runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from space_kernels.fp8 import as_kept, to_keep, widened
+from space_kernels.paging.attention_plan import AttentionPlan
+from space_kernels.paging.bucket_pattern import PlanKey
+from space_kernels.paging.cached_plan import KEY_BLOCK
+from space_kernels.paging.slots import StepRows
+
+_FLOOR = -1e30
+"""Least running maximum: a row that sees nothing of a block keeps exp(-inf - floor) = 0 instead of exp(-inf + inf)."""
+
+
+def space_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: StepRows,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
+
+    query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype, or in
+    float8_e4m3fn: then every row sees the nearest such numbers, but for its own group's masks.
+    Scores, sums and products are float32. Every row goes through fixed key blocks of 128 positions, ascending, up to
+    its own visible length; mask rows then join the masks of their group seen so far (online softmax). What a row must
+    not see has the score -inf; slots that are not written, whatever lies there, are not read. Keys and values that are
+    not finite count as 0, so that a row gone wrong stays alone.
+
+    A row's result depends on its own query and on the keys it sees, bitwise: not on the other rows of the step.
+    `window`: positions a row looks back, its own included. `softcap`: scores become softcap·tanh(score/softcap).
+    """
+    num_rows, num_heads, head_dim = query.shape
+    kv_heads = key_pages.shape[1]
+    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, window))
+
+    chain = rows.num_chain_rows
+    for pages, new in ((key_pages, key), (value_pages, value)):
+        written = to_keep(new[:chain].reshape(-1, head_dim), pages.dtype)
+        as_kept(pages).view(-1, head_dim).index_copy_(0, plan.writes, written)
+    kept_keys, kept_values = as_kept(key_pages), as_kept(value_pages)
+
+    queries = query.reshape(-1, head_dim)
+    outputs = []
+    for bucket in plan.buckets:
+        packed = queries.index_select(0, bucket.queries).float().mul_(scale)
+        packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
+        softmax = _OnlineSoftmax(packed, softcap, floor=window is not None)
+        for block in bucket.blocks:
+            keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
+            values = kept_values.view(-1, block.run * head_dim).index_select(0, block.index)
+            shape = (block.num_sequences * kv_heads, KEY_BLOCK, head_dim)
+            softmax.add(widened(keys.view(shape)), widened(values.view(shape)), block.bound)
+        if bucket.step_keys is not None:
+            shape = (bucket.shape[0] * kv_heads, -1, head_dim)
+            keys = key.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
+            values = value.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
+            softmax.add(keys.view(shape).float(), values.view(shape).float(), bucket.step_bound)
+        outputs.append(softmax.result())
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.index_select(0, plan.outputs).view(num_rows, num_heads, head_dim).to(query.dtype)
+
+
+class _OnlineSoftmax:
+    """Running maximum, sum and weighted values of each row; a block of hidden keys leaves all three as they are."""
+
+    def __init__(self, queries: Tensor, softcap: float | None, *, floor: bool) -> None:
+        """queries [S, G, M, D], scaled. `floor` is needed where a row's first block may be hidden from it whole."""
+        self._queries, self._softcap, self._floor = queries.flatten(0, 1), softcap, floor
+        self._kv_heads = queries.shape[1]
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, keys: Tensor, values: Tensor, bound: Tensor | None) -> None:
+        """Join keys and values [n·G, N, D] of the first n sequences.
+
+        bound [m, 1, P, 1, N]: what the scores of the last m of these may be.
+        """
+        scores = torch.bmm(self._queries[: len(keys)], keys.transpose(1, 2))  # [n·G, M, N]
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        if bound is not None:
+            m, _, num_rows, _, num_keys = bound.shape
+            bounded = scores[-m * self._kv_heads :].view(m, self._kv_heads, num_rows, -1, num_keys)  # [m, G, P, Q, N]
+            torch.minimum(bounded, bound, out=bounded)
+        peak = scores.amax(-1, keepdim=True)
+        if self._floor:
+            peak.clamp_min_(_FLOOR)
+        if self._state is None:
+            weights = scores.sub_(peak).exp_()
+            self._state = peak, weights.sum(-1, keepdim=True), torch.bmm(weights, values)
+            return
+        top, total, output = (tensor[: len(keys)] for tensor in self._state)
+        torch.maximum(top, peak, out=peak)
+        shrink = top.sub_(peak).exp_()
+        weights = scores.sub_(peak).exp_()
+        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        output.mul_(shrink).baddbmm_(weights, values)
+        top.copy_(peak)
+
+    def result(self) -> Tensor:
+        """[S·G·M, D]: the weighted values over the sum of weights."""
+        if self._state is None:
+            raise ValueError("No keys were given.")
+        _, total, output = self._state
+        return output.div_(total).flatten(0, 1)

@@ -1,0 +1,1 @@
+"""Compiled operations: building, caching and calling them."""

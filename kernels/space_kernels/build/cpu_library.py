@@ -1,0 +1,224 @@
+"""The compiled operations of this processor: built once, with the compiler that is there, and kept.
+
+    library = cpu_library()      None: there is no compiler, or the processor is none of those in cpu/isa.h
+
+Plain C, called with addresses: nothing of torch's own interfaces is built against, so one library serves every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from space_kernels.build.cache_folder import cache_folder
+from space_kernels.build.cpu_structs import (
+    AttentionStruct,
+    BuffersStruct,
+    DraftHeadStruct,
+    DraftsStruct,
+    HeadsStruct,
+    LinearStruct,
+    LogitsStruct,
+    NetworkStruct,
+    ProductStruct,
+    RowsStruct,
+)
+
+_log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).with_name("cpu")
+
+KINDS = {
+    "x86_64": {
+        "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
+        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
+        "avx2": "-mavx2 -mfma",
+    },
+    "aarch64": {"neon_bf16": "-march=armv8.2-a+bf16"},
+}
+"""By machine: the kinds of processor in cpu/isa.h, the best first, and the flags that compile for them."""
+
+SLOW_PAIRS = {"GenuineIntel"}
+"""Makers whose processors multiply pairs of bfloat16 half as fast as float32: one instruction in two cycles beside two
+in one (measured on Emerald Rapids). Kinds differ in the last bits of what they compute, so that the best is told by the
+maker, not by a measurement that a bad moment could turn.
+"""
+
+_NEEDS = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+    "neon_bf16": {"asimd", "bf16"},
+}
+"""What the kernel of the operating system calls what they need."""
+
+_SOURCE_FILES = (
+    "team.cpp", "linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp",
+)  # fmt: skip
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
+_SECONDS = 300.0
+"""Longest that the compiler may take."""
+
+SWITCH = "SPACESERVE_CPU_KERNELS"
+CHOICES = ("auto", "compiled", "torch", *(kind for kinds in KINDS.values() for kind in kinds))
+"""What the variable may be: compiled where that can be, compiled or it is an error, torch's; compiled for that kind."""
+
+
+class CpuLibrary:
+    """The functions of cpu/api.cpp, those for this kind of processor."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.kind, self.path = kind, path
+        library = ctypes.CDLL(str(path))
+
+        def function(name: str, *arguments: Any, result: Any = None) -> Any:
+            found = getattr(library, f"space_{name}_{kind}")
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
+        self.pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
+        self.pack8 = function("pack8", c_void_p, c_int64, c_int64, c_void_p)
+        self.linear = function("linear", POINTER(LinearStruct), POINTER(ProductStruct), c_int)
+        self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
+        self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
+        self.attend = function("attend", rows, heads, attention, c_int)
+        self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
+        self.choose = function("choose", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
+        self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
+        self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
+        self.dots = function("dots", c_int64, c_int, result=c_float)
+        self.mark = function("mark", c_void_p, c_int64, c_int)
+        self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
+
+
+@cache
+def cpu_library() -> CpuLibrary | None:
+    """The library, built if it is not there yet; None where it cannot be had or is not wanted.
+
+    Raises ValueError where the environment asks for it and it cannot be had.
+    """
+    asked = os.environ.get(SWITCH, "auto")
+    if asked not in CHOICES:
+        raise ValueError(f"{SWITCH} is {asked!r}; it must be {', '.join(CHOICES[:-1])} or {CHOICES[-1]}.")
+    if asked == "torch":
+        return None
+    try:
+        kinds = own_kinds()
+        if not kinds:
+            raise OSError(f"there are none for this processor ({sys.platform}, {platform.machine()})")
+        kind = kinds[0] if asked in ("auto", "compiled") else asked
+        if kind not in kinds:
+            raise OSError(f"this processor is no {kind}, but {' and '.join(kinds)}")
+        return library_for(kind)
+    except OSError as error:
+        if asked != "auto":
+            raise ValueError(f"{SWITCH} is {asked}, but the compiled operations cannot be had: {error}.") from error
+        _log.warning("the compiled operations cannot be had, and torch's own, slower, stand in for them: %s", error)
+        return None
+
+
+def own_kinds() -> list[str]:
+    """The kinds that this processor is, the best first."""
+    return kinds_of(platform.machine(), set(cpu_fact("flags", "Features").split()), cpu_fact("vendor_id"))
+
+
+def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
+    """The kinds that a processor of this maker with these flags is, the best first."""
+    found = [kind for kind in KINDS.get(machine, {}) if cpu_flags >= _NEEDS[kind]]
+    if maker in SLOW_PAIRS and "avx512_bf16" in found:
+        found.remove("avx512_bf16")
+        found.insert(found.index("avx512") + 1, "avx512_bf16")
+    return found
+
+
+def library_for(kind: str) -> CpuLibrary:
+    """The library of a kind that this processor is, built if it is not there yet. Raises OSError."""
+    return CpuLibrary(library_file(kind), kind)
+
+
+def library_file(kind: str) -> Path:
+    """Where the library of a kind of processor is, built if it is not there yet. Raises OSError."""
+    flags = (*_FLAGS, *KINDS[platform.machine()][kind].split())
+    key = hashlib.sha256(repr(flags).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        key.update(source.name.encode() + b"\0" + source.read_bytes())
+    name = f"cpu-kernels-{kind}-{key.hexdigest()[:16]}.so"
+    places = [_SOURCES.with_name("built") / name, cache_folder() / name]
+    for place in places:
+        if place.is_file():
+            return place
+    for place in reversed(places):  # where the cache cannot be written to, beside the sources
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+                _compile(flags, Path(folder)).replace(place)
+        except PermissionError:
+            continue
+        return place
+    raise OSError(f"neither {places[1].parent} nor {places[0].parent} can be written to")
+
+
+def cpu_fact(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; elsewhere nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+
+def _compile(flags: Sequence[str], folder: Path) -> Path:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise OSError("no C++ compiler is installed (Debian: `apt install g++`)")
+    _log.info("compiling the operations of this processor with %s: once, some 10 s", compiler)
+    objects = [folder / f"{file}.o" for file in _SOURCE_FILES]
+    with ThreadPoolExecutor() as pool:
+        pairs = zip(_SOURCE_FILES, objects, strict=True)
+        list(pool.map(_run, ([compiler, *flags, "-c", str(_SOURCES / file), "-o", str(to)] for file, to in pairs)))
+    library = folder / "library.so"
+    _run([compiler, "-shared", "-pthread", "-o", str(library), *map(str, objects)])
+    return library
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
+
+
+def main() -> int:
+    """Build for every kind of this machine beside the sources, as an image wants it; the exit code."""
+    built = _SOURCES.with_name("built")
+    try:
+        for kind in KINDS.get(platform.machine(), {}):
+            file = library_file(kind)
+            built.mkdir(exist_ok=True)
+            if file.parent != built:
+                shutil.copy2(file, built)
+            sys.stdout.write(f"{built / file.name}\n")
+    except OSError as error:
+        sys.stderr.write(f"the compiled operations cannot be had: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a decoder layer computes between its linears: norms, rotary positions, activations."""

@@ -1,0 +1,124 @@
+"""Linear layers by the compiled product: weights read once at the speed of memory, row-invariant bitwise."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from space_kernels.build.cpu_library import CpuLibrary, cpu_library
+from space_kernels.build.cpu_structs import LinearStruct, ProductStruct
+from space_kernels.linear.int8_linear import EightBitLinear, EightBits
+from space_kernels.linear.packed_linear import PackedLinear
+
+LANES = 16
+"""Outputs of a panel."""
+
+
+class Then(IntEnum):
+    """What becomes of a product before it is rounded."""
+
+    NOTHING = 0
+    ADD = 1  # another tensor is added
+    SWIGLU = 2  # the panels are gate and up in turn: silu(gate)·up
+
+
+class CompiledLinear(nn.Module):
+    """x·Wᵀ + b in bfloat16 with float32 sums; a row's result does not depend on the other rows, nor on their number."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        wide: bool = False,
+        eight_bits: bool = False,
+    ) -> None:
+        """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
+
+        `wide`: results are float32; `eight_bits`: the copy is of whole numbers and scales.
+        """
+        super().__init__()
+        if not self.takes(weight):
+            got = f"{weight.dtype}, {tuple(weight.shape)}"
+            raise ValueError(f"The compiled product takes bfloat16 weights with even inputs; got {got}.")
+        self.out_features, self.in_features = weight.shape
+        self._library, self._wide = library, wide
+        num_panels = -(-self.out_features // LANES)
+        self.scale: Tensor | None = None
+        if eight_bits:
+            kept = EightBits.of(weight)
+            self.weight = torch.empty(num_panels * LANES, self.in_features + self.in_features % 4, dtype=torch.uint8)
+            library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+            self.scale = _per_output(kept.scale, num_panels)
+        else:
+            self.weight = torch.empty(num_panels * LANES, self.in_features, dtype=torch.bfloat16)
+            source = weight.detach().contiguous()
+            library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+        self.bias = None if bias is None else _per_output(bias.detach(), num_panels)
+        self.struct = LinearStruct(
+            self.weight.data_ptr(), _address(self.scale), _address(self.bias), num_panels, self.in_features,
+            self.out_features,
+        )  # fmt: skip
+        self._here = byref(self.struct)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether it can be packed for the compiled product."""
+        return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        return self._product(x, Then.NOTHING, None, self.out_features)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
+        return self._product(x, Then.ADD, other, self.out_features)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate)·up, rounded once, of weights from `in_turn`: [..., in] -> [..., out/2]"""
+        return self._product(x, Then.SWIGLU, None, self.out_features // 2)
+
+    def _product(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"The compiled product takes bfloat16 rows; got {x.dtype}.")
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if self._wide else torch.bfloat16)
+        added = None if other is None else other.data_ptr()
+        rows = x.numel() // self.in_features
+        product = ProductStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
+        self._library.linear(self._here, byref(product), torch.get_num_threads())
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _per_output(values: Tensor, num_panels: int) -> Tensor:
+    """[out] -> [panels·16] float32"""
+    padded = torch.zeros(num_panels * LANES)
+    padded[: len(values)] = values
+    return padded
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def in_turn(gate: Tensor, up: Tensor) -> Tensor:
+    """[inner, in] twice, inner a multiple of 16 -> [2·inner, in]: sixteen outputs of gate, sixteen of up, …"""
+    inner, width = gate.shape
+    if inner % LANES:
+        raise ValueError(f"Gate and up have {inner} outputs; panels in turn need a multiple of {LANES}.")
+    return torch.stack([gate.view(-1, LANES, width), up.view(-1, LANES, width)], dim=1).reshape(2 * inner, width)
+
+
+def cpu_linear(weight: Tensor, bias: Tensor | None, *, eight_bits: bool = False) -> nn.Module:
+    """The best linear layer for this weight on this processor; `eight_bits`: of whole numbers and scales."""
+    library = cpu_library() if CompiledLinear.takes(weight) else None
+    if library is not None:
+        return CompiledLinear(library, weight, bias, eight_bits=eight_bits)
+    return EightBitLinear(weight, bias) if eight_bits else PackedLinear(weight, bias)

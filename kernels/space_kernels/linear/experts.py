@@ -1,0 +1,85 @@
+"""Mixture of experts, router and feed-forward, whose rows do not depend on which other rows there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from space_kernels.linear.cpu_linear import cpu_linear
+
+
+class RowInvariantExperts(nn.Module):
+    """y = Σ over the row's experts, ascending, of weight · down(act(gate(x)) · up(x)).
+
+    The rows of one expert are gathered and padded to a tile, so that their number changes no row's sum.
+    """
+
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, eight_bits: bool = False
+    ) -> None:
+        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `eight_bits`: how they are kept."""
+        super().__init__()
+        self.gate_up = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in gate_up)
+        self.down = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in down)
+        self.activation = activation
+
+    def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:
+        """hidden [R, hidden], expert_of and weight_of [R, experts per row] -> [R, hidden]"""
+        out = torch.zeros_like(hidden)
+        chosen = expert_of.tolist()
+        rows_of: dict[int, list[tuple[int, int]]] = {}
+        for row, experts in enumerate(chosen):
+            for place, expert in enumerate(experts):
+                rows_of.setdefault(expert, []).append((row, place))
+        for expert in sorted(rows_of):
+            rows, places = torch.tensor(rows_of[expert], device=hidden.device).unbind(1)
+            padded = torch.cat([rows, rows.new_zeros(-len(rows) % 4)])
+            gate, up = self.gate_up[expert](hidden[padded]).chunk(2, dim=-1)
+            result = self.down[expert](self.activation(gate.contiguous()) * up)[: len(rows)]
+            out.index_add_(0, rows, (result * weight_of[rows, places, None]).to(out.dtype))
+        return out
+
+
+class RowInvariantRouter(nn.Module):
+    """A router of transformers that multiplies by its own `weight` [experts, hidden] through `F.linear`.
+
+    Only that product depends on the number of rows: it is computed by a row-invariant linear in the dtype that the
+    router asks for. Softmax, top-k and sums run over a row's experts.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self._linear_of: dict[torch.dtype, nn.Module] = {}  # by the dtype of the product
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """What the router gives."""
+        with _OwnLinear(self._product, self.router.get_parameter("weight").shape):
+            return self.router(*arguments, **named)
+
+    def _product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        if rows.dtype not in self._linear_of:
+            weight = self.router.get_parameter("weight").detach().to(rows.dtype)
+            self._linear_of[rows.dtype] = cpu_linear(weight, bias)
+        product: Tensor = self._linear_of[rows.dtype](rows)
+        return product
+
+
+class _OwnLinear(TorchFunctionMode):
+    """Sends products with a weight of this shape elsewhere."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
+        super().__init__()
+        self._product, self._shape = product, shape
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and args[1].shape == self._shape:
+            return self._product(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
+        return function(*args, **(kwargs or {}))

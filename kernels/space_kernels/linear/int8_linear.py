@@ -1,0 +1,100 @@
+"""Weights in whole numbers of eight bits: half the bytes of bfloat16 to read and to hold.
+
+Each output has its own scale, the greatest size of its weights over 127, so the error of a weight is at most half of
+that. bfloat16 has every whole number up to 256 exactly: a product with them is summed up as if they were bfloat16
+weights, and each sum is multiplied by its scale once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from space_kernels.layers.activation import silu
+from space_kernels.linear.packed_linear import PLAIN_TILE, pad_rows
+
+GREATEST = 127
+"""Numbers are -127 .. 127: as many below zero as above."""
+
+_OUTPUTS = 1024
+"""Outputs whose weights are in memory as float32 at the same time."""
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """W[n, k] ≈ scale[n]·numbers[n, k]"""
+
+    numbers: Tensor  # [out, in] int8
+    scale: Tensor  # [out] float32; of an output without weights, 1
+
+    @classmethod
+    def of(cls, weight: Tensor) -> EightBits:
+        """The nearest to a weight [out, in]."""
+        numbers, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        for begin in range(0, len(weight), _OUTPUTS):
+            rows = slice(begin, begin + _OUTPUTS)
+            part = weight[rows].detach().float()
+            greatest = part.abs().amax(dim=1)
+            scale[rows] = torch.where(greatest > 0, greatest / GREATEST, 1.0)
+            numbers[rows] = (part / scale[rows, None]).round_().clamp_(-GREATEST, GREATEST).to(torch.int8)
+        return cls(numbers, scale)
+
+    def dense(self) -> Tensor:
+        """[out, in] float32"""
+        return self.numbers.float().mul_(self.scale[:, None])
+
+
+class EightBitLinear(nn.Module):
+    """x·Wᵀ + b by torch alone, in float32; a row's result does not depend on the other rows, nor on their number.
+
+    What stands in where nothing can be compiled: it holds as little as the compiled product, and is slower than
+    bfloat16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> None:
+        """weight [out, in], bias [out], on the CPU. The weight is copied. `wide`: results are float32."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.kept = EightBits.of(weight)
+        self.bias = None if bias is None else bias.detach().float()
+        self._wide = wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        return self._rounded(self._product(x), x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """silu(x·Wᵀ + b), rounded once."""
+        return self._rounded(silu(self._product(x)), x)
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """(x·Wᵀ + b)·other, rounded once."""
+        return self._rounded(self._product(x).mul_(other), x)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x·Wᵀ + b + other, rounded once."""
+        return self._rounded(self._product(x).add_(other), x)
+
+    def _rounded(self, product: Tensor, x: Tensor) -> Tensor:
+        return product if self._wide else product.to(x.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out] float32, in tiles of as many rows as are summed in one order."""
+        num_rows = x.numel() // self.in_features
+        tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), PLAIN_TILE), PLAIN_TILE)
+        whole = torch.empty(len(tiles) * PLAIN_TILE, self.out_features)
+        for begin in range(0, self.out_features, _OUTPUTS):
+            outputs = slice(begin, begin + _OUTPUTS)
+            weight, scale = self.kept.numbers[outputs].float(), self.kept.scale[outputs]
+            for number, tile in enumerate(tiles):
+                rows = slice(number * PLAIN_TILE, (number + 1) * PLAIN_TILE)
+                torch.mul(F.linear(tile, weight), scale, out=whole[rows, outputs])
+        if self.bias is not None:
+            whole += self.bias
+        return whole[:num_rows].view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,275 @@
+"""A product on a GPU that takes one arithmetic path for every number of rows.
+
+    out[m, n] = ( Σ_part  Σ_k in part  x[m, k]·w[n, k] ) + bias[n]        parts, and k in each, in ascending order
+
+Tiles are of 64 rows whatever their number: few rows are bound by reading the weight, not by the arithmetic on rows that
+are not there. Into how many parts k is cut depends on the weight's shape alone. With few rows each part is a program's,
+as else too few programs would read the weight, and a second pass adds them up; with many rows one program takes all
+parts one after the other. Both add the same numbers in the same order.
+
+Weights of eight bits (float8.py) are read as they are and widened in registers, exactly; the sum over all parts is
+multiplied by its output's scale. They are widened by shifting bits, which every GPU can: 8.0 has no instruction for it.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from space_kernels.build.launch import Tuned
+from space_kernels.fp8_bits import widened
+
+_PROGRAMS = 264
+"""Programs that keep a GPU's memory busy: two on each of 132 multiprocessors."""
+
+_FEW_ROWS = 256
+"""Up to so many rows the parts are programs of their own: their sums then are at most 256·out·parts·4 bytes."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes at a time, and into how many parts its sums over k are cut."""
+
+    rows: int
+    outs: int
+    depth: int  # k at a time
+    parts: int
+    part_depth: int  # k in a part: a multiple of `depth`
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, out: int, width: int, dtype: torch.dtype) -> Tile:
+        """By the weight's shape and dtype alone."""
+        wide = dtype is torch.float32
+        rows, outs, depth = (32, 64, 32) if wide else (64, 64, 64)
+        steps = triton.cdiv(width, depth)
+        parts = min(max(_PROGRAMS // triton.cdiv(out, outs), 1), 8, max(steps // 8, 1))
+        part_steps = triton.cdiv(steps, parts)
+        return cls(rows, outs, depth, triton.cdiv(steps, part_steps), part_steps * depth, 4, 4)
+
+
+@triton.jit
+def _part(x, weight, m, n, k, stop, x_stride, w_stride, rows, outs, DEPTH: tl.constexpr, like):
+    """The sum over k in [k, stop) of one tile, float32."""
+    total = tl.zeros_like(like)
+    for start in range(k, stop, DEPTH):
+        lanes = start + tl.arange(0, DEPTH)
+        inside = lanes < stop
+        left = tl.load(x + m[:, None] * x_stride + lanes[None, :], (m < rows)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(weight + n[None, :] * w_stride + lanes[:, None], (n < outs)[None, :] & inside[:, None], other=0)
+        if weight.dtype.element_ty == tl.uint8:
+            right = widened(right, left.dtype)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    x_stride,
+    w_stride,
+    out_stride,
+    part_stride,
+    rows,
+    outs,
+    width,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    m = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    n = (tl.program_id(1) * OUTS + tl.arange(0, OUTS)).to(tl.int64)
+    total = tl.zeros([ROWS, OUTS], tl.float32)
+    if SPLIT:
+        # the sum of one part, as it is
+        part = tl.program_id(2)
+        first = part * PART_DEPTH
+        total = _part(
+            x, weight, m, n, first, tl.minimum(first + PART_DEPTH, width), x_stride, w_stride, rows, outs, DEPTH, total
+        )
+        place = out + part.to(tl.int64) * part_stride
+    else:
+        for part in range(PARTS):
+            first = part * PART_DEPTH
+            total += _part(
+                x,
+                weight,
+                m,
+                n,
+                first,
+                tl.minimum(first + PART_DEPTH, width),
+                x_stride,
+                w_stride,
+                rows,
+                outs,
+                DEPTH,
+                total,
+            )
+        if SCALED:
+            total *= tl.load(scale + n, n < outs, other=0.0)[None, :]
+        if BIASED:
+            total += tl.load(bias + n, n < outs, other=0.0).to(tl.float32)[None, :]
+        place = out
+    inside = (m < rows)[:, None] & (n < outs)[None, :]
+    tl.store(place + m[:, None] * out_stride + n[None, :], total.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _join(
+    parts,
+    scale,
+    bias,
+    out,
+    part_stride,
+    row_stride,
+    out_stride,
+    outs,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < outs
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(PARTS):
+        total += tl.load(parts + part * part_stride + row * row_stride + n, inside, other=0.0)
+    if SCALED:
+        total *= tl.load(scale + n, inside, other=0.0)
+    if BIASED:
+        total += tl.load(bias + n, inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), inside)
+
+
+def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] -> [R, out]: sums in float32, rounded to x's dtype once."""
+    return _launch(x, weight, None, bias)
+
+
+def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the same with weights of eight bits."""
+    return _launch(x, weight.view(torch.uint8), scale, bias)
+
+
+def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    (rows, width), outs = x.shape, len(weight)
+    out = x.new_empty(rows, outs)
+    if not rows:
+        return out
+    tile = Tile.of(outs, width, x.dtype)
+    split = tile.parts > 1 and rows <= _FEW_ROWS
+    place = x.new_empty(tile.parts, rows, outs, dtype=torch.float32) if split else out
+    # row tiles first: programs that run together read the same weights
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outs), tile.parts if split else 1)
+    _product[grid](
+        x,
+        weight,
+        x if scale is None else scale,
+        x if bias is None else bias,
+        place,
+        x.stride(0),
+        weight.stride(0),
+        outs,
+        rows * outs,
+        rows,
+        outs,
+        width,
+        ROWS=tile.rows,
+        OUTS=tile.outs,
+        DEPTH=tile.depth,
+        PARTS=tile.parts,
+        PART_DEPTH=tile.part_depth,
+        SPLIT=split,
+        SCALED=scale is not None,
+        BIASED=bias is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if split:
+        _join[(triton.cdiv(outs, _JOINED), rows)](
+            place,
+            x if scale is None else scale,
+            x if bias is None else bias,
+            out,
+            rows * outs,
+            outs,
+            outs,
+            outs,
+            PARTS=tile.parts,
+            BLOCK=_JOINED,
+            SCALED=scale is not None,
+            BIASED=bias is not None,
+            num_warps=4,
+        )
+    return out
+
+
+_JOINED = 512
+"""Outputs a program joins: 4 per thread."""
+
+
+def _tuned() -> tuple[Tuned, ...]:
+    integers = {"x_stride": "i64:16", "w_stride": "i64:16", "out_stride": "i64:16", "part_stride": "i64:16"}
+    counts = {"rows": "i32", "outs": "i32:16", "width": "i32:16"}
+    found = []
+    for name, held, dtype in (
+        ("bf16", "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
+        ("fp32", "fp32", torch.float32),
+        ("bf16", "u8", torch.bfloat16),
+    ):
+        scaled = held == "u8"
+        tensors = {"scale": "*fp32" if scaled else f"*{name}", "bias": f"*{name}"}
+        for out, width in ((6144, 4096), (4096, 14336), (128256, 4096)):
+            tile = Tile.of(out, width, dtype)
+            shape = {
+                "ROWS": tile.rows,
+                "OUTS": tile.outs,
+                "DEPTH": tile.depth,
+                "PARTS": tile.parts,
+                "PART_DEPTH": tile.part_depth,
+                "SCALED": scaled,
+                "BIASED": False,
+            }
+            for split in (False, True) if tile.parts > 1 else (False,):
+                found.append(
+                    Tuned(
+                        _product,
+                        {"x": f"*{name}", "weight": f"*{held}", "out": "*fp32" if split else f"*{name}"}
+                        | tensors
+                        | integers
+                        | counts,
+                        shape | {"SPLIT": split},
+                        tile.num_warps,
+                        tile.num_stages,
+                    )
+                )
+        found.append(
+            Tuned(
+                _join,
+                {"parts": "*fp32", "out": f"*{name}", "outs": "i32:16"}
+                | tensors
+                | dict.fromkeys(("part_stride", "row_stride", "out_stride"), "i64:16"),
+                {"PARTS": 4, "BLOCK": _JOINED, "SCALED": scaled, "BIASED": False},
+            )
+        )
+    return tuple(found)
+
+
+TUNED = _tuned()

@@ -1,0 +1,108 @@
+"""The index arithmetic of paged attention: built once per step, shared by all layers with the same heads and window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from space_kernels.paging.bucket_pattern import PlanKey
+from space_kernels.paging.cached_plan import KEY_BLOCK as KEY_BLOCK
+from space_kernels.paging.cached_plan import BlockGround, BucketGround, PlanGround
+from space_kernels.paging.row_pattern import Ints
+from space_kernels.paging.slots import StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """The i-th key block of the first `num_sequences` sequences of a bucket."""
+
+    num_sequences: int
+    index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
+    run: int  # slots fetched at once: whole pages (of a larger one its part of the block), or single slots where some
+    # of the block is not written yet
+    bound: Tensor | None  # [m, 1, P, 1, KEY_BLOCK] of the last m of the n; -inf for keys a row must not attend, else
+    # inf; None: every row attends all
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sequences with (padded) the same number of rows: S sequences, P rows, G kv heads, Q query heads per kv head."""
+
+    shape: tuple[int, int, int, int]  # S, G, P, Q
+    queries: Tensor  # [S·G·P·Q] rows of the queries seen as [R·H, D]
+    blocks: Sequence[KeyBlock]  # ascending
+    step_keys: Tensor | None  # [S·G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
+    step_bound: Tensor | None  # [S, 1, P, 1, N] -inf for masks a row must not attend, else inf
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Where one step's queries, keys and values are."""
+
+    writes: Tensor  # [chain rows·G] rows of the pages seen as [num_blocks·G·block_size, D]
+    buckets: Sequence[Bucket]
+    outputs: Tensor  # [R·H] rows of all buckets' outputs, one after the other
+
+    @classmethod
+    def of(cls, rows: StepRows, key: PlanKey) -> AttentionPlan:
+        """The plan of this step, built on first use."""
+        plan = rows.plans.get(key)
+        if plan is None:
+            plan = rows.plans[key] = _build(rows, key)
+        return plan
+
+
+def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
+    size = rows.block_size
+    if KEY_BLOCK % size and size % KEY_BLOCK:
+        raise ValueError(f"Blocks of {size} slots do not tile a key block of {KEY_BLOCK}; use a power of two.")
+    slots = rows.chain_slots()
+    offsets = slots % size
+    first_head = (slots - offsets) * key.kv_heads + offsets
+    writes = first_head[:, None] + np.arange(0, key.kv_heads * size, size)
+    ground = PlanGround.of(rows, key)
+    buckets = []
+    for of_bucket in ground.buckets:
+        starts, written = rows.starts, rows.written
+        if of_bucket.order is not None:
+            starts, written = starts[of_bucket.order], written[of_bucket.order]
+        blocks = [_key_block(rows, of_bucket, block, starts, written) for block in of_bucket.blocks]
+        buckets.append(Bucket(of_bucket.shape, of_bucket.queries, blocks, of_bucket.step_keys, of_bucket.step_bound))
+    return AttentionPlan(_to(writes.reshape(-1), rows), buckets, ground.outputs)
+
+
+def _key_block(rows: StepRows, bucket: BucketGround, block: BlockGround, starts: Ints, written: Ints) -> KeyBlock:
+    """Where its keys are, and what of it each row must not attend. starts, written [S]"""
+    n, free = block.num_sequences, block.num_free
+    if isinstance(block.keys, Tensor):
+        index, run = block.keys, min(rows.block_size, KEY_BLOCK)
+    else:
+        # a slot not written yet may hold NaN: its key is hidden from every row, and the block's first one is read
+        behind = (written[:n] - block.begin)[:, None, None]
+        index, run = _to(np.where(behind > _LANES, block.keys, block.keys[..., :1]).reshape(-1), rows), 1
+    bound = None
+    if free < n:
+        base = (starts[free:n] - block.begin[free:])[:, None]
+        bound = _UP_TO.take(base + bucket.reach[free:n], axis=0, mode="clip")  # [m, P, KEY_BLOCK]
+        if bucket.oldest is not None:
+            np.minimum(bound, _FROM.take(base + bucket.oldest[free:n], axis=0, mode="clip"), out=bound)
+    return KeyBlock(n, index, run, None if bound is None else _to(bound[:, None, :, None], rows))
+
+
+_LANES = np.arange(KEY_BLOCK, dtype=np.int64)
+_UP_TO = np.where(np.arange(KEY_BLOCK + 1)[:, None] > _LANES, np.float32(np.inf), np.float32(-np.inf))
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the first n keys are attended (minimum is several
+times faster than a mask)."""
+_FROM = -_UP_TO
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: the same where the keys from the n-th on are attended."""
+
+
+def _to(values: npt.NDArray[Any], rows: StepRows) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if rows.device.type == "cpu" else tensor.to(rows.device)

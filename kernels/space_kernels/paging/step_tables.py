@@ -1,0 +1,180 @@
+"""What a step's kernels read on the device: who a row is, how far it sees, and where its sequence's pages are."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from space_kernels.paging.row_pattern import Ints, RowPattern
+from space_kernels.paging.slots import StepRows
+
+
+@dataclass(frozen=True, eq=False)
+class PatternTables:
+    """A row pattern on a device: constants of every step that lays out the same. All int32."""
+
+    chain_first: Tensor  # [S] first flat row of the sequence's chain
+    num_chain: Tensor  # [S]
+    mask_first: Tensor  # [S] first flat row of its masks
+    num_masks: Tensor  # [S]
+    owner: Tensor  # [rows] sequence
+    offset: Tensor  # [rows] position behind the sequence's first chain row
+    reach: Tensor  # [rows] slots from there on that the row may attend
+    group: Tensor  # [rows] number shared by the masks of a group, -1 for chain rows
+    group_first: Tensor  # [rows] flat row of the first mask of the row's group; for a chain row the row behind it
+    num_rows: int  # without padding
+    num_padded: int
+    num_chain_rows: int
+    rows_per_sequence: Ints  # [S] on the host: chain and mask rows together
+    known_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pattern: RowPattern, device: torch.device) -> PatternTables:
+        """The pattern's tables, uploaded on first use."""
+        known = pattern.parts.get((cls, device))
+        if not isinstance(known, PatternTables):
+            known = pattern.parts[cls, device] = _upload(pattern, device)
+        return known
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the step."""
+        return len(self.rows_per_sequence)
+
+    @cached_property
+    def has_masks(self) -> bool:
+        """Whether any row has keys that are not in the pages."""
+        return self.num_rows > self.num_chain_rows
+
+    def tiles(self, queries_per_kv: int, height: int) -> Tensor:
+        """[tiles, 2] int32: sequence, and the how-manieth `height` of its rows · queries per kv head.
+
+        A sequence's last tiles, which see most, come first: they are what a prefill waits for.
+        """
+        known = self.known_tiles.get((queries_per_kv, height))
+        if known is None:
+            counts = -(-self.rows_per_sequence * queries_per_kv // height)
+            pairs = [(number, tile) for number, count in enumerate(counts) for tile in reversed(range(count))]
+            table = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+            known = self.known_tiles[queries_per_kv, height] = torch.from_numpy(table).to(self.owner.device)
+        return known
+
+
+# one sequence's slots
+# [0 ........ start)      [start ...... start + num_written)    [...
+#  earlier steps' keys     this step's, after the store           never read, whatever lies there
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """Where a step's sequences stand. The tensors may be updated in place between replays of a CUDA graph.
+
+    A sequence of which nothing is to be stored (a dead one, or padding of a batch) has `num_written` 0.
+    """
+
+    pattern: PatternTables
+    starts: Tensor  # [S] int32 position of each sequence's first chain row
+    page_table: Tensor  # [S, P] int32 block numbers; anything where a sequence has fewer
+    block_size: int
+    num_written: Tensor  # [S] int32 chain rows that store keys and values: the first so many of each sequence
+
+    @classmethod
+    def of(cls, rows: StepRows) -> StepTables:
+        """The tables of this step, built on first use and shared by all layers."""
+        known = rows.parts.get((cls, rows.device))
+        if not isinstance(known, StepTables):
+            pattern = PatternTables.of(rows.pattern, rows.device)
+            starts = torch.from_numpy(rows.starts.astype(np.int32)).to(rows.device)
+            table = _page_table(rows)
+            known = cls(pattern, starts, table, rows.block_size, pattern.num_chain)
+            rows.parts[cls, rows.device] = known
+        return known
+
+    def as_rows(self, pattern: RowPattern) -> StepRows:
+        """A step's rows whose places only the device knows: `StepTables.of` them gives these tables.
+
+        Nothing else about places may be asked of them: there are no starts and no pages on the host.
+        """
+        device = self.starts.device
+        parts: dict[Hashable, object] = {(StepTables, device): self}
+        return StepRows(pattern, np.empty(0, dtype=np.int64), (), self.block_size, device, parts=parts)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the page table has room for: all that a launch grid may depend on."""
+        return self.page_table.shape[1] * self.block_size
+
+    def slots(self) -> Tensor:
+        """[chain rows] int64: block number · block size + offset that a row stores to; -1: it stores nothing."""
+        chain = self.pattern.num_chain_rows
+        owner, offset = self.pattern.owner[:chain].long(), self.pattern.offset[:chain].long()
+        positions = self.starts[owner] + offset
+        blocks = (positions // self.block_size).clamp_(max=self.page_table.shape[1] - 1)
+        slots = self.page_table[owner, blocks].long() * self.block_size + positions % self.block_size
+        return torch.where(offset < self.num_written[owner], slots, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """The page table that the last step with a pattern had, and its copy on the device."""
+
+    host: Ints
+    device: Tensor
+
+
+def _page_table(rows: StepRows) -> Tensor:
+    """The step's, uploaded anew only where some sequence got another page."""
+    host, name = rows.page_table, (_Uploaded, rows.device)
+    known = rows.pattern.parts.get(name)
+    if not isinstance(known, _Uploaded) or known.host is not host:
+        known = _Uploaded(host, torch.from_numpy(host.astype(np.int32)).to(rows.device))
+        rows.pattern.parts[name] = known
+    return known.device
+
+
+def _upload(pattern: RowPattern, device: torch.device) -> PatternTables:
+    """All tables in one copy, each beginning at a multiple of 16 bytes."""
+    group = pattern.group
+    group_first = np.arange(1, len(group) + 1)
+    masks = np.arange(pattern.num_chain_rows, len(group))
+    if len(masks):
+        opens = np.ones(len(masks), dtype=bool)
+        opens[1:] = (group[masks[1:]] != group[masks[:-1]]) | (pattern.owner[masks[1:]] != pattern.owner[masks[:-1]])
+        group_first[masks] = np.maximum.accumulate(np.where(opens, masks, 0))
+    parts = {
+        "chain_first": pattern.chains[0],
+        "num_chain": pattern.chains[1],
+        "mask_first": pattern.masks[0],
+        "num_masks": pattern.masks[1],
+        "owner": pattern.owner,
+        "offset": pattern.offsets,
+        "reach": pattern.reach,
+        "group": group,
+        "group_first": group_first,
+    }
+    begins = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts.values())]).tolist()
+    packed = np.zeros(begins[-1], dtype=np.int32)
+    for part, begin in zip(parts.values(), begins, strict=False):
+        packed[begin : begin + len(part)] = part
+    uploaded = torch.from_numpy(packed).to(device)
+    tensors = {
+        name: uploaded[begin : begin + len(part)] for (name, part), begin in zip(parts.items(), begins, strict=False)
+    }
+    return PatternTables(
+        chain_first=tensors["chain_first"],
+        num_chain=tensors["num_chain"],
+        mask_first=tensors["mask_first"],
+        num_masks=tensors["num_masks"],
+        owner=tensors["owner"],
+        offset=tensors["offset"],
+        reach=tensors["reach"],
+        group=tensors["group"],
+        group_first=tensors["group_first"],
+        num_rows=len(pattern.offsets),
+        num_padded=pattern.num_padded,
+        num_chain_rows=pattern.num_chain_rows,
+        rows_per_sequence=pattern.chains[1] + pattern.masks[1],
+    )

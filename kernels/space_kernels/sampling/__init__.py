@@ -1,0 +1,1 @@
+"""Sampling: parameters, logits processors, keyed noise, and the choice itself."""

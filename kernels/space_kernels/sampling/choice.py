@@ -1,0 +1,144 @@
+"""The choice itself: the largest logit, or the largest logit plus keyed Gumbel noise; and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling.cpu_choice import greatest, is_bare, takes
+from space_kernels.sampling.logits_processors import process
+from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
+from space_kernels.sampling.ordering import first_columns
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import Row, RowRuns
+
+_LOUD_NOISE = 6.0
+_LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
+"""Fewer bits than these mean noise below _LOUD_NOISE (399 of 400 cells)."""
+_CELLS_AT_ONCE = 1 << 18
+"""Bits drawn at once: what stays in a processor's own cache."""
+_NO_ID = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What N rows chose."""
+
+    ids: Tensor  # [N] int64; without meaning where not `usable`
+    usable: Tensor  # [N] bool: the row had no NaN, and at least one possible id
+
+
+def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choice:
+    """What each row chooses under its law.
+
+    logits [N, V] float32 raw (overwritten), N rows, banned_ids [B] int64: never chosen.
+    """
+    runs = RowRuns.of(rows)
+    if is_bare(runs.run_laws) and (library := takes(logits)) is not None:
+        return Choice(*greatest(library, logits, banned_ids))
+    process(logits, runs, banned_ids)
+    first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
+    usable = logits.gather(1, first)[:, 0].isfinite()
+    chosen = first[:, 0]
+    if runs.run_laws.samples:
+        laws = runs.laws(_is_sampled)
+        keys = torch.tensor([law.key for law in laws], device=logits.device)
+        positions = torch.tensor(runs.positions(_is_sampled), device=logits.device)
+        if len(laws) == len(runs):
+            chosen = sample(logits, keys, positions)
+        else:
+            sampled = runs.numbers(_is_sampled)
+            chosen[sampled] = sample(logits[sampled], keys, positions)
+    return Choice(chosen, usable)
+
+
+def _is_sampled(law: Law) -> bool:
+    return not law.greedy
+
+
+def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """argmax_v(z_v + gumbel(key, position, v)), equal sums: the lower id.
+
+    z [N, V] float32 (÷ temperature, impossible ids -inf), keys [N] int64, positions [N] int64 -> [N] int64
+
+    Noise is bounded: z_v + GUMBEL_MAX must reach max(z) + GUMBEL_MIN for v to win. Where few ids can, as behind a
+    top-k, the others are left out before anything is drawn. The winner is the same.
+    """
+    N, V = z.shape
+    streams = row_streams(keys, positions)
+    ids = torch.arange(V, device=z.device)[None]
+    possible = z >= z.amax(dim=1, keepdim=True) - (GUMBEL_MAX - GUMBEL_MIN + 0.01)
+    counts = possible.sum(dim=1)
+    most = max(1, int(counts.max()))  # 0 where every row has a NaN
+    if most < V // 4:
+        row, id_ = possible.nonzero(as_tuple=True)  # row-major: ids ascend in a row
+        column = torch.arange(len(row), device=z.device) - (counts.cumsum(dim=0) - counts)[row]
+        few = z.new_full((N, most), -math.inf)
+        few[row, column] = z[row, id_]
+        ids = ids.new_zeros(N, most)
+        ids[row, column] = id_
+        z = few
+    num_rows = max(1, _CELLS_AT_ONCE // z.shape[1])
+    parts = [slice(first, first + num_rows) for first in range(0, N, num_rows)]
+    return torch.cat([_loudest(z[part], ids if len(ids) == 1 else ids[part], streams[part]) for part in parts])
+
+
+def _loudest(z: Tensor, ids: Tensor, streams: Tensor) -> Tensor:
+    """The winning id of each row. z [n, M], ids [n, M] or [1, M], streams [n] -> [n]
+
+    Every cell has its bits drawn, and few of them become noise: one in 400 is loud, and the best of these leaves hardly
+    a quiet one that could still win.
+    """
+    n, M = z.shape
+    bits = random_bits(streams[:, None], ids)  # [n, M]
+    ids = ids.expand(n, M)
+    loud = bits >= _LOUD_BITS
+    highest = z.amax(dim=1).to(torch.float64) + GUMBEL_MIN  # the winner has at least this
+    highest, row, id_, score = _join(highest, loud, z, ids, bits)
+    quiet = (z >= (highest - _LOUD_NOISE - 0.01).to(torch.float32)[:, None]) & ~loud
+    highest, *others = _join(highest, quiet, z, ids, bits)
+    row, id_, score = (torch.cat(pair) for pair in zip((row, id_, score), others, strict=True))
+    wins = score == highest[row]
+    winner = torch.full((n,), _NO_ID, dtype=torch.int64, device=z.device)
+    winner.scatter_reduce_(0, row[wins], id_[wins], "amin")
+    return torch.where(winner == _NO_ID, 0, winner)  # only a row of NaN has no winner
+
+
+def _join(
+    highest: Tensor, cells: Tensor, z: Tensor, ids: Tensor, bits: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Score the `cells` [n, M]: the highest score of each row with them, and their rows, ids and scores."""
+    row, column = cells.nonzero(as_tuple=True)
+    score = z[row, column].to(torch.float64) + gumbel_of_bits(bits[row, column])
+    return highest.scatter_reduce(0, row, score, "amax"), row, ids[row, column], score
+
+
+@dataclass(frozen=True, slots=True)
+class IdLogprobs:
+    """Log-probability of one id, and the most probable ids of its row with theirs."""
+
+    id: int
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+def log_probabilities(raw: Tensor, ids: Sequence[int], num_top: int) -> list[IdLogprobs]:
+    """float32 log-softmax of raw logits [N, V] at `ids` (N of them), with the `num_top` most probable ids.
+
+    Most probable first, equal values: the lower id first.
+    """
+    logprobs = torch.log_softmax(raw.to(torch.float32), dim=1)
+    columns = first_columns(logprobs, min(num_top, raw.shape[1]))
+    chosen = logprobs.gather(1, torch.tensor(ids, dtype=torch.int64, device=raw.device)[:, None])[:, 0]
+    top = logprobs.gather(1, columns)
+    return [
+        IdLogprobs(id_, logprob, tuple(top_ids), tuple(top_logprobs))
+        for id_, logprob, top_ids, top_logprobs in zip(
+            ids, chosen.tolist(), columns.tolist(), top.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,203 @@
+"""What every row of a step chooses, from tensors alone: the reference of the device's sampling.
+
+The law is `processors`' and `sampling`'s, stage by stage. What those ask of Python objects row by row stands in tensors
+here, and nothing reads a tensor's value on the host, so a launch can be captured.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.noise import gumbel
+from space_kernels.sampling.ordering import first_columns, order_keys
+from space_kernels.sampling.sampling_tensors import IN_PROMPT, LawTensors, Stages
+
+_NEVER = -math.inf
+_LOW_WORD = 0xFFFFFFFF
+
+
+def choose(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    positions: Tensor,
+    banned_ids: Tensor,
+    *,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None = None,
+    bans: Tensor | None = None,
+) -> Choice:
+    """What J rows of each of S sequences choose: ids and usable, [S, J] each.
+
+    logits [S, J, V] float32 raw (overwritten); positions [S] int64: absolute index of the token that a sequence's
+    first row chooses, each row behind it the next; banned_ids [M] int64: never chosen.
+    tails [S, T] int64, num_tail [S, J] int64: row j stands behind the first num_tail[s, j] ids of its sequence's tail,
+    which are not among its known ids: drafts for a chain row, what was emitted for a mask.
+    counts [S, V] int32: of the known ids (`law_tensors.token_counts`), needed where `stages.penalises`.
+    bans [S, J, X] int64: ids impossible in one row, NO_ID otherwise (`end_bans`, `word_bans`), where `stages.edits`.
+    """
+    S, J, V = logits.shape
+    z = edit(logits, laws, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
+    z = z / laws.divisor[:, None, None]
+    if stages.cuts:
+        z = _first(z, laws)
+    if stages.floors:
+        best = z.amax(dim=2, keepdim=True)
+        z = torch.where(z.to(torch.float64) - best >= laws.log_min_p[:, None, None], z, _NEVER)
+    if stages.cuts:
+        z = _typical(z, laws)
+    first = z.argmax(dim=2, keepdim=True)
+    usable = z.gather(2, first)[..., 0].isfinite()
+    chosen = first[..., 0]
+    if stages.samples:
+        places = positions[:, None] + torch.arange(J, device=positions.device)
+        ids = torch.arange(V, device=z.device).expand(S * J, V)
+        noise = gumbel(laws.key.repeat_interleave(J), places.flatten(), ids)
+        sampled = (z.to(torch.float64) + noise.view(S, J, V)).argmax(dim=2)
+        chosen = torch.where(laws.greedy[:, None], chosen, sampled)
+    return Choice(chosen, usable)
+
+
+def edit(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    banned_ids: Tensor,
+    *,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None = None,
+    bans: Tensor | None = None,
+) -> Tensor:
+    """The stages before the temperature; arguments as `choose` takes them. [S, J, V], perhaps in place."""
+    z = logits
+    if stages.edits:
+        z = _biased(z, laws)
+    if stages.bounds:
+        z = torch.where(_allowed(laws)[:, None], z, _NEVER)
+    if len(banned_ids):
+        z = z.index_fill(2, banned_ids, _NEVER)
+    if stages.edits and bans is not None and bans.shape[2]:
+        z = _without(z, bans)
+    if stages.penalises:
+        if counts is None:
+            raise ValueError("Penalties need `counts`.")
+        z = _penalised(z, laws, counts, tails, num_tail)
+    return z
+
+
+def end_bans(laws: LawTensors, num_generated: Tensor) -> Tensor:
+    """EOS and stop ids where a row stands before min_tokens. num_generated [S, J] -> [S, J, num_ends], or NO_ID."""
+    early = num_generated < laws.min_tokens[:, None]  # [S, J]
+    return torch.where(early[..., None], laws.end_ids[:, None], -1)
+
+
+def word_bans(
+    laws: LawTensors, history: Tensor, num_known: Tensor, tails: Tensor, num_tail: Tensor, num_unknown: Tensor
+) -> Tensor:
+    """Last ids of the bad words whose other ids each row's prefix ends with; [S, J, num_words], NO_ID elsewhere.
+
+    history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as `choose` takes them;
+    num_unknown [J] int64: ids between prefix and choice that nobody knows yet (a mask's drafts before it).
+    """
+    S, J = num_tail.shape
+    length = laws.words.shape[2]
+    back = torch.arange(length - 1, 0, -1, device=history.device)  # [L-1] the last one is 1 back
+    place = (num_known[:, None] + num_tail)[..., None] - back  # [S, J, L-1]
+    in_tail = place - num_known[:, None, None]
+    before = history[:, None].expand(S, J, -1).gather(2, place.clamp(0, history.shape[1] - 1))
+    if tails.shape[1]:
+        behind = tails[:, None].expand(S, J, -1).gather(2, in_tail.clamp(0, tails.shape[1] - 1))
+        before = torch.where(in_tail >= 0, behind, before)
+    before = torch.where(place >= 0, before, -2)  # [S, J, L-1]: -2 is neither an id nor NO_ID
+    heads, last = laws.words[:, None, :, :-1], laws.words[:, None, :, -1]
+    ends_so = ((heads == before[:, :, None]) | (heads < 0)).all(dim=3)  # [S, J, words]
+    known = num_unknown[:, None] == 0
+    alone = (heads < 0).all(dim=3)
+    return torch.where(ends_so & (known | alone), last, -1)
+
+
+def log_probabilities(raw: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 log-softmax of raw logits [N, V] at ids [N]: [N], and the num_top most probable ids with theirs.
+
+    Most probable first, equal values: the lower id first. [N, num_top] int64 and float32.
+    """
+    logprobs = torch.log_softmax(raw.to(torch.float32), dim=1)
+    columns = first_columns(logprobs, min(num_top, raw.shape[1]))
+    return logprobs.gather(1, ids[:, None])[:, 0], columns, logprobs.gather(1, columns)
+
+
+def _biased(z: Tensor, laws: LawTensors) -> Tensor:
+    S, J, _ = z.shape
+    at, values = _lines(laws.bias_ids, z), torch.where(laws.bias_ids >= 0, laws.bias, 0.0)
+    wide = torch.nn.functional.pad(z, (0, 1))  # the column behind takes what fills the lists
+    shape = (S, J, at.shape[1])
+    return wide.scatter_add(2, at[:, None].expand(shape), values[:, None].expand(shape))[..., :-1]
+
+
+def _without(z: Tensor, bans: Tensor) -> Tensor:
+    wide = torch.nn.functional.pad(z, (0, 1))
+    return wide.scatter(2, _lines(bans, z), _NEVER)[..., :-1]
+
+
+def _lines(ids: Tensor, z: Tensor) -> Tensor:
+    """Where the entries of a list go: the column behind the vocabulary for those that only fill it."""
+    return torch.where(ids >= 0, ids, z.shape[2])
+
+
+def _allowed(laws: LawTensors) -> Tensor:
+    ids = torch.arange(laws.vocab_size, device=laws.allowed.device)
+    return (laws.allowed[:, ids // 32] >> (ids % 32)) & 1 != 0  # [S, V]
+
+
+def _penalised(z: Tensor, laws: LawTensors, counts: Tensor, tails: Tensor, num_tail: Tensor) -> Tensor:
+    S, J, V = z.shape
+    output = (counts & (IN_PROMPT - 1))[:, None].expand(S, J, V)
+    if tails.shape[1]:
+        counted = torch.arange(tails.shape[1], device=z.device) < num_tail[..., None]  # [S, J, T]
+        at = tails[:, None].expand(counted.shape)
+        output = output.scatter_add(2, at, counted.to(output.dtype))
+    seen = (output > 0) | (counts >= IN_PROMPT)[:, None]
+
+    def column(values: Tensor) -> Tensor:
+        return values[:, None, None]
+
+    repetition = column(laws.repetition)
+    z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
+    z = z - column(laws.presence) * (output > 0)
+    return z - column(laws.frequency) * output
+
+
+def _first(z: Tensor, laws: LawTensors) -> Tensor:
+    """top-k, then top-p among those: `processors._keep_first` with every candidate sorted."""
+    S, J, V = z.shape
+    k, p = laws.top_k.clamp(max=V)[:, None, None], laws.top_p[:, None, None]
+    keys = order_keys(z.reshape(S * J, V)).sort(dim=1, descending=True).values.view(S, J, V)
+    columns = _LOW_WORD - (keys & _LOW_WORD)
+    reached = torch.softmax(z.to(torch.float64), dim=2).gather(2, columns).cumsum(dim=2)
+    total = torch.where(k < V, reached.gather(2, (k - 1).expand(S, J, 1)), 1.0)
+    before = torch.nn.functional.pad(reached, (1, 0))[..., :-1]
+    stays = (torch.arange(V, device=z.device) < k) & ((before < p * total) | (p >= 1.0))
+    kept = torch.zeros_like(stays).scatter(2, columns, stays)
+    return torch.where(kept | ((k >= V) & (p >= 1.0)), z, _NEVER)
+
+
+def _typical(z: Tensor, laws: LawTensors) -> Tensor:
+    """`processors._keep_typical`."""
+    log_p = torch.log_softmax(z.to(torch.float64), dim=2)
+    probability = log_p.exp()
+    possible = z > _NEVER
+    information = torch.where(possible, -log_p, 0.0)
+    entropy = (probability * information).cumsum(dim=2)[..., -1:]
+    distance = torch.where(possible, (information - entropy).abs(), math.inf)
+    columns = torch.sort(distance, dim=2, stable=True).indices  # equal distances: the lower id first
+    reached = probability.gather(2, columns).cumsum(dim=2)
+    before = torch.nn.functional.pad(reached, (1, 0))[..., :-1]
+    mass = laws.typical_p[:, None, None]
+    stays = torch.zeros_like(possible).scatter(2, columns, before < mass)
+    return torch.where(stays | (mass >= 1.0), z, _NEVER)

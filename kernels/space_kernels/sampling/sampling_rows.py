@@ -1,0 +1,180 @@
+"""The choices that rows of logits make: by which law each of them is made, and behind which ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from space_kernels.sampling.sampling_params import Law
+
+IdBits = npt.NDArray[np.int32]
+"""A set of ids, [ceil(V / 32)]: bit v % 32 of word v // 32 is set for the ids v in it."""
+
+
+class TokenCounts:
+    """How often each id occurs in one sequence: what penalties need, kept up to date instead of counted again."""
+
+    def __init__(
+        self, ids: Sequence[int], num_prompt: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        known = torch.tensor(ids, dtype=torch.int64, device=device)
+        self.output = torch.bincount(known[num_prompt:], minlength=vocab_size)  # [V] int64
+        self.seen = torch.bincount(known, minlength=vocab_size) > 0  # [V] bool
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Count ids that were generated."""
+        new = torch.tensor(ids, dtype=torch.int64, device=self.output.device)
+        self.output.index_add_(0, new, torch.ones_like(new))
+        self.seen[new] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice to be made: by which law, and behind which ids."""
+
+    law: Law
+    ids: Sequence[int]  # known ids of the sequence: prompt, then output
+    num_prompt: int
+    tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
+    counts: TokenCounts | None = field(default=None)  # of `ids`; where None, they are counted again
+    num_unknown: int = 0  # ids not known yet between the prefix and the choice (for a mask's draft)
+    possible: IdBits | None = None  # what the law's grammar allows behind the prefix; None: everything
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token being chosen."""
+        return len(self.ids) + len(self.tail) + self.num_unknown
+
+    @property
+    def num_generated(self) -> int:
+        """Generated ids before this choice."""
+        return self.position - self.num_prompt
+
+    @property
+    def last_id(self) -> int | None:
+        """Of the prefix; None where it is not known."""
+        if self.num_unknown or not self.position:
+            return None
+        return self.tail[-1] if self.tail else self.ids[-1]
+
+    def ends_with(self, head: Sequence[int]) -> bool:
+        """Whether the prefix is known to end with these ids."""
+        if not head:
+            return True
+        if self.num_unknown or len(head) > self.position:
+            return False
+        missing = len(head) - len(self.tail)
+        behind = self.tail[len(self.tail) - len(head) :] if missing <= 0 else self.tail
+        before = self.ids[len(self.ids) - missing :] if missing > 0 else ()
+        return [*before, *behind] == list(head)
+
+
+class Laws(Sequence[Law]):
+    """The laws of a step's sequences, and what of all of them together is asked at each step. Not to be changed."""
+
+    def __init__(self, laws: Sequence[Law]) -> None:
+        self._laws = laws
+        self.edits = any(law.edits for law in laws)
+        self.divides = any(law.divisor != 1.0 for law in laws)
+        self.truncates = any(law.truncates for law in laws)
+        self.samples = not all(law.greedy for law in laws)
+        self.keys = np.array([law.key for law in laws], dtype=np.int64)
+
+    @classmethod
+    def of(cls, laws: Sequence[Law]) -> Laws:
+        """These laws."""
+        return laws if isinstance(laws, Laws) else cls(laws)
+
+    def __len__(self) -> int:
+        return len(self._laws)
+
+    def __iter__(self) -> Iterator[Law]:
+        return iter(self._laws)
+
+    @overload
+    def __getitem__(self, number: int) -> Law: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Law]: ...
+
+    def __getitem__(self, number: int | slice) -> Law | Sequence[Law]:
+        return self._laws[number]
+
+
+class RowRuns(Sequence[Row]):
+    """The choices of a step: runs of consecutive positions, one for each sequence, sequence after sequence.
+
+    What is asked of all of them is answered run by run, and a `Row` is made only where a law looks at its prefix.
+    """
+
+    def __init__(
+        self, laws: Sequence[Law], positions: Sequence[int], counts: Sequence[int], row: Callable[[int, int], Row]
+    ) -> None:
+        """By run: the law, the absolute index of the first token being chosen, and how many choices.
+
+        row(run, number): that choice of that run, both from 0.
+        """
+        self.run_laws = Laws.of(laws)
+        self.run_positions, self.run_counts, self._row = positions, counts, row
+        self._count = sum(counts)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> RowRuns:
+        """These choices; each is a run of its own where nothing else is known."""
+        if isinstance(rows, RowRuns):
+            return rows
+        return cls([row.law for row in rows], [row.position for row in rows], [1] * len(rows), lambda run, _: rows[run])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(run, number) for run, count in enumerate(self.run_counts) for number in range(count))
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Row]: ...
+
+    def __getitem__(self, number: int | slice) -> Row | Sequence[Row]:
+        if isinstance(number, slice):
+            return list(self)[number]
+        behind = number if number >= 0 else number + self._count
+        for run, count in enumerate(self.run_counts):
+            if 0 <= behind < count:
+                return self._row(run, behind)
+            behind -= count
+        raise IndexError(f"There are {self._count} rows; asked for row {number}.")
+
+    def positions(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[int]:
+        """Absolute indices of the tokens that rows with such a law choose."""
+        runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
+        return list(chain.from_iterable(range(first, first + count) for law, first, count in runs if wanted(law)))
+
+    def laws(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[Law]:
+        """The law of each row whose law is such a one."""
+        runs = zip(self.run_laws, self.run_counts, strict=True)
+        return list(chain.from_iterable([law] * count for law, count in runs if wanted(law)))
+
+    def numbers(self, wanted: Callable[[Law], bool]) -> list[int]:
+        """Rows with such a law."""
+        found: list[int] = []
+        first = 0
+        for law, count in zip(self.run_laws, self.run_counts, strict=True):
+            if wanted(law):
+                found.extend(range(first, first + count))
+            first += count
+        return found
+
+    def rows(self, wanted: Callable[[Law], bool]) -> list[tuple[int, Row]]:
+        """Rows with such a law, and their numbers."""
+        runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
+        made = (self._row(run, number) for run, (law, count) in runs if wanted(law) for number in range(count))
+        return list(zip(self.numbers(wanted), made, strict=True))

@@ -1,0 +1,221 @@
+"""The laws of a running batch as tensors: what choosing on the device needs of them, one line per sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling.sampling_params import Law
+
+NO_ID = -1
+"""Fills lists of ids up to their width."""
+IN_PROMPT = 1 << 30
+"""Set in a token count whose id stands in the prompt; the bits below count how often it was generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Which stages of the law a launch contains. A law that is neutral in a stage passes it unchanged, bit by bit.
+
+    Known on the host and part of what a captured graph is captured for.
+    """
+
+    edits: bool = False  # bias, min_tokens, bad words
+    bounds: bool = False  # allowed ids
+    penalises: bool = False
+    samples: bool = False  # somebody is not greedy
+    cuts: bool = False  # top-k, top-p, typical-p
+    floors: bool = False  # min-p
+
+    @classmethod
+    def of(cls, laws: Iterable[Law]) -> Stages:
+        """Those that some of these laws need."""
+        return reduce(cls.__or__, map(cls._of_one, laws), cls())
+
+    @classmethod
+    def _of_one(cls, law: Law) -> Stages:
+        return cls(
+            edits=bool(law.bias or law.min_tokens or law.bad_words),
+            bounds=bool(law.allowed_ids),
+            penalises=law.penalises,
+            samples=not law.greedy,
+            cuts=not law.greedy and (law.top_k > 0 or law.top_p < 1.0 or law.typical_p < 1.0),
+            floors=not law.greedy and law.min_p > 0.0,
+        )
+
+    def __or__(self, other: Stages) -> Stages:
+        """What either contains."""
+        return Stages(
+            self.edits or other.edits,
+            self.bounds or other.bounds,
+            self.penalises or other.penalises,
+            self.samples or other.samples,
+            self.cuts or other.cuts,
+            self.floors or other.floors,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LawRoom:
+    """The longest lists that a batch's laws may have."""
+
+    num_biases: int = 64
+    num_ends: int = 16  # EOS and stop ids
+    num_words: int = 16  # bad words
+    word_length: int = 8  # ids of a bad word
+
+    def holds(self, law: Law) -> bool:
+        """Whether this law's lists fit. A grammar has no list: it says something else at every place."""
+        return (
+            not law.grammar
+            and len(law.bias) <= self.num_biases
+            and len(law.end_ids) <= self.num_ends
+            and len(law.bad_words) <= self.num_words
+            and max(map(len, law.bad_words), default=0) <= self.word_length
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LawTensors:
+    """The laws of S sequences. A line is written by `put`; its address never changes."""
+
+    vocab_size: int
+    room: LawRoom
+    key: Tensor  # [S] int64
+    greedy: Tensor  # [S] bool
+    divisor: Tensor  # [S] float32
+    top_k: Tensor  # [S] int64; the whole vocabulary where off
+    top_p: Tensor  # [S] float64; 1 where off
+    log_min_p: Tensor  # [S] float64; -inf where off
+    typical_p: Tensor  # [S] float64; 1 where off
+    repetition: Tensor  # [S] float32
+    presence: Tensor  # [S] float32
+    frequency: Tensor  # [S] float32
+    bias_ids: Tensor  # [S, num_biases] int64, then NO_ID
+    bias: Tensor  # [S, num_biases] float32
+    min_tokens: Tensor  # [S] int64
+    end_ids: Tensor  # [S, num_ends] int64, then NO_ID
+    words: Tensor  # [S, num_words, word_length] int64, NO_ID before the ids of a bad word
+    allowed: Tensor  # [S, ceil(V / 32)] int32: bit v % 32 of word v // 32 allows id v; [S, 0] without room for it
+
+    @classmethod
+    def empty(
+        cls,
+        num_sequences: int,
+        vocab_size: int,
+        *,
+        room: LawRoom | None = None,
+        bounds: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> LawTensors:
+        """Room for S laws, greedy and neutral. `bounds`: also for allowed ids, a bit per id of the vocabulary."""
+        room = room or LawRoom()
+        S = num_sequences
+
+        def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        ids, single, double = torch.int64, torch.float32, torch.float64
+        return cls(
+            vocab_size=vocab_size,
+            room=room,
+            key=filled((S,), 0, ids),
+            greedy=filled((S,), True, torch.bool),
+            divisor=filled((S,), 1.0, single),
+            top_k=filled((S,), vocab_size, ids),
+            top_p=filled((S,), 1.0, double),
+            log_min_p=filled((S,), -math.inf, double),
+            typical_p=filled((S,), 1.0, double),
+            repetition=filled((S,), 1.0, single),
+            presence=filled((S,), 0.0, single),
+            frequency=filled((S,), 0.0, single),
+            bias_ids=filled((S, room.num_biases), NO_ID, ids),
+            bias=filled((S, room.num_biases), 0.0, single),
+            min_tokens=filled((S,), 0, ids),
+            end_ids=filled((S, room.num_ends), NO_ID, ids),
+            words=filled((S, room.num_words, room.word_length), NO_ID, ids),
+            allowed=filled((S, -(-vocab_size // 32) if bounds else 0), -1, torch.int32),
+        )
+
+    @classmethod
+    def of(cls, laws: list[Law], vocab_size: int, *, device: torch.device | str = "cpu") -> LawTensors:
+        """These laws, and room for no more than they need."""
+        room = LawRoom(
+            num_biases=max([0, *(len(law.bias) for law in laws)]),
+            num_ends=max([0, *(len(law.end_ids) for law in laws)]),
+            num_words=max([0, *(len(law.bad_words) for law in laws)]),
+            word_length=max([1, *(len(word) for law in laws for word in law.bad_words)]),
+        )
+        bounds = any(law.allowed_ids for law in laws)
+        tensors = cls.empty(len(laws), vocab_size, room=room, bounds=bounds, device=device)
+        for line, law in enumerate(laws):
+            tensors.put(line, law)
+        return tensors
+
+    def put(self, line: int, law: Law) -> None:
+        """Write one sequence's law. Raises ValueError for one whose lists do not fit (`LawRoom.holds`)."""
+        if not self.room.holds(law) or (law.allowed_ids and not self.allowed.shape[1]):
+            raise ValueError(
+                f"A law of {len(law.bias)} biases, {len(law.end_ids)} end ids, {len(law.bad_words)} bad words and "
+                f"{len(law.allowed_ids)} allowed ids does not fit {self.room}, with "
+                f"{'all' if self.allowed.shape[1] else 'no'} allowed ids: make more room or step it on the host."
+            )
+        neutral = law.greedy
+        values: list[tuple[Tensor, float]] = [
+            (self.key, law.key),
+            (self.greedy, law.greedy),
+            (self.divisor, law.divisor),
+            (self.top_k, law.top_k if law.top_k > 0 and not neutral else self.vocab_size),
+            (self.top_p, 1.0 if neutral else law.top_p),
+            (self.log_min_p, math.log(law.min_p) if law.min_p > 0.0 and not neutral else -math.inf),
+            (self.typical_p, 1.0 if neutral else law.typical_p),
+            (self.repetition, law.repetition_penalty),
+            (self.presence, law.presence_penalty),
+            (self.frequency, law.frequency_penalty),
+            (self.min_tokens, law.min_tokens),
+        ]
+        for tensor, value in values:
+            tensor[line].fill_(value)
+        biased = [id_ for id_, _ in law.bias]
+        send(self.bias_ids[line], _list(biased, self.room.num_biases))
+        send(self.bias[line], _list([value for _, value in law.bias], self.room.num_biases, 0.0))
+        send(self.end_ids[line], _list(law.end_ids, self.room.num_ends))
+        words = [[NO_ID] * (self.room.word_length - len(word)) + list(word) for word in law.bad_words]
+        words += [[NO_ID] * self.room.word_length] * (self.room.num_words - len(words))
+        send(self.words[line], torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length))
+        if self.allowed.shape[1]:
+            send(self.allowed[line], _bits(law.allowed_ids, self.allowed.shape[1]))
+
+
+def send(target: Tensor, values: Tensor) -> None:
+    """Copy the host's `values` into a device's tensor, behind what is queued there, without waiting for it."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+
+
+def _list(values: Iterable[float], width: int, fill: float = NO_ID) -> Tensor:
+    known = list(values)
+    dtype = torch.int64 if isinstance(fill, int) else torch.float32
+    return torch.tensor(known + [fill] * (width - len(known)), dtype=dtype)
+
+
+def _bits(allowed_ids: tuple[int, ...], num_words: int) -> Tensor:
+    """A bit per id; all of them where every id is allowed."""
+    if not allowed_ids:
+        return torch.full((num_words,), -1, dtype=torch.int32)
+    allowed = torch.zeros(num_words * 32, dtype=torch.int64)
+    allowed[list(allowed_ids)] = 1
+    words = (allowed.view(num_words, 32) << torch.arange(32)).sum(dim=1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def token_counts(ids: Iterable[int], num_prompt: int, vocab_size: int) -> Tensor:
+    """[V] int32: how often each id was generated, plus IN_PROMPT for those of the prompt."""
+    known = torch.tensor(list(ids), dtype=torch.int64)
+    counts = torch.bincount(known[num_prompt:], minlength=vocab_size)
+    in_prompt = torch.bincount(known[:num_prompt], minlength=vocab_size) > 0
+    return (counts + IN_PROMPT * in_prompt).to(torch.int32)

@@ -1,0 +1,380 @@
+"""Choosing on a GPU: `choose.choose` in passes over tiles of the vocabulary. No sort, no transfer, no second copy.
+
+    _edit     (somebody has biases, bans; or ids nobody may choose)   a row      sparse lists into the logits
+    _temper                                                           a tile     allowed ids, penalties, ÷ temperature;
+                                                                                 each tile's peak and who has it
+    _weigh    (somebody truncates)                                    a tile     its probability, and a histogram
+    _cut      (somebody truncates)                                    a row      where top-k, top-p, typical-p cut
+    _loudest  (somebody samples)                                      a tile     noise for those who are left; the best
+    _winner                                                           a row      the best of the tiles
+
+A stage that no law of the batch needs is not launched (`Stages`); rows that do not need one leave it at once.
+
+**Order.** Candidates are compared as integers of 52 bits: the float as an integer of the same order, then the id
+counted down. They are all different, larger is earlier, and a set "the first n candidates" is one threshold. So is a
+cut by top-k or top-p, ties and all: it is found by bisection, each step of which sums over candidates on one side.
+
+**Sums** are of integers: a candidate's weight is exp(z - max z) in units of 2^-44 (2^-45 for less than 2^17 ids),
+rounded. Integers add up to the same in any order, so a cut does not depend on tiles, warps or launch shapes. The
+reference sums float64; both find the same cut unless the sums come within V·2^-45 of the bound (4e-9 at 128k ids).
+
+**Few candidates.** Bisection over a whole vocabulary reads it twenty times. Nearly always a few hundred ids hold all
+the probability in question; the histogram (128 bins of ¼ below the peak) says how far down the first `FEW` reach, these
+are copied out, ascending, and searched instead. Where they do not suffice, which is checked and not assumed, the search
+reads the row. The result is the same.
+
+**Noise** is float64 and dear, so a tile draws it nearly, in float32 (`nearly_gumbel`), and exactly for whoever comes
+within the error of its best: one id, as a rule. Tiles whose peak is so far below the row's that no noise can make up
+for it draw none.
+
+A row reads its own logits, law and counts, and nothing of another row: what it chooses does not depend on the launch.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from space_kernels.build.launch import Tuned
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.sampling_kernels import _BINS, _edit, _loudest, _temper, _weigh, _winner
+from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.sampling.top_k_top_p_kernels import _cut
+
+MAX_VOCAB = 1 << 20
+"""Ids that the order of candidates has bits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the passes share a vocabulary out. What is chosen does not depend on it."""
+
+    tile: int  # ids per program
+    few: int  # candidates that a cut is searched among
+    num_warps: int
+
+    @classmethod
+    def of(cls, vocab_size: int) -> Shape:
+        """Large enough tiles that a row's peaks fit a warp's registers, small enough that 11 rows fill a device.
+
+        32 to 64 tiles of 128k to 256k ids; 16 to 32 values per thread.
+        """
+        if vocab_size > MAX_VOCAB:
+            raise ValueError(f"A vocabulary of {vocab_size} ids is too large; at most {MAX_VOCAB} are ordered.")
+        if vocab_size >= 1 << 15:
+            return cls(4096, 2048, 8)
+        return cls(1024, 1024, 4)
+
+
+def scale(vocab_size: int) -> float:
+    """Weight of the largest value. Sums stay below 2^62."""
+    return float(1 << (62 - max(17, (vocab_size - 1).bit_length())))
+
+
+def choose(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    positions: Tensor,
+    banned_ids: Tensor,
+    *,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None = None,
+    bans: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Choice:
+    """What J rows of each of S sequences choose: `choose.choose`, in place on contiguous logits [S, J, V] float32.
+
+    `shape`: how to launch it; None: by the size of the vocabulary.
+    """
+    S, J, V = logits.shape
+    shape = shape or Shape.of(V)
+    N, T = S * J, triton.cdiv(V, shape.tile)
+    TILES = triton.next_power_of_2(T)
+    device = logits.device
+
+    def room(*of: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*of, dtype=dtype, device=device)
+
+    chosen, usable = room(S, J, dtype=torch.int64), room(S, J, dtype=torch.bool)
+    if not N:
+        return Choice(chosen, usable)
+    warps = {"num_warps": shape.num_warps}
+    peaks, peak_ids, faults = (room(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
+    _edit_and_temper(
+        logits,
+        laws,
+        stages,
+        banned_ids,
+        tails,
+        num_tail,
+        counts,
+        bans,
+        laws.divisor,
+        (peaks, peak_ids, faults),
+        shape,
+    )
+    cuts, nearests = room(N, dtype=torch.int64), room(N, dtype=torch.int64)
+    centres, near_ids = room(N, dtype=torch.float64), room(N, dtype=torch.int32)
+    greedy = laws.greedy.view(torch.uint8)
+    if stages.cuts:
+        masses, histograms = room(N, T, dtype=torch.int64), room(N, T, _BINS.value, dtype=torch.int32)
+        _weigh[(N, T)](
+            logits,
+            laws.top_k,
+            laws.top_p,
+            laws.typical_p,
+            peaks,
+            faults,
+            masses,
+            histograms,
+            J,
+            V,
+            T,
+            SCALE=scale(V),
+            TILES=TILES,
+            TILE=shape.tile,
+            **warps,
+        )
+        few_logits, few_ids = room(N, shape.few, dtype=torch.float32), room(N, shape.few, dtype=torch.int32)
+        _cut[(N,)](
+            logits,
+            laws.top_k,
+            laws.top_p,
+            laws.log_min_p,
+            laws.typical_p,
+            peaks,
+            faults,
+            masses,
+            histograms,
+            few_logits,
+            few_ids,
+            room(N, shape.few, dtype=torch.int64),
+            cuts,
+            centres,
+            nearests,
+            near_ids,
+            J,
+            V,
+            T,
+            SCALE=scale(V),
+            TILES=TILES,
+            TILE=shape.tile,
+            FEW=shape.few,
+            **warps,
+        )
+    scores, winners = room(N, T, dtype=torch.float64), room(N, T, dtype=torch.int32)
+    if stages.samples:
+        _loudest[(N, T)](
+            logits,
+            laws.key,
+            greedy,
+            laws.log_min_p,
+            positions,
+            peaks,
+            faults,
+            cuts,
+            centres,
+            nearests,
+            near_ids,
+            scores,
+            winners,
+            J,
+            V,
+            T,
+            CUTS=stages.cuts,
+            FLOORS=stages.floors,
+            TILES=TILES,
+            TILE=shape.tile,
+            **warps,
+        )
+    _winner[(N,)](
+        greedy,
+        peaks,
+        peak_ids,
+        faults,
+        scores,
+        winners,
+        chosen,
+        usable.view(torch.uint8),
+        J,
+        V,
+        T,
+        SAMPLES=stages.samples,
+        TILES=TILES,
+        num_warps=1,
+    )
+    return Choice(chosen, usable)
+
+
+def edit(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    banned_ids: Tensor,
+    *,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None = None,
+    bans: Tensor | None = None,
+) -> Tensor:
+    """The stages before the temperature, in place: `choose.edit`."""
+    S, J, V = logits.shape
+    shape = Shape.of(V)
+    T = triton.cdiv(V, shape.tile)
+    peaks = tuple(
+        torch.empty(S * J, T, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32, torch.int32)
+    )
+    neutral = torch.ones_like(laws.divisor)
+    _edit_and_temper(logits, laws, stages, banned_ids, tails, num_tail, counts, bans, neutral, peaks, shape)
+    return logits
+
+
+def _edit_and_temper(
+    logits: Tensor,
+    laws: LawTensors,
+    stages: Stages,
+    banned_ids: Tensor,
+    tails: Tensor,
+    num_tail: Tensor,
+    counts: Tensor | None,
+    bans: Tensor | None,
+    divisor: Tensor,
+    peaks: tuple[Tensor, ...],
+    shape: Shape,
+) -> None:
+    """The first two passes. peaks: of each tile the value, the id, and whether it has a fault; written."""
+    S, J, V = logits.shape
+    N, T = S * J, triton.cdiv(V, shape.tile)
+    if not logits.is_contiguous() or logits.dtype != torch.float32:
+        raise ValueError(f"Logits must be contiguous float32; got {logits.dtype}, strides {logits.stride()}.")
+    if stages.penalises and counts is None:
+        raise ValueError("Penalties need `counts`.")
+    if not N:
+        return
+    if stages.edits or len(banned_ids):
+        bans = bans.contiguous() if stages.edits and bans is not None else None
+        num_biases = laws.bias_ids.shape[1] if stages.edits else 0
+        _edit[(N,)](
+            logits,
+            laws.bias_ids,
+            laws.bias,
+            banned_ids,
+            bans if bans is not None else banned_ids,
+            J,
+            V,
+            num_biases,
+            len(banned_ids),
+            bans.shape[2] if bans is not None else 0,
+            BLOCK=_LIST_BLOCK,
+            num_warps=1,
+        )
+    _temper[(N, T)](
+        logits,
+        laws.allowed,
+        counts if counts is not None and stages.penalises else logits,
+        tails,
+        num_tail.contiguous(),
+        laws.repetition,
+        laws.presence,
+        laws.frequency,
+        divisor,
+        *peaks,
+        J,
+        V,
+        T,
+        laws.allowed.shape[1],
+        tails.stride(0),
+        BOUNDS=stages.bounds,
+        PENALISES=stages.penalises,
+        TILE=shape.tile,
+        enable_fp_fusion=False,  # as the reference rounds: a product, then a difference
+        num_warps=shape.num_warps,
+    )
+
+
+_LIST_BLOCK = 64
+
+
+def _tuned() -> tuple[Tuned, ...]:
+    """Every kernel at the shapes of a small and a large vocabulary."""
+    sizes = {"J": "i32", "V": "i32", "T": "i32"}
+    row = {"peaks": "*fp32", "faults": "*i32"}
+    law = {"top_ks": "*i64", "top_ps": "*fp64", "typical_ps": "*fp64"}
+    found = [
+        Tuned(
+            _edit,
+            {"logits": "*fp32", "bias_ids": "*i64", "biases": "*fp32", "banned": "*i64", "bans": "*i64"}
+            | {"J": "i32", "V": "i32", "num_biases": "i32", "num_banned": "i32", "num_bans": "i32"},
+            {"BLOCK": _LIST_BLOCK},
+            1,
+        )
+    ]
+    for vocab_size in (32_000, 256_000):
+        shape = Shape.of(vocab_size)
+        tiles = triton.next_power_of_2(triton.cdiv(vocab_size, shape.tile))
+        tile = {"TILES": tiles, "TILE": shape.tile}
+        weighed = {"SCALE": scale(vocab_size), **tile}
+        for bounds, penalises in ((False, False), (True, True)):
+            found.append(
+                Tuned(
+                    _temper,
+                    {"logits": "*fp32", "allowed": "*i32", "counts": "*i32", "tails": "*i64", "num_tail": "*i64"}
+                    | dict.fromkeys(("repetition", "presence", "frequency", "divisor"), "*fp32")
+                    | {"peaks": "*fp32", "peak_ids": "*i32", "faults": "*i32"}
+                    | sizes
+                    | {"num_words": "i32", "tail_stride": "i32"},
+                    {"BOUNDS": bounds, "PENALISES": penalises, "TILE": shape.tile},
+                    shape.num_warps,
+                )
+            )
+        histograms = {"masses": "*i64", "histograms": "*i32"}
+        cut = {"cuts": "*i64", "centres": "*fp64", "nearests": "*i64", "near_ids": "*i32"}
+        found.append(Tuned(_weigh, {"logits": "*fp32"} | law | row | histograms | sizes, weighed, shape.num_warps))
+        found.append(
+            Tuned(
+                _cut,
+                {"logits": "*fp32", "log_floors": "*fp64"}
+                | law
+                | row
+                | histograms
+                | {"few_logits": "*fp32", "few_ids": "*i32", "few_weights": "*i64"}
+                | cut
+                | sizes,
+                weighed | {"FEW": shape.few},
+                shape.num_warps,
+            )
+        )
+        for cuts, floors in ((False, False), (True, True)):
+            found.append(
+                Tuned(
+                    _loudest,
+                    {"logits": "*fp32", "keys": "*i64", "greedy": "*u8", "log_floors": "*fp64", "positions": "*i64"}
+                    | row
+                    | cut
+                    | {"scores": "*fp64", "winners": "*i32"}
+                    | sizes,
+                    {"CUTS": cuts, "FLOORS": floors, **tile},
+                    shape.num_warps,
+                )
+            )
+        found.append(
+            Tuned(
+                _winner,
+                {"greedy": "*u8", "peak_ids": "*i32", "scores": "*fp64", "winners": "*i32"}
+                | row
+                | {"chosen": "*i64", "usables": "*u8"}
+                | sizes,
+                {"SAMPLES": True, "TILES": tiles},
+                1,
+            )
+        )
+    return tuple(found)
+
+
+TUNED = _tuned()

@@ -1,0 +1,54 @@
+"""The lists of a law as tensors, made once: what a row costs does not grow with them in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling.sampling_params import Law
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LawLists:
+    """Biases, allowed ids, end ids and bad words of one law, where the logits are."""
+
+    bias_ids: Tensor  # [B] int64
+    biases: Tensor  # [B], as the logits
+    forbidden: Tensor | None  # [V] bool: every id that is not allowed; None: all are
+    end_ids: Tensor  # [E] int64
+    banned: Tensor  # [W] int64: bad words of one id
+    bad_behind: Mapping[int, Sequence[tuple[int, ...]]]  # longer ones, by their last id but one
+
+    @classmethod
+    def of(cls, law: Law, logits: Tensor) -> LawLists:
+        """Those for such logits [N, V]. They are kept as long as the law is."""
+        kind = (logits.shape[1], logits.dtype, logits.device)
+        found = law.lists.get(kind)
+        if found is None:
+            found = law.lists[kind] = cls._made(law, logits)
+        return found
+
+    @classmethod
+    def _made(cls, law: Law, logits: Tensor) -> LawLists:
+        def of_ids(ids: Sequence[int]) -> Tensor:
+            return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+
+        forbidden = None
+        if law.allowed_ids:
+            forbidden = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+            forbidden[of_ids(law.allowed_ids)] = False
+        behind: dict[int, list[tuple[int, ...]]] = {}
+        for word in law.bad_words:
+            if len(word) > 1:
+                behind.setdefault(word[-2], []).append(word)
+        return cls(
+            bias_ids=of_ids([id_ for id_, _ in law.bias]),
+            biases=torch.tensor([value for _, value in law.bias], dtype=logits.dtype, device=logits.device),
+            forbidden=forbidden,
+            end_ids=of_ids(law.end_ids),
+            banned=of_ids([word[0] for word in law.bad_words if len(word) == 1]),
+            bad_behind=behind,
+        )

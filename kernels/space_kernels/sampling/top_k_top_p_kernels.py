@@ -1,0 +1,374 @@
+"""Where top-k, top-p and typical-p cut, found by bisection on a GPU; see `sampling_triton`."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from space_kernels.sampling.sampling_kernels import (
+    _BINS,
+    _ID_MASK,
+    _NEAREST,
+    _NOBODY,
+    _bin,
+    _nearness,
+    _order,
+    _row_peak,
+    _weight,
+)
+
+
+@triton.jit
+def _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW: tl.constexpr):
+    """Candidates `first` .. of a row: values and ids; -inf behind the last."""
+    at = first + tl.arange(0, FEW)
+    in_few, in_row = at < tl.where(is_few, count, 0), at < tl.where(is_few, 0, count)
+    z = tl.load(few_logits + row * FEW + at, in_few, other=float("-inf"))
+    z = tl.maximum(z, tl.load(logits + row * V + at, in_row, other=float("-inf")))
+    ids = tl.where(in_few, tl.load(few_ids + row * FEW + at, in_few, other=0), at)
+    return z, ids
+
+
+@triton.jit
+def _sums(
+    logits,
+    few_logits,
+    few_ids,
+    few_weights,
+    row,
+    count,
+    is_few,
+    peak,
+    least,
+    V,
+    WEIGHTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Over candidates of order `least` and above: the sum of their weights (1 each without WEIGHTS), and how many."""
+    total = tl.zeros([FEW], tl.int64)
+    number = tl.zeros([FEW], tl.int32)
+    for first in range(0, count, FEW):
+        z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+        counted = (_order(z, ids) >= least) & (z > float("-inf"))
+        number += counted.to(tl.int32)
+        if WEIGHTS:
+            if is_few:
+                at = first + tl.arange(0, FEW)
+                weight = tl.load(few_weights + row * FEW + at, at < count, other=0)
+            else:
+                weight = _weight(z, peak, SCALE)
+            total += tl.where(counted, weight, 0)
+    found = tl.sum(number, 0)
+    reached = found.to(tl.int64)
+    if WEIGHTS:
+        reached = tl.sum(total, 0)
+    return reached, found
+
+
+@triton.jit
+def _search(
+    logits,
+    few_logits,
+    few_ids,
+    few_weights,
+    row,
+    count,
+    is_few,
+    peak,
+    least,
+    lowest,
+    target,
+    V,
+    WEIGHTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """The largest order, `least` or above, from which on candidates reach the target (or one with the same candidates).
+
+    From `least` on they must reach it, and so those of at least the value `lowest`.
+    """
+    low = tl.maximum(least, _order(lowest, tl.full([], _ID_MASK, tl.int32)))
+    high = _order(peak, tl.zeros([], tl.int32)) + 1  # nobody is there
+    num_low = count
+    num_high = 0
+    while (high - low > 1) & (num_low - num_high > 1):
+        middle = low + (high - low) // 2
+        total, number = _sums(
+            logits,
+            few_logits,
+            few_ids,
+            few_weights,
+            row,
+            count,
+            is_few,
+            peak,
+            middle,
+            V,
+            WEIGHTS,
+            SCALE,
+            FEW,
+        )
+        reaches = total >= target
+        low = tl.where(reaches, middle, low)
+        num_low = tl.where(reaches, number, num_low)
+        high = tl.where(reaches, high, middle)
+        num_high = tl.where(reaches, num_high, number)
+    return low
+
+
+@triton.jit
+def _kept(z, ids, peak, cut, log_floor):
+    """Those whom top-k, top-p and min-p leave."""
+    kept = (_order(z, ids) >= cut) & (z > float("-inf"))
+    return kept & (z.to(tl.float64) - peak.to(tl.float64) >= log_floor)
+
+
+@triton.jit
+def _typical_sums(
+    logits,
+    few_logits,
+    few_ids,
+    row,
+    count,
+    is_few,
+    peak,
+    cut,
+    log_floor,
+    centre,
+    nearest,
+    below_id,
+    V,
+    SCALE: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Over kept candidates nearer than `nearest`, or as near with an id below: sum of weights, number."""
+    total = tl.zeros([FEW], tl.int64)
+    number = tl.zeros([FEW], tl.int32)
+    for first in range(0, count, FEW):
+        z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+        near = _nearness(z, peak, centre)
+        counted = _kept(z, ids, peak, cut, log_floor) & ((near > nearest) | ((near == nearest) & (ids < below_id)))
+        number += counted.to(tl.int32)
+        total += tl.where(counted, _weight(z, peak, SCALE), 0)
+    return tl.sum(total, 0), tl.sum(number, 0)
+
+
+@triton.jit(do_not_specialize=["J"])
+def _cut(
+    logits,
+    top_ks,
+    top_ps,
+    log_floors,
+    typical_ps,
+    peaks,
+    faults,
+    masses,
+    histograms,
+    few_logits,  # [N, FEW]
+    few_ids,  # [N, FEW] int32
+    few_weights,  # [N, FEW] int64
+    cuts,  # [N] int64: order of the last candidate that top-k and top-p leave
+    centres,  # [N] float64: information of the peak up to the entropy, for typical-p
+    nearests,  # [N] int64: nearness of the last typical candidate; -1: typical-p is off
+    near_ids,  # [N] int32: of those as near as that, ids below stay
+    J,
+    V,
+    T,
+    SCALE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    sequence = row // J
+    peak, usable = _row_peak(peaks, faults, row, T, TILES)
+    top_k = tl.load(top_ks + sequence)
+    top_p = tl.load(top_ps + sequence)
+    log_floor = tl.load(log_floors + sequence)
+    typical_p = tl.load(typical_ps + sequence)
+    by_count, by_mass, by_type = top_k < V, top_p < 1.0, typical_p < 1.0
+    tl.store(cuts + row, tl.zeros([], tl.int64))
+    tl.store(nearests + row, tl.full([], -1, tl.int64))
+    if usable & (by_count | by_mass | by_type):
+        # How many quarters below the peak hold at most FEW candidates.
+        bins = tl.arange(0, _BINS)
+        histogram = tl.zeros([_BINS], tl.int32)
+        mass = tl.zeros([], tl.int64)
+        for tile in range(0, T):
+            histogram += tl.load(histograms + (row * T + tile) * _BINS + bins)
+            mass += tl.load(masses + row * T + tile)
+        fits = (tl.cumsum(histogram, 0) <= FEW) & (bins < _BINS - 1)
+        num_bins = tl.sum(fits.to(tl.int32), 0)
+        num_few = tl.sum(tl.where(fits, histogram, 0), 0)
+
+        # Copy them out, by id.
+        num_copied = tl.zeros([], tl.int32)
+        few_mass = tl.zeros([], tl.int64)
+        for tile in range(0, T):
+            if _bin(tl.load(peaks + row * T + tile), peak) < num_bins:
+                ids = tile * TILE + tl.arange(0, TILE)
+                z = tl.load(logits + row * V + ids, ids < V, other=float("-inf"))
+                taken = _bin(z, peak) < num_bins
+                at = row * FEW + num_copied + tl.cumsum(taken.to(tl.int32), 0) - 1
+                weight = _weight(z, peak, SCALE)
+                tl.store(few_logits + at, z, taken)
+                tl.store(few_ids + at, ids, taken)
+                tl.store(few_weights + at, weight, taken)
+                num_copied += tl.sum(taken.to(tl.int32), 0)
+                few_mass += tl.sum(tl.where(taken, weight, 0), 0)
+        tl.debug_barrier()
+
+        # All candidates in question are among them if the first k are, or if they have all the weight there is, or all
+        # that top-p asks for.
+        has_all = few_mass == mass
+        wanted = tl.math.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
+        is_few = has_all | (by_mass & (few_mass >= wanted))
+        if by_count:
+            is_few = (num_few >= top_k) | (has_all & (by_mass | by_type))
+        count = tl.where(is_few, num_few, V)
+        # below every candidate that is copied, or has weight
+        lowest = peak - tl.where(is_few, num_bins * 0.25, 32.0) - 1.0 - tl.abs(peak) * 1e-6
+
+        cut = tl.zeros([], tl.int64)
+        if by_count & (num_few >= top_k):
+            cut = _search(
+                logits,
+                few_logits,
+                few_ids,
+                few_weights,
+                row,
+                count,
+                is_few,
+                peak,
+                cut,
+                lowest,
+                top_k,
+                V,
+                False,
+                SCALE,
+                FEW,
+            )
+        if by_count & (num_few < top_k):
+            # All possible ids may be fewer than k: then all of them stay.
+            copied = num_few < 0  # never: the whole row is searched
+            _, possible = _sums(
+                logits, few_logits, few_ids, few_weights, row, V, copied, peak, cut, V, False, SCALE, FEW
+            )
+            if possible >= top_k:
+                cut = _search(
+                    logits,
+                    few_logits,
+                    few_ids,
+                    few_weights,
+                    row,
+                    V,
+                    copied,
+                    peak,
+                    cut,
+                    tl.full([], float("-inf"), tl.float32),
+                    top_k,
+                    V,
+                    False,
+                    SCALE,
+                    FEW,
+                )
+        if by_mass:
+            if by_count:
+                mass, _ = _sums(
+                    logits, few_logits, few_ids, few_weights, row, count, is_few, peak, cut, V, True, SCALE, FEW
+                )
+            wanted = tl.maximum(tl.math.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
+            cut = _search(
+                logits,
+                few_logits,
+                few_ids,
+                few_weights,
+                row,
+                count,
+                is_few,
+                peak,
+                cut,
+                lowest,
+                wanted,
+                V,
+                True,
+                SCALE,
+                FEW,
+            )
+        tl.store(cuts + row, cut)
+
+        if by_type:
+            # information - entropy = (peak - z) - (mean of peak - z): what normalises the two cancels
+            total = tl.zeros([FEW], tl.int64)
+            moment = tl.zeros([FEW], tl.int64)
+            number = tl.zeros([FEW], tl.int32)
+            for first in range(0, count, FEW):
+                z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+                kept = _kept(z, ids, peak, cut, log_floor)
+                below = tl.where(kept, peak.to(tl.float64) - z.to(tl.float64), 0.0)
+                total += tl.where(kept, _weight(z, peak, SCALE), 0)
+                moment += tl.where(kept, (tl.exp(-below) * below * SCALE + 0.5).to(tl.int64), 0)
+                number += kept.to(tl.int32)
+            mass = tl.sum(total, 0)
+            centre = tl.sum(moment, 0).to(tl.float64) / mass.to(tl.float64)
+            wanted = tl.maximum(tl.math.ceil(typical_p * mass.to(tl.float64)).to(tl.int64), 1)
+            # those as near as `low` and nearer reach what is wanted, those as near as `high` do not
+            low = tl.zeros([], tl.int64)
+            high = tl.full([], _NEAREST, tl.int64)
+            num_low = tl.sum(number, 0)
+            num_high = 0
+            while (high - low > 1) & (num_low - num_high > 1):
+                middle = low + (high - low) // 2
+                reached, found = _typical_sums(
+                    logits,
+                    few_logits,
+                    few_ids,
+                    row,
+                    count,
+                    is_few,
+                    peak,
+                    cut,
+                    log_floor,
+                    centre,
+                    middle,
+                    _NOBODY,
+                    V,
+                    SCALE,
+                    FEW,
+                )
+                reaches = reached >= wanted
+                low = tl.where(reaches, middle, low)
+                num_low = tl.where(reaches, found, num_low)
+                high = tl.where(reaches, high, middle)
+                num_high = tl.where(reaches, num_high, found)
+            below_id = tl.full([], _NOBODY, tl.int32)
+            if num_low - num_high > 1:  # several are equally near: the lower ids first
+                last = tl.zeros([], tl.int32)
+                bit = tl.full([], (_ID_MASK + 1) // 2, tl.int32)
+                while bit > 0:
+                    above = last + bit
+                    bit = bit // 2
+                    reached, _ = _typical_sums(
+                        logits,
+                        few_logits,
+                        few_ids,
+                        row,
+                        count,
+                        is_few,
+                        peak,
+                        cut,
+                        log_floor,
+                        centre,
+                        low,
+                        above,
+                        V,
+                        SCALE,
+                        FEW,
+                    )
+                    last = tl.where(reached < wanted, above, last)
+                below_id = last + 1
+            tl.store(centres + row, centre)
+            tl.store(nearests + row, low)
+            tl.store(near_ids + row, below_id)

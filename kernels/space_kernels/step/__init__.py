@@ -1,0 +1,1 @@
+"""One step on the device: state, draft head, verification, synthetic acceptance."""

@@ -1,0 +1,44 @@
+"""What the draft head chooses among, from tensors alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.step.draft_head import NUM_CANDIDATES, LawColumns
+
+
+def law_columns(laws: LawTensors, stages: Stages) -> LawColumns:
+    """What choosing among candidates needs of these laws."""
+
+    def column(values: Tensor) -> Tensor:
+        return values.to(torch.float64)[:, None]
+
+    cuts = stages.cuts or stages.floors
+    return LawColumns(
+        greedy=laws.greedy[:, None] if stages.samples else None,
+        divisor=column(laws.divisor),
+        top_k=column(laws.top_k) if cuts else None,
+        top_p=column(laws.top_p),
+        min_p=column(laws.log_min_p).exp(),
+    )
+
+
+def candidates(logits: Tensor, stages: Stages, edit: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Each mask's best ids, ascending, and what the law adds to their logits.
+
+    logits [S, K, V] float32 raw (overwritten) -> [S, K, M] int64, [S, K, M] float32. `edit`: `choose.edit` of these
+    rows. Penalties are taken as a shift of the mask's own logit: close enough for a draft.
+    """
+    raw = logits.clone() if stages.edits or stages.bounds or stages.penalises else None
+    edited = edit(logits)
+    best = torch.topk(edited, min(NUM_CANDIDATES, logits.shape[2]), dim=2, sorted=False)
+    ids, order = best.indices.sort(dim=2)
+    allowed = best.values.gather(2, order)
+    if raw is None:
+        return ids, torch.where(allowed > -math.inf, 0.0, -math.inf)
+    return ids, allowed - raw.gather(2, ids)

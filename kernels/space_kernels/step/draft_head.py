@@ -1,0 +1,125 @@
+"""The draft head: k small steps, one after the other, in which each draft knows the token before it (SPACE §4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from space_kernels.sampling.noise import gumbel
+from space_kernels.sampling.sampling_params import Law
+
+NUM_CANDIDATES = 256
+"""Ids per mask that are rescored: a mask's own 256 best keep 97 % of the agreement (SPACE §4)."""
+
+
+class DraftHeadForm(StrEnum):
+    """What a draft head computes from a mask's row h and the embedding e of the token before its target."""
+
+    MLP = "mlp"  # h + W2·silu(W1·[h ; s·e]),   W1 [head hidden, 2·hidden]
+    LOW_RANK = "low-rank"  # h + W2·(W1·(s·e)),   W1 [head hidden, hidden]: a bias of the previous token alone
+
+    def num_inputs(self, hidden_size: int) -> int:
+        """Columns of W1."""
+        return 2 * hidden_size if self is DraftHeadForm.MLP else hidden_size
+
+
+@dataclass(frozen=True)
+class LawColumns:
+    """What the choice among candidates needs of S laws, on the device. [S, 1] each; None: neutral for all."""
+
+    greedy: Tensor | None  # bool; None: all are, and the others are empty
+    divisor: Tensor
+    top_k: Tensor | None  # as many as there are candidates where it is off
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, laws: Sequence[Law], device: torch.device) -> LawColumns:
+        """Float64, the precision of the choice. Of greedy laws nothing else is asked."""
+        if all(law.greedy for law in laws):
+            none = torch.empty(0, 1, dtype=torch.float64, device=device)
+            return cls(greedy=None, divisor=none, top_k=None, top_p=none, min_p=none)
+        values = [[float(law.greedy), law.divisor, law.top_k or math.inf, law.top_p, law.min_p] for law in laws]
+        columns = torch.tensor(values, dtype=torch.float64, device=device)  # [S, 5]
+        greedy, divisor, top_k, top_p, min_p = columns.T[:, :, None]
+        return cls(
+            greedy=greedy > 0,
+            divisor=divisor,
+            top_k=top_k if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws) else None,
+            top_p=top_p,
+            min_p=min_p,
+        )
+
+
+def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tensor, positions: Tensor) -> Tensor:
+    """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
+
+    logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
+    Truncation is over the candidates alone, typical-p is left out: a draft only has to be likely, not exact.
+    """
+    first = ids.gather(1, logits.argmax(dim=1, keepdim=True))  # equal values: the lower id
+    if laws.greedy is None:
+        return first[:, 0]
+    z = logits.to(torch.float64) / laws.divisor
+    if laws.top_k is not None:
+        ordered, order = torch.sort(z, dim=1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=z.device)
+        probability = torch.softmax(ordered.masked_fill(rank >= laws.top_k, -math.inf), dim=1)
+        before = probability.cumsum(dim=1) - probability
+        stays = (rank < laws.top_k) & ((before < laws.top_p) | (laws.top_p >= 1.0))
+        stays &= probability >= laws.min_p * probability[:, :1]
+        stays[:, 0] = True
+        z = z.masked_fill(~torch.zeros_like(stays).scatter(1, order, stays), -math.inf)
+    sampled = ids.gather(1, (z + gumbel(keys, positions, ids)).argmax(dim=1, keepdim=True))
+    return torch.where(laws.greedy, first, sampled)[:, 0]
+
+
+ChooseCandidates = Callable[[Tensor, Tensor, LawColumns, Tensor, Tensor], Tensor]
+"""`choose_candidates`."""
+
+
+def propose(
+    hidden: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    bonus: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    laws: LawColumns,
+    *,
+    w1: Tensor,
+    w2: Tensor,
+    embedding_scale: float,
+    form: DraftHeadForm = DraftHeadForm.MLP,
+    embed: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+    choose: ChooseCandidates = choose_candidates,
+) -> Tensor:
+    """Drafts for S sequences of up to K usable masks each; columns beyond a sequence's own masks have no meaning.
+
+    hidden [S, K, hidden]: rows of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
+    offsets [S, K, M] float32: what the law adds to a candidate's logit (-inf: impossible); bonus [S] int64;
+    positions [S] int64: absolute index of the first draft; keys [S] int64; S laws.
+    `embed`: [S] ids -> [S, hidden]; `logits_of`: [S, hidden], [S, M] ids -> [S, M] float32.
+
+        mlp:       h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)])     previous: the bonus, then the draft before
+        low-rank:  h'_j = h_j + W2·(W1·(s·e(previous)))
+    """
+    previous = bonus
+    drafts = []
+    for j in range(hidden.shape[1]):
+        h = hidden[:, j]
+        token = embedding_scale * embed(previous)  # [S, hidden]
+        is_mlp = form is DraftHeadForm.MLP
+        inner = F.silu(F.linear(torch.cat([h, token], dim=1), w1)) if is_mlp else F.linear(token, w1)
+        rescored = h + F.linear(inner, w2)  # inner [S, head hidden]
+        logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
+        previous = choose(logits, ids[:, j], laws, keys, positions + j)
+        drafts.append(previous)
+    return torch.stack(drafts, dim=1)  # [S, K]

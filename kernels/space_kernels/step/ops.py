@@ -1,0 +1,115 @@
+"""Which implementation of each part of a device step a device gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from space_kernels.sampling import device_sampling as choosing
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.step import draft_head
+from space_kernels.step import state as step_state
+from space_kernels.step import synthetic_acceptance as decreeing
+from space_kernels.step.state import DeviceRows, MaskRows, StepState
+from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.step.uniform_index import StepIndex
+
+
+class Choose(Protocol):
+    """`choose.choose`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        laws: LawTensors,
+        stages: Stages,
+        positions: Tensor,
+        banned_ids: Tensor,
+        *,
+        tails: Tensor,
+        num_tail: Tensor,
+        counts: Tensor | None = None,
+        bans: Tensor | None = None,
+    ) -> Choice:
+        """ids and usable, [S, J] each."""
+        ...
+
+
+class Edit(Protocol):
+    """`choose.edit`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        laws: LawTensors,
+        stages: Stages,
+        banned_ids: Tensor,
+        *,
+        tails: Tensor,
+        num_tail: Tensor,
+        counts: Tensor | None = None,
+        bans: Tensor | None = None,
+    ) -> Tensor:
+        """[S, J, V]"""
+        ...
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """One implementation of each part, like its reference in `step_state`, `choose`, `draft_head` or `decree`."""
+
+    rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
+    judge_step: Callable[[StepState, StepIndex, DeviceRows, Choice], StepVerdict]
+    masks: Callable[[StepState, StepIndex, StepVerdict], MaskRows]
+    advance: Callable[[StepState, DeviceRows, StepVerdict, Tensor, Tensor, Tensor], Tensor]
+    choose: Choose
+    edit: Edit
+    choose_candidates: draft_head.ChooseCandidates
+    decree: Callable[[Decrees, Tensor, Tensor, StepVerdict, Tensor, Tensor], Tensor]
+
+
+def step_ops_for(device: torch.device | str) -> StepOps:
+    """Triton's kernels on a CUDA device that has triton, torch's operations elsewhere."""
+    if torch.device(device).type != "cuda" or find_spec("triton") is None:
+        return reference_step_ops()
+    return triton_step_ops()
+
+
+def reference_step_ops() -> StepOps:
+    """Torch's own operations, on any device."""
+    return StepOps(
+        rows=step_state.rows,
+        judge_step=step_state.judge_step,
+        masks=step_state.masks,
+        advance=step_state.advance,
+        choose=choosing.choose,
+        edit=choosing.edit,
+        choose_candidates=draft_head.choose_candidates,
+        decree=decreeing.decree,
+    )
+
+
+def triton_step_ops() -> StepOps:
+    """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
+    from space_kernels.sampling import sampling_triton
+    from space_kernels.step import draft_head_triton
+    from space_kernels.step import state_triton as step_state_triton
+    from space_kernels.step import synthetic_acceptance_triton as decree_triton
+
+    return StepOps(
+        rows=step_state_triton.rows,
+        judge_step=step_state_triton.judge_step,
+        masks=step_state_triton.masks,
+        advance=step_state_triton.advance,
+        choose=sampling_triton.choose,
+        edit=sampling_triton.edit,
+        choose_candidates=draft_head_triton.choose_candidates,
+        decree=decree_triton.decree,
+    )

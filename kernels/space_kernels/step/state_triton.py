@@ -1,0 +1,203 @@
+"""The step's small change on a GPU: rows, masks and the state's successor, one launch each.
+
+Same functions as `step_state`, which spell each of them in some thirty tensor operations: at two microseconds a launch,
+also inside a graph, that would be a tenth of a small model's step.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from space_kernels.build.launch import Tuned
+from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.sampling_tensors import Stages
+from space_kernels.step.state import (
+    DeviceRows,
+    MaskRows,
+    Prefixes,
+    StepState,
+    chain_choices,
+    mask_choices,
+    result_width,
+)
+from space_kernels.step.state_kernels import _advance, _masks, _rows
+from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification_triton import judge
+
+__all__ = ["Prefixes", "Stages", "advance", "chain_choices", "judge_step", "mask_choices", "masks", "rows"]
+
+_BLOCK = 128
+
+
+def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> DeviceRows:
+    """Lay the batch out: `step_state.rows`."""
+    S, k, R = index.num_sequences, index.num_drafts, index.num_padded
+    device = state.root.device
+
+    def room(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    laid_out = DeviceRows(
+        ids=room(R),
+        positions=room(R),
+        slots=room(index.num_chain_rows),
+        starts=room(S, torch.int32),
+        num_written=room(S, torch.int32),
+        num_live=room(S),
+        running=room(S, torch.bool),
+    )
+    has_ids = mask_ids is not None and index.most_drafts > 0
+    _rows[(triton.cdiv(R, _BLOCK),)](
+        state.live.view(torch.uint8),
+        state.root,
+        state.num_known,
+        state.num_left,
+        state.drafts,
+        state.num_drafts,
+        state.max_drafts,
+        state.page_table,
+        state.num_pages,
+        index.owner,
+        index.offset,
+        index.mask,
+        mask_ids if mask_ids is not None else index.mask,
+        laid_out.ids,
+        laid_out.positions,
+        laid_out.slots,
+        laid_out.starts,
+        laid_out.num_written,
+        laid_out.num_live,
+        laid_out.running.view(torch.uint8),
+        S,
+        k,
+        index.num_chain_rows,
+        R,
+        state.window,
+        state.page_table.shape[1],
+        state.drafts.stride(0),
+        MASK_IDS=has_ids,
+        BLOCK_SIZE=state.block_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return laid_out
+
+
+def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: Choice) -> StepVerdict:
+    """`step_state.judge_step`."""
+    return judge(
+        choice.ids,
+        choice.usable,
+        state.drafts[:, : index.num_drafts],
+        laid_out.num_live,
+        laid_out.running,
+        state.num_left,
+        state.end_ids,
+        state.num_eos,
+    )
+
+
+def masks(state: StepState, index: StepIndex, verdict: StepVerdict) -> MaskRows:
+    """The masks that the next drafts come from: `step_state.masks`."""
+    S, most = index.num_sequences, index.most_drafts
+    found = MaskRows(*(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S)))
+    _masks[(S,)](
+        verdict.lengths,
+        verdict.end,
+        state.num_left,
+        state.max_drafts,
+        state.max_masks,
+        index.masks,
+        index.mask_starts,
+        found.rows,
+        found.first,
+        found.count,
+        index.num_drafts,
+        most,
+        index.num_rows,
+        GROUPS=triton.next_power_of_2(index.num_drafts + 1),
+        PLACES=triton.next_power_of_2(max(1, most)),
+        num_warps=1,
+    )
+    return found
+
+
+def advance(
+    state: StepState,
+    laid_out: DeviceRows,
+    verdict: StepVerdict,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    banned_ids: Tensor,
+) -> Tensor:
+    """Let every sequence go on, in place; the step's result for the host: `step_state.advance`."""
+    S, K = state.drafts.shape
+    result = torch.empty(S, result_width(K), dtype=torch.int32, device=state.root.device)
+    k = verdict.emitted.shape[1] - 1
+    _advance[(S,)](
+        state.live.view(torch.uint8),
+        state.root,
+        state.num_known,
+        state.num_left,
+        state.drafts,
+        state.num_drafts,
+        state.history,
+        state.counts,
+        laid_out.num_live,
+        verdict.accepted,
+        verdict.emitted,
+        verdict.lengths,
+        verdict.end,
+        drafts,
+        num_drafts,
+        banned_ids,
+        result,
+        K,
+        k,
+        drafts.shape[1],
+        len(banned_ids),
+        state.vocab_size,
+        drafts.stride(0),
+        state.history.stride(0),
+        state.drafts.stride(0),
+        HISTORY=state.history.shape[1] > 0,
+        COUNTS=state.counts.shape[1] > 0,
+        PLACES=triton.next_power_of_2(max(K, k) + 1),
+        BANNED=triton.next_power_of_2(max(1, len(banned_ids))),
+        num_warps=1,
+    )
+    return result
+
+
+def _tuned() -> tuple[Tuned, ...]:
+    found = []
+    state = ["roots", "num_knowns", "num_lefts", "drafts", "num_drafts", "max_drafts", "num_pages"]
+    longs = [*state, "owners", "offsets", "masks", "mask_ids", "ids", "positions", "slots", "num_live"]
+    layout = dict.fromkeys(("S", "k", "num_chain_rows", "num_padded", "window", "table_width"), "i32")
+    of_rows = dict.fromkeys(longs, "*i64") | layout | {"draft_stride": "i32"}
+    of_rows |= {"lives": "*u8", "runnings": "*u8", "page_table": "*i32", "starts": "*i32", "num_written": "*i32"}
+    for size in (16, 32):
+        for mask_ids in (False, True):
+            constants = {"MASK_IDS": mask_ids, "BLOCK_SIZE": size, "BLOCK": _BLOCK}
+            found.append(Tuned(_rows, of_rows, constants, 4))
+    of_masks = dict.fromkeys(("lengths", "ends", "num_lefts", "max_drafts", "max_masks", "sizes"), "*i64")
+    of_masks |= dict.fromkeys(("mask_starts", "flat_rows", "firsts", "counts"), "*i64")
+    of_masks |= {"k": "i32", "most": "i32", "num_rows": "i32"}
+    state = ["roots", "num_knowns", "num_lefts", "state_drafts", "num_state_drafts", "history"]
+    names = [*state, "num_live", "accepteds", "emitteds", "lengths", "ends", "drafts", "num_drafts", "banned"]
+    of_state = dict.fromkeys(names, "*i64") | {"lives": "*u8", "counts": "*i32", "result": "*i32"}
+    numbers = ("K", "k", "num_proposed", "num_banned", "V", "draft_stride", "history_stride", "state_stride")
+    of_state |= dict.fromkeys(numbers, "i32")
+    for places in (2, 4, 8, 16):
+        found.append(Tuned(_masks, of_masks, {"GROUPS": places, "PLACES": places}, 1))
+        for kept in (False, True):
+            constants = {"HISTORY": kept, "COUNTS": kept, "PLACES": places, "BANNED": 8}
+            found.append(Tuned(_advance, of_state, constants, 1))
+    return tuple(found)
+
+
+TUNED = _tuned()

@@ -1,0 +1,73 @@
+"""The verdict of a whole step on the device: what each sequence emits, and why it ends, if it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from space_kernels.step.verification import verify
+
+
+class EndCode(IntEnum):
+    """Why a sequence ended, as a step's tensors say it."""
+
+    NONE = 0
+    EOS = 1
+    STOP_ID = 2
+    LENGTH = 3
+    ERROR = 4  # nothing can be chosen behind what it has
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """The outcome of a step for S sequences of at most k drafts."""
+
+    accepted: Tensor  # [S] int64: drafts among what was emitted
+    emitted: Tensor  # [S, k+1] int64: what stands after the cut, then zeros
+    lengths: Tensor  # [S] int64: how many; 0 for a sequence that did not run
+    end: Tensor  # [S] int64, EndCode
+
+
+def judge(
+    samples: Tensor,
+    usable: Tensor,
+    drafts: Tensor,
+    num_live: Tensor,
+    running: Tensor,
+    num_left: Tensor,
+    end_ids: Tensor,
+    num_eos: Tensor,
+) -> StepVerdict:
+    """Accept the drafts that agree, then cut at the first row without a choice, end id or limit.
+
+    samples, usable [S, k+1]: what the chain rows chose; drafts [S, k], num_live [S]: as `verify` takes them;
+    running [S] bool: who took part; num_left [S]: ids it may still emit, at least 1;
+    end_ids [S, E] int64: first the num_eos [S] EOS ids, then stop ids, then NO_ID.
+    """
+    k = drafts.shape[1]
+    device = samples.device
+    place = torch.arange(k + 1, device=device)
+    verdict = verify(samples, drafts, num_live)
+    fit = usable.to(torch.int64).cumprod(dim=1).sum(dim=1)  # rows before the first one without a choice
+    made = torch.minimum(verdict.lengths, fit)  # [S]
+
+    is_end = samples[..., None] == end_ids[:, None]  # [S, k+1, E]
+    is_eos = (is_end & (torch.arange(end_ids.shape[1], device=device) < num_eos[:, None])[:, None]).any(dim=2)
+    is_end_id = is_end.any(dim=2)
+    is_last = place + 1 >= num_left[:, None]  # [S, k+1]
+    goes_on = (~(is_end_id | is_last)).to(torch.int64).cumprod(dim=1).sum(dim=1)  # ids before the first end
+    lengths = torch.where(running, torch.minimum(made, goes_on + 1), 0)
+
+    at = goes_on.clamp(max=k)[:, None]
+    why = torch.where(
+        is_eos.gather(1, at)[:, 0],
+        int(EndCode.EOS),
+        torch.where(is_end_id.gather(1, at)[:, 0], int(EndCode.STOP_ID), int(EndCode.LENGTH)),
+    )
+    end = torch.where(lengths > goes_on, why, int(EndCode.NONE))
+    end = torch.where(running & (fit == 0), int(EndCode.ERROR), end)
+    emitted = torch.where(place < lengths[:, None], samples, 0)
+    return StepVerdict(torch.minimum(verdict.accepted, lengths), emitted, lengths, end)

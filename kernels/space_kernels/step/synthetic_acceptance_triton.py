@@ -1,0 +1,98 @@
+"""Drafts by decree on a GPU: one launch, so that what is measured is the step and not the decree."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from space_kernels.build.launch import Tuned
+from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.synthetic_acceptance import Decrees
+
+
+@triton.jit(do_not_specialize=["k", "width"])
+def _decree(
+    chances,
+    ids,
+    lucks,
+    others,
+    counts,
+    num_knowns,
+    num_prompts,
+    emitteds,
+    lengths,
+    firsts,
+    drafts,
+    decreed,
+    k,
+    width,
+    deepest,
+    known_stride,
+    draft_stride,
+    PLACES: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, PLACES)
+    count, length = tl.load(counts + sequence), tl.load(lengths + sequence)
+    begin = tl.load(num_knowns + sequence) - tl.load(num_prompts + sequence)
+    of_line = sequence * known_stride
+    stands = (places <= k) & (places < length)
+    emitted = tl.load(emitteds + sequence * (k + 1) + places, stands, other=0)
+    told = tl.load(ids + of_line + begin + places, stands & (begin + places < count), other=-1).to(tl.int64)
+    strays = tl.max(tl.where(stands & (told != emitted), 1, 0), 0)
+
+    at = begin + length + places
+    inside = places < width
+    known = inside & (at < tl.where(strays == 0, count, 0))
+    right = tl.load(ids + of_line + at, known, other=0).to(tl.int64)
+    other = tl.load(others + of_line + at, known, other=0).to(tl.int64)
+    luck = tl.load(lucks + of_line + at, known, other=0.0).to(tl.float64)
+    depth = tl.minimum(tl.maximum(tl.load(firsts + sequence) + places, 1), deepest)
+    comes_true = luck < tl.load(chances + depth - 1)
+    draft = tl.load(drafts + sequence * draft_stride + places, inside, other=0)
+    tl.store(decreed + sequence * width + places, tl.where(known, tl.where(comes_true, right, other), draft), inside)
+
+
+def decree(
+    decrees: Decrees, num_known: Tensor, num_prompt: Tensor, verdict: StepVerdict, first: Tensor, drafts: Tensor
+) -> Tensor:
+    """The drafts of the next step as they are decreed: `decree.decree`."""
+    S, width = drafts.shape
+    k = verdict.emitted.shape[1] - 1
+    decreed = torch.empty(S, width, dtype=torch.int64, device=drafts.device)
+    _decree[(S,)](
+        decrees.chances,
+        decrees.ids,
+        decrees.luck,
+        decrees.others,
+        decrees.counts,
+        num_known,
+        num_prompt,
+        verdict.emitted,
+        verdict.lengths,
+        first,
+        drafts,
+        decreed,
+        k,
+        width,
+        len(decrees.chances),
+        decrees.ids.stride(0),
+        drafts.stride(0),
+        PLACES=triton.next_power_of_2(max(k + 1, width)),
+        num_warps=1,
+    )
+    return decreed
+
+
+_ARGUMENTS = {
+    **dict.fromkeys(("ids", "others"), "*i32"),
+    **dict.fromkeys(("counts", "num_knowns", "num_prompts", "emitteds", "lengths", "firsts"), "*i64"),
+    **dict.fromkeys(("drafts", "decreed"), "*i64"),
+    **dict.fromkeys(("k", "width", "deepest", "known_stride", "draft_stride"), "i32"),
+    "chances": "*fp64",
+    "lucks": "*fp32",
+}
+TUNED = tuple(Tuned(_decree, _ARGUMENTS, {"PLACES": places}, 1) for places in (2, 4, 8, 16))

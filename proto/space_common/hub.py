@@ -1,0 +1,284 @@
+"""A model by its Hugging Face id, in a folder of this machine: what router and worker fetch by the same rules.
+
+Resumes what was interrupted, and says in one line why something cannot be had and what to do about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from space_common.hub_file import PARTIAL, HubFile
+from space_common.progress import download_progress, size_text
+
+AT_ONCE = 8
+"""Files that are fetched at the same time."""
+
+SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model")
+WEIGHTS = ("*.safetensors",)
+SECOND_COPIES = ("consolidated*.safetensors", "original/*", "metal/*", "onnx/*", "openvino/*")
+"""The same weights once more, in the forms of other programs."""
+
+
+class HubError(Exception):
+    """The model cannot be had; the message names the cause and the cure."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a model still needs from the hub."""
+
+    num_files: int
+    num_bytes: int
+    folder: Path  # where it would go
+    free: int  # bytes there
+
+
+@dataclass(frozen=True)
+class Hub:
+    """How models are fetched: `--revision`, `--token-file`, `--download-folder`, `--offline`."""
+
+    revision: str | None = None  # branch, tag or commit; None: main
+    token_file: Path | None = None  # its first word is the token; None: HF_TOKEN, or what `hf auth login` stored
+    folder: Path | None = None  # of all downloaded models; None: huggingface_hub's own (HF_HOME)
+    offline: bool = False  # take what is there, ask nobody
+    say: Callable[[str], None] = field(default=lambda line: None, compare=False)  # one line of progress
+
+    def fetch(self, model: str, *, weights: bool = True) -> Path:
+        """The folder of the model's files, `weights`: with them; of `owner/repo:file`, that file. Raises HubError."""
+        repository, file = split_hub_file(model)
+        if file is None:
+            return self._fetch(model, [*SMALL_FILES, *(WEIGHTS if weights else ())])
+        found = self._fetch(repository, [file]) / file
+        if not found.is_file():
+            raise HubError(f"{repository} has no file {file}; is the name right?")
+        return found
+
+    def _fetch(self, model: str, patterns: Sequence[str]) -> Path:
+        """The folder with the files of a repository that match."""
+        from huggingface_hub import snapshot_download  # only here: a model that is a folder needs no network library
+        from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+        token = self._token()
+        asked: dict[str, Any] = {
+            "revision": self.revision,
+            "token": token,
+            "cache_dir": self.folder,
+            "allow_patterns": list(patterns),
+            "ignore_patterns": list(SECOND_COPIES),
+        }
+        with self._named(model), _quiet():
+            if not self.is_offline():
+                if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # what a commit is does not change
+                    with contextlib.suppress(LocalEntryNotFoundError):
+                        return Path(snapshot_download(model, local_files_only=True, **asked))
+                try:
+                    files = snapshot_download(model, dry_run=True, **asked)
+                except DryRunError as error:  # the hub does not answer: perhaps all is here already
+                    cause = error.__cause__
+                    asked["local_files_only"] = True
+                    try:
+                        return Path(snapshot_download(model, **asked))
+                    except OSError:
+                        raise cause or error from None
+                missing = [file for file in files if file.will_download]
+                total = sum(file.file_size or 0 for file in missing)
+                if missing:
+                    cache = self.where()
+                    folder = cache / f"models--{model.replace('/', '--')}"
+                    self._check_space(model, folder, total)
+                    wanted = [HubFile(model, file.commit_hash, file.filename, cache, token) for file in missing]
+                    blobs = folder / "blobs"
+                    whole = _bytes(blobs) - _bytes(blobs, f"*{PARTIAL}")
+                    what, measure = f"{len(missing)} files, ", lambda: _bytes(blobs) - whole
+                    with download_progress(model, total, measure, self.say, what=what):
+                        _all_at_once(wanted)
+                return Path(snapshot_download(model, **asked))
+            return Path(snapshot_download(model, local_files_only=True, **asked))
+
+    def missing(self, model: str) -> Missing:
+        """What `fetch` would have to fetch. Raises HubError."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import DryRunError
+
+        model, file = split_hub_file(model)
+        asked: dict[str, Any] = {
+            "revision": self.revision,
+            "token": self._token(),
+            "cache_dir": self.folder,
+            "allow_patterns": [*SMALL_FILES, *WEIGHTS] if file is None else [file],
+            "ignore_patterns": list(SECOND_COPIES),
+        }
+        there = next(parent for parent in (self.where(), *self.where().parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        with self._named(model), _quiet():
+            if self.is_offline():
+                snapshot_download(model, local_files_only=True, **asked)
+                return Missing(0, 0, there, free)
+            try:
+                files = [file for file in snapshot_download(model, dry_run=True, **asked) if file.will_download]
+            except DryRunError as error:
+                try:
+                    snapshot_download(model, local_files_only=True, **asked)
+                except OSError:
+                    raise error.__cause__ or error from None
+                files = []
+        return Missing(len(files), sum(file.file_size or 0 for file in files), there, free)
+
+    def is_offline(self) -> bool:
+        """Whether nothing may be fetched: `--offline on`, or HF_HUB_OFFLINE."""
+        from huggingface_hub import constants
+
+        return self.offline or constants.HF_HUB_OFFLINE
+
+    def _token(self) -> str | None:
+        if self.token_file is None:
+            return None
+        try:
+            words = self.token_file.read_text(encoding="utf-8-sig").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise HubError(f"--token-file {self.token_file} cannot be read: {_first_line(error)}.") from error
+        if len(words) != 1:
+            raise HubError(
+                f"--token-file {self.token_file} holds {len(words)} words; it must hold one, a token of "
+                "huggingface.co/settings/tokens."
+            )
+        return words[0]
+
+    @contextlib.contextmanager
+    def _named(self, model: str) -> Iterator[None]:
+        """What may go wrong, as one line each."""
+        from huggingface_hub import errors
+
+        network: Any = errors.HfHubHTTPError.__mro__[1]  # HTTPError of whichever httpx the library was built on
+
+        at = "" if self.revision is None else f" at revision {self.revision}"
+        token = "the token in --token-file" if self.token_file else "a token in --token-file or HF_TOKEN"
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            raise HubError(
+                f"{model} is gated: accept its terms at {_endpoint()}/{model}, and give {token}, of the same account."
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise HubError(
+                f"{_endpoint()} has no model {model}, or it is private and {token} may not see it; is the id right?"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise HubError(f"{model} has no revision {self.revision}; leave out --revision for main.") from error
+        except errors.HFValidationError as error:
+            raise HubError(f"{model} is no id of a model: {_first_line(error)}") from error
+        except errors.LocalEntryNotFoundError as error:
+            if not self.is_offline():
+                raise HubError(_unreachable(model, error)) from error
+            why = "--offline on" if self.offline else "HF_HUB_OFFLINE"
+            raise HubError(
+                f"{model}{at} is not, or not whole, in {self.where()}, and {why} forbids to fetch it; fetch it once "
+                "without, or give the folder of a copy."
+            ) from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in (401, 403):
+                raise HubError(f"{_endpoint()} refuses {model} ({status}): {token} is not valid for it.") from error
+            raise HubError(f"{_endpoint()} gave status {status} for {model}{at}; try again later.") from error
+        except (network, ConnectionError) as error:
+            raise HubError(_unreachable(model, error)) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise HubError(f"{model} could not be downloaded to {self.where()}: {_first_line(error)}") from error
+
+    def where(self) -> Path:
+        """The folder of all downloaded models."""
+        from huggingface_hub import constants
+
+        return self.folder or Path(constants.HF_HUB_CACHE)
+
+    def _check_space(self, model: str, folder: Path, total: int) -> None:
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        left = total - _bytes(folder / "blobs", f"*{PARTIAL}")
+        if left > free:
+            raise HubError(
+                f"{model} needs {size_text(left)} more in {there}, which has {size_text(free)} free: make room, or "
+                "choose another folder with --download-folder."
+            )
+
+
+def is_hub_id(model: str) -> bool:
+    """OWNER/NAME, or OWNER/NAME:FILE.gguf, and no path."""
+    repository, file = split_hub_file(model)
+    if file is None and model.lower().endswith(".gguf"):
+        return False
+    return not repository.startswith((".", "/", "~")) and repository.count("/") == 1
+
+
+def split_hub_file(model: str) -> tuple[str, str | None]:
+    """The repository and the GGUF file in it that `owner/repo:file.gguf` names; None: no file is named."""
+    repository, colon, file = model.partition(":")
+    if not colon or not file.lower().endswith(".gguf"):
+        return model, None
+    return repository, file
+
+
+def _all_at_once(files: Sequence[HubFile]) -> None:
+    """Several at a time; the first failure ends all, and what had come stays."""
+    with ThreadPoolExecutor(min(len(files), AT_ONCE)) as pool:
+        fetching = [pool.submit(file.fetch) for file in files]
+        try:
+            for one in as_completed(fetching):
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no advice of the library's: the lines are ours."""
+    from huggingface_hub import utils
+
+    library: Any = utils  # which does not say to type checkers what it exports
+    bars, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()
+    library.disable_progress_bars()
+    library.logging.set_verbosity_error()
+    for name in ("httpx", "httpx2"):  # which tell every request, with its address
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(level)
+        if bars:
+            library.enable_progress_bars()
+
+
+def _unreachable(model: str, error: Exception) -> str:
+    return (
+        f"{_endpoint()} cannot be reached for {model} ({_first_line(error)}), and it is not here already: check the "
+        "network, HTTPS_PROXY and HF_ENDPOINT, or give the folder of a copy."
+    )
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _bytes(folder: Path, pattern: str = "*") -> int:
+    """Of the files that match, now; a file may go away meanwhile."""
+    total = 0
+    for file in folder.glob(pattern):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
+
+
+def _first_line(error: Exception) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".")

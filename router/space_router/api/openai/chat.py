@@ -1,0 +1,170 @@
+"""`POST /v1/chat/completions`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from space_router.api.generation import Progress, Written
+from space_router.api.openai.answers import OpenAIError
+from space_router.api.openai.chat_answers import ChatCompletion, ChatEvent
+from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
+from space_router.api.openai.completions import common_parameters
+from space_router.api.openai.conversation import PromptOptions
+from space_router.api.openai.conversation import prompt_text as prompt_text
+from space_router.api.openai.logprobs import chat_logprobs
+from space_router.api.openai.stream import OpenAIAnswer, respond
+from space_router.api.openai.tools import ToolUse, tool_use
+from space_router.api.plan import Choice, Plan
+from space_router.api.request_builder import Door
+from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.service import Service
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import read_object, validate
+from space_router.http_server.connection import beside
+from space_router.http_server.paths import key_of
+from space_router.text.text_stream import FinishReason, TextDelta
+from space_router.text.tokenizer import Tokenizer
+from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
+
+
+def tools_of(door: Door, body: ChatBody) -> ToolUse:
+    """What the request may do with its tools. Raises InvalidRequest."""
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, old) not in (None, [], "none", "auto"):
+            raise InvalidRequest(
+                f"`{old}` is OpenAI's old name and not supported; send `{new}`, with "
+                '{"type": "function", "function": ...} around each function.',
+                param=old,
+                code="unsupported_parameter",
+            )
+    return tool_use(door, body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls is not False,
+                    answer=body.wanted_grammar())  # fmt: skip
+
+
+def conversation_text(door: Door, body: ChatBody) -> str:
+    """A request's messages, tools and all, as its model reads them. Raises InvalidRequest."""
+    return prompt_text(door, body.messages, PromptOptions.of(body, tools_of(door, body).shown))
+
+
+def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
+    """`tools`: of the same body, where they are known already. Raises InvalidRequest."""
+    adapter = door.adapter(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("`top_logprobs` goes with `logprobs: true` only.", param="top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequest(
+            f"`max_tokens` is {body.max_tokens} and `max_completion_tokens` {body.max_completion_tokens}; give one.",
+            param="max_completion_tokens",
+        )
+    limit_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens: int | None = getattr(body, limit_param)
+    if max_tokens == 0:
+        raise InvalidRequest(f"`{limit_param}` must be at least 1; got 0.", param=limit_param)
+    tools = tools_of(door, body) if tools is None else tools
+    prompt = door.prompt(
+        prompt_text(door, body.messages, PromptOptions.of(body, tools.shown)),
+        add_special_tokens=bool(body.add_special_tokens),  # the template writes its special tokens itself
+        truncate=body.truncate_prompt_tokens,
+        param="messages",
+        max_tokens=max_tokens or 1,
+    )
+    shown = body.n or 1
+    wanted = common_parameters(
+        body,
+        max_tokens=max_tokens,
+        limit_param=limit_param,
+        num_choices=shown,
+        num_shown=shown,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_prompt_logprobs=body.prompt_logprobs,
+        adapter=adapter,
+        end_ids=door.text.turn_end_ids,
+        grammar=tools.grammar,
+        shown_ids=tools.markers,
+    )
+    return door.plan([prompt], wanted, prefix="chatcmpl")
+
+
+@dataclass
+class ChatShape:
+    """How an answer in a conversation is written."""
+
+    tokenizer: Tokenizer
+    body: ChatBody
+    plan: Plan
+    tools: ToolUse
+    object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+    _readers: dict[int, ToolCallReader | None] = field(default_factory=dict)  # of streamed choices
+
+    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+        progress = written.progress
+        message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
+        body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
+        if (reader := self.tools.reader()) is not None:
+            said = reader.push(written.text, ended=True)
+            if said.calls:
+                message["content"] = said.content or None
+                message["tool_calls"] = [self._call(progress.choice, piece) for piece in said.calls]
+                body |= self._reason(reader, progress.finish)
+        return body
+
+    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+        change: dict[str, Any] = {"role": "assistant"} if first else {}
+        body: dict[str, Any] = {"delta": change, "logprobs": self._logprobs(delta.tokens)}
+        if first:
+            self._readers[progress.choice.index] = self.tools.reader()
+        reader = self._readers[progress.choice.index]
+        if reader is None:
+            change |= {"content": delta.text} if delta.text or first else {}
+            return body
+        said = reader.push(delta.text, ended=delta.finish is not None)
+        if said.content or first:
+            change["content"] = said.content or None
+        if said.calls:
+            change["tool_calls"] = [
+                {"index": piece.index, **self._call(progress.choice, piece)} for piece in said.calls
+            ]
+        return body | self._reason(reader, delta.finish)
+
+    def _call(self, choice: Choice, piece: CallPiece) -> dict[str, Any]:
+        """A call, or more of the arguments of one."""
+        if piece.name is None:
+            return {"function": {"arguments": piece.arguments}}
+        return {
+            "id": self.tools.call_id(self.plan.seed, choice, piece.index),
+            "type": "function",
+            "function": {"name": piece.name, "arguments": piece.arguments},
+        }
+
+    def _reason(self, reader: ToolCallReader, finish: FinishReason | None) -> dict[str, Any]:
+        ended = finish in (FinishReason.EOS, FinishReason.STOP)
+        called = ended and reader.num_calls and reader.is_whole  # half a call is none to act upon
+        return {"finish_reason": "tool_calls"} if called else {}
+
+    def _logprobs(self, tokens: Any) -> dict[str, Any] | None:
+        return chat_logprobs(self.tokenizer, tokens) if self.body.logprobs else None
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/chat/completions",
+        openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
+        responses=answers(ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent, done=True),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        received = await read_object(request, service.config)
+        body = validate(ChatBody, received.values, CHAT_NEUTRAL)
+        door = service.door(key_of(request))
+        tools = tools_of(door, body)
+        await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
+        made = await beside(received.size, plan, door, body, tools)
+        shape = ChatShape(service.text.tokenizer, body, made, tools)
+        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
+
+    return router

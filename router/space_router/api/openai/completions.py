@@ -1,0 +1,136 @@
+"""`POST /v1/completions`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from space_router.api.generation import Progress, Written
+from space_router.api.openai.answers import Completion, CompletionEvent, OpenAIError
+from space_router.api.openai.echo import Echo
+from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, GenerationFields
+from space_router.api.openai.logprobs import CompletionLogprobs
+from space_router.api.openai.stream import OpenAIAnswer, respond
+from space_router.api.parameters import Parameters
+from space_router.api.plan import Plan
+from space_router.api.request_builder import Door
+from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.service import Service
+from space_router.engine.request.request import Grammar
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import read_object, validate
+from space_router.http_server.connection import beside
+from space_router.http_server.paths import key_of
+from space_router.text.text_stream import TextDelta
+from space_router.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI's."""
+
+
+def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
+    """The fields completions and chat have in common."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` goes with `stream: true` only.", param="stream_options")
+    same = Parameters.__dataclass_fields__.keys() & GenerationFields.model_fields.keys() - rest.keys()
+    predicted = None if body.prediction is None else body.prediction.text
+    return Parameters(**{name: getattr(body, name) for name in same - {"prediction"}}, prediction=predicted, **rest)
+
+
+def plan(door: Door, body: CompletionBody, grammar: Grammar | None = None) -> Plan:
+    adapter = door.adapter(body.model)
+    shown = body.n or 1
+    generated = shown if body.best_of is None else body.best_of
+    if generated < shown:
+        raise InvalidRequest(f"`best_of` is {generated}, below the {shown} of `n`.", param="best_of")
+    if body.stream and generated > shown:
+        raise InvalidRequest("`best_of` above `n` cannot be streamed: the best is known at the end.", param="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("`max_tokens` must be at least 1 (0 goes with `echo` only); got 0.", param="max_tokens")
+    if body.suffix and body.echo and body.logprobs is not None:
+        raise InvalidRequest("`echo` with `logprobs` does not go with `suffix`: the prompt is not read in its order.",
+                             param="echo")  # fmt: skip
+    infill = door.infill(body.suffix)
+    prompts = door.prompts(
+        body.prompt,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate=body.truncate_prompt_tokens,
+        param="prompt",
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        infill=infill,
+    )
+    echoed = body.logprobs if body.echo else None
+    asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
+    wanted = common_parameters(
+        body,
+        adapter=adapter,
+        grammar=grammar,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        end_ids=() if infill is None else infill.tokens.end_ids,
+        num_choices=generated,
+        num_shown=shown,
+        num_logprobs=0 if body.logprobs is None and generated > shown else body.logprobs,
+        num_prompt_logprobs=max(asked, default=None),
+    )
+    return door.plan(prompts, wanted, prefix="cmpl")
+
+
+@dataclass
+class CompletionShape:
+    """How a completion is written."""
+
+    tokenizer: Tokenizer
+    body: CompletionBody
+    plan: Plan
+    object: str = "text_completion"
+    chunk_object: str = "text_completion"
+    _echoes: dict[int, Echo] = field(default_factory=dict)  # of streamed choices
+
+    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+        choice = written.progress.choice
+        echo = choice.prompt.text if self.body.echo else ""
+        text, tokens = (written.text, written.tokens) if self.plan.answered else ("", [])
+        logprobs = None
+        if self.body.logprobs is not None:
+            lists = CompletionLogprobs(self.tokenizer)
+            if self.body.echo:
+                Echo(self.tokenizer, choice.prompt, self.body.logprobs).add(prompt.prompt_logprobs, lists)
+            lists.add(tokens, len(echo))
+            logprobs = lists.lists
+        return {"text": echo + text, "logprobs": logprobs}
+
+    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+        prompt = progress.choice.prompt
+        text, tokens = (delta.text, delta.tokens) if self.plan.answered else ("", ())
+        if self.body.logprobs is None:
+            return {"text": prompt.text + text if first and self.body.echo else text, "logprobs": None}
+        lists = CompletionLogprobs(self.tokenizer)
+        if not self.body.echo:
+            lists.add(tokens, 0)
+            return {"text": text, "logprobs": lists.lists}
+        if first:
+            self._echoes[progress.choice.index] = Echo(self.tokenizer, prompt, self.body.logprobs)
+        echoed = self._echoes[progress.choice.index].add(delta.prompt_logprobs, lists)
+        lists.add(tokens, len(prompt.text))
+        return {"text": echoed + text, "logprobs": lists.lists}
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/completions",
+        openapi_extra=json_body(CompletionBody, COMPLETION_NEUTRAL),
+        responses=answers(Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent, done=True),
+    )
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        received = await read_object(request, service.config)
+        body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
+        grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
+        made = await beside(received.size, plan, service.door(key_of(request)), body, grammar)
+        shape = CompletionShape(service.text.tokenizer, body, made)
+        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
+
+    return router

@@ -1,0 +1,51 @@
+"""`GET /v1/models`: what is served."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from space_router.api.openai.answers import ModelCard, ModelList, OpenAIError
+from space_router.api.request_builder import model_not_found
+from space_router.api.schema import answers
+from space_router.api.service import Service
+from space_router.http_server.answers import answer
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    def cards() -> dict[str, dict[str, Any]]:
+        """By name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
+        facts = service.engine.facts
+        base: dict[str, Any] = {
+            "id": service.text.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "spaceserve",
+            "root": service.config.model,
+            "parent": None,
+            "max_model_len": None if facts is None else facts.window,
+        }
+        folders = dict(service.config.adapter)
+        adapters = [
+            base | {"id": name, "root": folders.get(name, name), "parent": service.text.name}
+            for name in service.adapters
+        ]
+        return {card["id"]: card for card in (base, *adapters)}
+
+    @router.get("/v1/models", responses=answers(ModelList, errors=OpenAIError))
+    async def models() -> Response:
+        """All models served here."""
+        return answer({"object": "list", "data": list(cards().values())})
+
+    @router.get("/v1/models/{name:path}", responses=answers(ModelCard, errors=OpenAIError, statuses=(404,)))
+    async def model(name: str) -> Response:
+        """One model."""
+        known = cards()
+        name = name.removeprefix(f"{service.text.name}:")
+        if name not in known:
+            raise model_not_found(name, list(known))
+        return answer(known[name])
+
+    return router

@@ -1,0 +1,268 @@
+"""`POST /v1/responses`: OpenAI's newer API, for text and function tools. Nothing is stored."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from space_router.api.generation import Running
+from space_router.api.openai.answers import OpenAIError
+from space_router.api.openai.conversation import PromptOptions, prompt_text
+from space_router.api.openai.logprobs import chat_logprobs
+from space_router.api.openai.response_answers import ResponseEvent, ResponseObject
+from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.response_items import Event, OutputItems
+from space_router.api.openai.tools import ToolUse, tool_use
+from space_router.api.parameters import Parameters
+from space_router.api.plan import Plan
+from space_router.api.request_builder import Door
+from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.service import Service
+from space_router.api.timing import begun, ended
+from space_router.api.usage import statistics, usage
+from space_router.errors import ApiError, InvalidRequest
+from space_router.http_server.answers import answer, unforeseen
+from space_router.http_server.body import read_object, shown, validate
+from space_router.http_server.connection import EventStream, beside, while_connected
+from space_router.http_server.event import event_json
+from space_router.http_server.paths import key_of
+from space_router.text.text_stream import FinishReason, TextDelta
+from space_router.text.tokenizer import Tokenizer
+
+_PARAMS = {
+    "messages": "input", "prompt": "input", "response_format": "text", "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+}  # fmt: skip
+"""What the fields of a conversation are called here."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a client keeps with a response: it gets it back, and nothing else comes of it."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Notes":
+        """Raises InvalidRequest."""
+        metadata = values.get("metadata") or {}
+        fits = isinstance(metadata, dict) and len(metadata) <= 16
+        if not fits or not all(
+            isinstance(value, str) and len(key) <= 64 and len(value) <= 512 for key, value in metadata.items()
+        ):
+            raise InvalidRequest(
+                "`metadata` must have at most 16 texts of at most 512 characters, by names of at most 64; got "
+                f"{shown(metadata)}.",
+                param="metadata",
+            )
+        return cls(metadata)
+
+
+def tools_of(door: Door, body: ResponseBody) -> ToolUse:
+    """What the request may do with its tools, and what its answer must be. Raises InvalidRequest."""
+    form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
+    parallel = body.parallel_tool_calls is not False
+    return tool_use(door, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
+
+
+def plan(door: Door, body: ResponseBody, tools: ToolUse) -> Plan:
+    """Raises InvalidRequest."""
+    if body.wants_logprobs and tools.format is not None:
+        raise InvalidRequest(
+            "Log-probabilities of the text cannot be told from those of calls; leave `include` or `tools` out.",
+            param="include",
+        )
+    if body.top_logprobs and not body.wants_logprobs:
+        raise InvalidRequest(
+            '`top_logprobs` goes with `include: ["message.output_text.logprobs"]` only.', param="top_logprobs"
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        variables["reasoning_effort"] = body.reasoning.effort
+    prompt = door.prompt(
+        prompt_text(door, body.messages(), PromptOptions(tools.shown, variables=variables)),
+        add_special_tokens=False,  # the template writes its special tokens itself
+        truncate=None,
+        param="input",
+    )
+    same = Parameters.__dataclass_fields__.keys() & ResponseBody.model_fields.keys()
+    wanted = Parameters(
+        **{name: getattr(body, name) for name in same},
+        max_tokens=body.max_output_tokens,
+        limit_param="max_output_tokens",
+        num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        adapter=door.adapter(body.model),
+        end_ids=door.text.turn_end_ids,
+        grammar=tools.grammar,
+        shown_ids=tools.markers,
+    )
+    return door.plan([prompt], wanted, prefix="resp")
+
+
+@dataclass
+class ResponseAnswer:
+    """One response, whole or as events."""
+
+    tokenizer: Tokenizer
+    body: ResponseBody
+    notes: Notes
+    plan: Plan
+    tools: ToolUse
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self, running: Running) -> dict[str, Any]:
+        response: dict[str, Any] = {}
+        async for event in self._told(running):
+            response = event.get("response", response)
+        return response
+
+    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+        """Typed events, those of one step as one chunk; a failure is told by an `error` and by `response.failed`."""
+        number = 0
+
+        def written(event: Event) -> bytes:
+            nonlocal number
+            data = event_json({**event, "sequence_number": number})
+            number += 1
+            return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
+
+        try:
+            async with aclosing(self._told(running)) as told:
+                async for event in told:
+                    yield written(event)
+        except Exception as error:
+            known = error if isinstance(error, ApiError) else unforeseen(error)
+            details = {"code": known.code or known.kind, "message": known.message}
+            failed = self._response("failed", []) | {"error": {**details, "code": "server_error"}}
+            yield written({"type": "error", **details, "param": known.param}) + written(
+                {"type": "response.failed", "response": failed}
+            )
+
+    async def _told(self, running: Running) -> AsyncGenerator[Event]:
+        """The events, the last of which has the whole response."""
+        output = OutputItems(self.plan, self.tools)
+        reader = self.tools.reader()
+        finish: FinishReason | None = None
+        logprobs: list[dict[str, Any]] = []
+        yield {"type": "response.created", "response": self._response("in_progress", [])}
+        yield {"type": "response.in_progress", "response": self._response("in_progress", [])}
+        async for delta in _deltas(running):
+            finish = delta.finish
+            if self.body.wants_logprobs:
+                logprobs += chat_logprobs(self.tokenizer, delta.tokens)["content"]
+            said = (delta.text,) if reader is None else reader.push(delta.text, ended=finish is not None).parts
+            for part in said:
+                if not isinstance(part, str):
+                    for event in output.call(part):
+                        yield event
+                elif part:
+                    for event in output.text(part, logprobs):
+                        yield event
+                    logprobs = []
+        if not output.items or logprobs:
+            for event in output.text("", logprobs):
+                yield event
+        whole = finish is not FinishReason.LENGTH and (reader is None or reader.is_whole)
+        status = "completed" if whole else "incomplete"
+        for event in output.close(status):
+            yield event
+        response = self._response(status, output.items) | {
+            "usage": _usage(usage(self.plan, running.choices)),
+            "spaceserve": statistics(self.plan, running.choices),
+        }
+        if finish is FinishReason.LENGTH:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if whole:
+            response["completed_at"] = int(time.time())
+        yield {"type": f"response.{status}", "response": response}
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        request, body = self.plan.choices[0].request, self.body
+        form = None if body.text is None or body.text.format is None else body.text.format
+        return {
+            "id": self.plan.request_id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self.model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": request.sampling.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": _plain(body.tool_choice) or "auto",
+            "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": request.sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": dict(self.notes.metadata),
+        }
+
+
+def _plain(choice: Any) -> Any:
+    return choice if choice is None or isinstance(choice, str) else choice.model_dump()
+
+
+async def _deltas(running: Running) -> AsyncIterator[TextDelta]:
+    """Of the one choice."""
+    async for step in running.steps():
+        for _, delta in step:
+            yield delta
+
+
+def _usage(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's usage as responses call it."""
+    return {
+        "input_tokens": figures["prompt_tokens"],
+        "input_tokens_details": {**figures["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": figures["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": figures["total_tokens"],
+    }
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(
+        "/v1/responses",
+        openapi_extra=json_body(ResponseBody, RESPONSE_NEUTRAL),
+        responses=answers(ResponseObject, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ResponseEvent),
+    )
+    async def responses(request: Request) -> Response:
+        """Answer an input, in OpenAI's newer API."""
+        received = await read_object(request, service.config)
+        notes = Notes.of(received.values)
+        body = validate(ResponseBody, received.values, RESPONSE_NEUTRAL)
+        door = service.door(key_of(request))
+        try:
+            tools = tools_of(door, body)
+            await service.checked(tools.grammar, "tools" if tools.shown else "text")
+            made = await beside(received.size, plan, door, body, tools)
+        except InvalidRequest as error:
+            error.param = _PARAMS.get(error.param or "", error.param)
+            raise
+        reply = ResponseAnswer(service.text.tokenizer, body, notes, made, tools, service.name_of(made))
+        async with AsyncExitStack() as stack:
+            running = await stack.enter_async_context(service.run(made))
+            if body.stream:
+                return EventStream(reply.events(running), stack.pop_all(), begun(request, running), made.request_id)
+            whole = await while_connected(request.receive, reply.whole(running))
+            return answer(whole, headers=ended(request, running))
+
+    return router

@@ -1,0 +1,182 @@
+"""What completions and chat completions share: usage, statistics, whole answers and streams of events."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from space_router.api.generation import Progress, Running, Written
+from space_router.api.openai.event_steps import EventSteps
+from space_router.api.openai.fields import GenerationFields
+from space_router.api.openai.logprobs import prompt_logprobs
+from space_router.api.plan import Plan
+from space_router.api.prompt_steps import with_prompts
+from space_router.api.ranking import most_probable
+from space_router.api.service import Service
+from space_router.api.timing import begun, ended
+from space_router.api.usage import statistics, usage
+from space_router.engine.request.request import TokenLogprobs
+from space_router.errors import ApiError
+from space_router.http_server.answers import answer, openai_error, unforeseen
+from space_router.http_server.connection import EventStream, while_connected
+from space_router.http_server.event import event_json
+from space_router.http_server.obfuscation import obfuscated
+from space_router.text.text_stream import FinishReason, TextDelta
+from space_router.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_GOES_ON = {"finish_reason": None, "stop_reason": None}
+
+
+class Shape(Protocol):
+    """How one API writes a choice."""
+
+    tokenizer: Tokenizer
+    object: str  # of a whole answer
+    chunk_object: str  # of an event
+
+    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+        """A finished choice without index; its own reasons win. `prompt`: the choice that has its prompt's logprobs."""
+
+    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+        """A piece of a choice without index; its own reasons win."""
+
+
+@dataclass(frozen=True)
+class OpenAIAnswer:
+    """One request's answer, whole or as events."""
+
+    shape: Shape
+    plan: Plan
+    model: str
+    options: GenerationFields
+    created: int
+
+    @classmethod
+    def to(cls, shape: Shape, plan: Plan, model: str, options: GenerationFields) -> "OpenAIAnswer":
+        return cls(shape, plan, model, options, int(time.time()))
+
+    async def whole(self, running: Running) -> dict[str, Any]:
+        written = await running.whole()
+        choices: list[dict[str, Any]] = []
+        for start in range(0, len(written), self.plan.per_prompt):
+            group = written[start : start + self.plan.per_prompt]
+            ranked = most_probable(group) if len(group) > self.plan.num_shown else group
+            for one in ranked[: self.plan.num_shown]:
+                body = self.shape.whole(one, group[0])
+                self.add_extensions(body, one, group[0].prompt_logprobs, first=True)
+                reasons = self.reasons(one.progress.finish, one.progress.stop_reason)
+                choices.append({"index": len(choices), **reasons, **body})
+        return {
+            "id": self.plan.request_id,
+            "object": self.shape.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": running.fingerprint,
+            "choices": choices,
+            "usage": usage(self.plan, running.choices),
+            "spaceserve": statistics(self.plan, running.choices),
+        }
+
+    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+        """One event per step and choice; those of one moment as one chunk; an error is the last event."""
+        steps = running.steps()
+        written = _Events(self, running)
+        try:
+            async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
+                yield b"".join([written.event(progress, delta) for progress, delta in step])
+            yield written.last()
+        except ApiError as error:
+            yield b"data: " + event_json(openai_error(error)) + b"\n\n"
+        except Exception as error:
+            yield b"data: " + event_json(openai_error(unforeseen(error))) + b"\n\n"
+
+    @property
+    def extended(self) -> bool:
+        return bool(self.options.return_token_ids) or self.options.prompt_logprobs is not None
+
+    def add_extensions(
+        self, body: dict[str, Any], written: Written, prompt: Sequence[TokenLogprobs], *, first: bool
+    ) -> None:
+        """What OpenAI's choices do not have: ids, and log-probabilities of the prompt; `written` may be a piece."""
+        if self.options.return_token_ids:
+            body["token_ids"] = [token.span.id for token in written.tokens] if self.plan.answered else []
+            if first:
+                body["prompt_token_ids"] = written.progress.choice.prompt.ids
+        if self.options.prompt_logprobs is not None and (first or prompt):
+            tokenizer, count = self.shape.tokenizer, self.options.prompt_logprobs
+            body["prompt_logprobs"] = prompt_logprobs(tokenizer, prompt, count, first=first)
+
+    def reasons(self, finish: FinishReason | None, stop_reason: str | int | None) -> dict[str, Any]:
+        if finish is not None and not self.plan.answered:  # it is the limit of 0 that ended it, whatever the engine's
+            finish, stop_reason = FinishReason.LENGTH, None  # one token was
+        name = None if finish is None else "length" if finish is FinishReason.LENGTH else "stop"
+        return {"finish_reason": name, "stop_reason": stop_reason}
+
+
+class _Events:
+    """The events of one answer, in order."""
+
+    def __init__(self, reply: OpenAIAnswer, running: Running) -> None:
+        options = reply.options.stream_options
+        self._reply, self._running = reply, running
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = options is not None and bool(options.continuous_usage_stats)
+        self._obfuscate = options is not None and bool(options.include_obfuscation)
+        self._steps = EventSteps() if options is not None and options.include_steps else None
+        self._extended = reply.extended
+        head = {"id": reply.plan.request_id, "object": reply.shape.chunk_object, "created": reply.created}
+        head |= {"model": reply.model, "system_fingerprint": running.fingerprint}
+        self._prefix = b"data: " + event_json(head)[:-1] + b","  # the same in all of them
+        self._begun: set[int] = set()  # choices
+        self._num_open = len(running.choices)
+
+    def event(self, progress: Progress, delta: TextDelta) -> bytes:
+        """A piece of one choice."""
+        reply, index = self._reply, progress.choice.index
+        first = index not in self._begun
+        if first:
+            self._begun.add(index)
+        body = reply.shape.piece(progress, delta, first=first)
+        if self._extended:
+            written = Written(progress, tokens=list(delta.tokens))
+            reply.add_extensions(body, written, delta.prompt_logprobs, first=first)
+        reasons = _GOES_ON if delta.finish is None else reply.reasons(delta.finish, delta.stop_reason)
+        event: dict[str, Any] = {"choices": [{"index": index, **reasons, **body}]}
+        if self._usage_always:
+            event["usage"] = usage(reply.plan, self._running.choices)
+        elif self._usage_at_end:
+            event["usage"] = None
+        self._num_open -= delta.finish is not None
+        if not self._num_open:
+            event["spaceserve"] = statistics(reply.plan, self._running.choices)
+        if self._steps is not None and reply.plan.answered:
+            event["spaceserve"] = event.get("spaceserve", {}) | self._steps.of(progress, delta)
+        data = self._line(event)
+        return obfuscated(data) if self._obfuscate else data
+
+    def last(self) -> bytes:
+        """Usage, where it is wanted, and the end."""
+        if not self._usage_at_end:
+            return DONE
+        plan, choices = self._reply.plan, self._running.choices
+        tail = {"choices": [], "usage": usage(plan, choices), "spaceserve": statistics(plan, choices)}
+        return self._line(tail) + DONE
+
+    def _line(self, event: dict[str, Any]) -> bytes:
+        return b"%b%b\n\n" % (self._prefix, event_json(event)[1:])
+
+
+async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:
+    """Submit, then answer whole or as events; nothing is sent before all choices are queued."""
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(service.run(reply.plan))
+        if reply.options.stream:
+            headers = begun(request, running)
+            return EventStream(reply.events(running), stack.pop_all(), headers, reply.plan.request_id)
+        made = await while_connected(request.receive, reply.whole(running))
+        return answer(made, headers=ended(request, running))

@@ -1,0 +1,198 @@
+"""What a request may do with its tools: which of them the model sees, may call or must call, and how calls are read."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from space_router.api.openai.chat_fields import AllowedToolChoice, NamedTool, Tool
+from space_router.api.openai.conversation import template_for
+from space_router.api.plan import Choice
+from space_router.api.request_builder import Door
+from space_router.engine.request.request import Grammar
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import shown
+from space_router.text.tool_calls.format import FORMATS, ToolFormat, named, recognised
+from space_router.text.tool_calls.grammar import calls_only, calls_or
+from space_router.text.tool_calls.parser import ToolCallReader
+
+ToolChoice = str | NamedTool | AllowedToolChoice
+"""none, auto, required, one tool, or some of them."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Checked: what the model sees, what it may call, and the grammar that holds it to it."""
+
+    shown: tuple[Mapping[str, Any], ...] = ()  # to the model, as templates know tools
+    names: frozenset[str] = frozenset()  # what it may call
+    format: ToolFormat | None = None  # how calls are read; None: they are not
+    grammar: Grammar | None = None
+    markers: frozenset[int] = frozenset()  # special ids that the reader must see
+
+    def reader(self) -> ToolCallReader | None:
+        """For one text; None where calls are not read."""
+        return None if self.format is None else ToolCallReader(self.format.form, self.names)
+
+    def call_id(self, seed: int, choice: Choice, index: int) -> str:
+        """The same for the same request with the same seed, and another for each call of a conversation."""
+        place = f"{seed}/{choice.index}/{index}/".encode() + str(choice.prompt.ids).encode()
+        digest = hashlib.blake2b(place, digest_size=12).hexdigest()
+        return digest[:9] if self.format is not None and self.format.short_ids else f"call_{digest}"
+
+
+def tool_use(
+    door: Door,
+    tools: Sequence[Tool],
+    choice: ToolChoice | None,
+    *,
+    parallel: bool,
+    answer: Grammar | None = None,
+) -> ToolUse:
+    """`answer`: what an answer without a call must be. Raises InvalidRequest."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("`tool_choice` asks for a call, and there are no `tools`.", param="tool_choice")
+        return ToolUse(grammar=answer)
+    functions = _functions(tools)
+    mode, callable_ = _chosen(choice, list(functions))
+    if mode == "none":
+        return ToolUse(grammar=answer)
+    template = template_for(door, tools)
+    if not template.habits.takes_tools:
+        raise InvalidRequest(
+            f"The chat template ({template.name}) does not show tools to the model. Start the server with "
+            "`--chat-template chatml` or a file with a template that does, or leave `tools` out.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    known = _format(door, template.source)
+    called = [functions[name] for name in callable_]
+    return ToolUse(
+        shown=tuple(_shown(tool) for tool in tools),
+        names=frozenset(callable_),
+        format=known,
+        grammar=_grammar(door, known, called, mode, parallel=parallel, answer=answer),
+        markers=frozenset(
+            id_ for text in (known.markers if known else ()) if (id_ := _special_id(door, text)) is not None
+        ),
+    )
+
+
+def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
+    functions = {tool.function.name: tool for tool in tools}
+    if len(functions) < len(tools):
+        raise InvalidRequest("`tools` has two functions of one name; names must differ.", param="tools")
+    for place, tool in enumerate(tools):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequest(
+                f"`tools.{place}.function.parameters` must be a JSON schema of the type object; got the type "
+                f"{shown((tool.function.parameters or {})['type'])}.",
+                param="tools",
+            )
+    return functions
+
+
+def _chosen(choice: ToolChoice | None, names: Sequence[str]) -> tuple[str, list[str]]:
+    """none, auto, required or named, and which tools it is about."""
+    match choice:
+        case NamedTool():
+            mode, wanted = "named", [choice.function.name]
+        case AllowedToolChoice():
+            allowed = choice.allowed_tools
+            mode, wanted = allowed.mode, list(dict.fromkeys(tool.function.name for tool in allowed.tools))
+        case _:
+            return choice or "auto", list(names)
+    if unknown := [name for name in wanted if name not in names]:
+        raise InvalidRequest(
+            f"`tool_choice` names {shown(unknown[0])}, which is none of `tools`: {shown(', '.join(names))}.",
+            param="tool_choice",
+        )
+    return mode, wanted
+
+
+def _shown(tool: Tool) -> Mapping[str, Any]:
+    """A tool as models were trained to see it: without OpenAI's switches, and with parameters, be it none."""
+    function = tool.function
+    described = {} if function.description is None else {"description": function.description}
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": _schema(tool)}}
+
+
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    """The JSON schema of a tool's arguments, which are always an object."""
+    schema = tool.function.parameters
+    return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
+
+
+def _format(door: Door, template: str) -> ToolFormat | None:
+    """How calls are read; None: they are not, because the server was told so. Raises InvalidRequest."""
+    match door.config.tool_call_parser:
+        case "off":
+            return None
+        case "auto":
+            known = recognised(template)
+        case name:
+            known = named(name, template)
+    if known is None:
+        raise InvalidRequest(
+            "The chat template tells of no format of tool calls that is known here. Start the server with "
+            f"`--tool-call-parser` ({', '.join(FORMATS)}, or off to leave calls in the text).",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return known
+
+
+def _special_id(door: Door, text: str) -> int | None:
+    """The id of a special token; None for other texts."""
+    id_ = door.text.tokenizer.token_to_id(text)
+    return id_ if id_ in door.text.tokenizer.special_ids else None
+
+
+def _grammar(
+    door: Door, known: ToolFormat | None, tools: Sequence[Tool], mode: str, *, parallel: bool, answer: Grammar | None
+) -> Grammar | None:
+    """What holds the output to what was asked for; None where any text will do. Raises InvalidRequest."""
+    strict = any(tool.function.strict for tool in tools)
+    if mode == "auto" and parallel and not strict and (answer is None or known is None):
+        return answer
+    param = "tool_choice" if mode != "auto" else "tools" if strict else "parallel_tool_calls" if not parallel else ""
+    if known is None or known.layout is None:
+        what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
+        raise InvalidRequest(
+            f"With {what} nobody can be made to call tools in one way or another. Leave out `tool_choice` (or send "
+            '"auto"), `strict`, `parallel_tool_calls` and `response_format` beside `tools`.',
+            param=param or "response_format",
+            code="unsupported_parameter",
+        )
+    schemas = {
+        tool.function.name: _schema(tool) if mode != "auto" or tool.function.strict else {"type": "object"}
+        for tool in tools
+    }
+    special_id = partial(_special_id, door)
+    if mode != "auto":
+        if answer is not None:
+            raise InvalidRequest(
+                '`tool_choice` asks for a call, and `response_format` for an answer. Send `tool_choice` "auto" or '
+                '"none", or leave `response_format` out.',
+                param="response_format",
+            )
+        return Grammar("lark", calls_only(known.layout, schemas, special_id, many=parallel and mode != "named"))
+    return Grammar("lark", calls_or(_schema_of(answer, known), known.layout, schemas, special_id, many=parallel))
+
+
+def _schema_of(answer: Grammar | None, known: ToolFormat) -> Mapping[str, Any] | None:
+    """What an answer without a call must be, as a JSON schema."""
+    if answer is None:
+        return None
+    if known.layout is None or not known.layout.trigger or answer.kind not in ("json_schema", "json_object"):
+        raise InvalidRequest(
+            f"A structured answer beside tools must be JSON, and calls must begin with a marker; got {answer.kind} and "
+            f'the format of tool calls {known.name}. Send `tool_choice` "none" or "required".',
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    schema: Mapping[str, Any] = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.source)
+    return schema

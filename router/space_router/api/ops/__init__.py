@@ -1,0 +1,1 @@
+"""Routes for operators and tools: health, info, workers, tokens, documentation."""

@@ -1,0 +1,412 @@
+"""Parse at the door: a checked body becomes a plan of valid engine requests, or an error that names its field."""
+
+import secrets
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from space_router.api.infill import Infill
+from space_router.api.parameters import Parameters as Parameters
+from space_router.api.plan import Choice, Plan, Prompt
+from space_router.config import ServeConfig
+from space_router.engine.model_facts import ModelFacts
+from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.errors import InvalidRequest, NotFound, TooManyTokens
+from space_router.http_server.body import shown
+from space_router.text.fim import FillInTheMiddle
+from space_router.text.model_text import ModelText
+from space_router.text.text_stream import TextRules
+
+MAX_STOP_LENGTH = 1024
+"""Most characters of one stop string."""
+
+_LEAST_PENALTY = 1e-6
+"""Of repetition: it decides everything already, and less would leave no finite logit."""
+
+_SMALLEST = 1e-30
+"""Positive parameters stay positive in float32, where 0 would mean `unset`."""
+
+
+NAMELESS = frozenset({"tgi", "dummy"})
+"""What Hugging Face's clients send as `model` where they know a server's address only: they mean whatever it serves."""
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The engine's name for one of several choices; no client can have given it to another request."""
+    return f"{request_id}/{index}"
+
+
+@contextmanager
+def whole_characters(param: str) -> Iterator[None]:
+    """A text is tokenised in the block. Raises InvalidRequest where it holds half of a surrogate pair."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"`{param}` holds half of a surrogate pair; send UTF-8.", param=param) from None
+
+
+def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
+    """The error for a model name that is none of those served."""
+    names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
+    verb = "is" if len(served) == 1 else "are"
+    return NotFound(f"The model {shown(name)} is not served here; {names} {verb}.", param=param, code="model_not_found")
+
+
+@dataclass(frozen=True)
+class Door:
+    """Turns parameters and prompts into plans, for one model under one config."""
+
+    config: ServeConfig
+    text: ModelText
+    facts: ModelFacts
+    key: str = ""  # name of the API key that its requests come with
+
+    def adapter(self, name: str | None, param: str = "model") -> str:
+        """The adapter that is asked for, by its name or as MODEL:NAME; "" for the model itself. Raises NotFound."""
+        if name is None or name == self.text.name:
+            return ""
+        if param == "model" and name in NAMELESS and name not in self.facts.adapters:
+            return ""
+        name = name.removeprefix(f"{self.text.name}:")
+        if name not in self.facts.adapters:
+            raise model_not_found(name, (self.text.name, *self.facts.adapters), param)
+        return name
+
+    def prompts(
+        self,
+        value: Any,
+        *,
+        add_special_tokens: bool,
+        truncate: int | None,
+        param: str,
+        max_tokens: int = 1,
+        infill: Infill | None = None,
+    ) -> list[Prompt]:
+        """A string, a list of strings, token ids, or a list of lists of token ids; joined to the suffix of `infill`."""
+        if isinstance(value, str):
+            values: list[Any] = [value]
+        elif isinstance(value, list) and value and all(type(part) is int for part in value):
+            values = [value]
+        elif isinstance(value, list) and value and all(isinstance(part, str | list) for part in value):
+            values = value
+        else:
+            raise InvalidRequest(
+                f"`{param}` must be a string, a list of strings, token ids or a list of lists of token ids, and not "
+                f"empty; got {shown(value)}.",
+                param=param,
+            )
+        if len(values) > self.config.max_choices:
+            raise InvalidRequest(
+                f"`{param}` has {len(values)} prompts; at most {self.config.max_choices} in one request.", param=param
+            )
+        reserved = 0 if infill is None else infill.num_tokens
+        made = [
+            self.prompt(
+                part,
+                add_special_tokens=add_special_tokens,
+                truncate=truncate,
+                param=param,
+                max_tokens=max_tokens,
+                reserved=reserved,
+            )
+            for part in values
+        ]
+        return made if infill is None else [infill.joined(prompt, self.text.tokenizer) for prompt in made]
+
+    def prompt(
+        self,
+        value: Any,
+        *,
+        add_special_tokens: bool,
+        truncate: int | None,
+        param: str,
+        max_tokens: int = 1,
+        reserved: int = 0,
+    ) -> Prompt:
+        """One prompt: a string, which begins with BOS if nothing else is in it, or token ids. The last `truncate` ids
+        are kept, with the `reserved` ones that come to them; -1: as many as leave room for `max_tokens`.
+        """
+        tokenizer = self.text.tokenizer
+        if isinstance(value, str):
+            self._check_characters(value, truncate, param)
+            with whole_characters(param):
+                ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
+            self._check_rows(ids, param)
+        elif all(type(id_) is int for id_ in value):
+            ids = self.check_ids(value, param)
+        else:
+            raise InvalidRequest(f"`{param}` mixes token ids with other things; got {shown(value)}.", param=param)
+        self._check_masks(ids, param)
+        if not ids and not reserved:
+            may_begin = isinstance(value, str) and add_special_tokens
+            if not may_begin or tokenizer.bos_id is None:
+                why = ", and the tokenizer has no BOS to begin with" if may_begin else ""
+                raise InvalidRequest(f"`{param}` has no tokens{why}; give at least one.", param=param)
+            self._check_rows([tokenizer.bos_id], param)
+            ids = [tokenizer.bos_id]
+        most = self._most_ids(truncate, max_tokens, reserved)
+        cut = most is not None and len(ids) > most
+        kept = ids[len(ids) - most :] if cut and most is not None else ids
+        text = value if isinstance(value, str) and not cut else tokenizer.decode(kept)
+        return Prompt(tuple(kept), text, param)
+
+    def _most_ids(self, truncate: int | None, max_tokens: int, reserved: int) -> int | None:
+        """How many ids of its own a prompt keeps; None: all."""
+        if truncate is None:
+            return None
+        room = min(self.facts.window, self.facts.num_slots - 1) - max(1, max_tokens) if truncate == -1 else truncate
+        if room - reserved < (not reserved):
+            what = f"{reserved} tokens of `suffix`" if reserved else f"`max_tokens` {max_tokens}"
+            raise InvalidRequest(
+                f"`truncate_prompt_tokens` is {truncate}, which leaves nothing of a prompt beside {what}; this model "
+                f"takes {self.facts.window}.",
+                param="truncate_prompt_tokens",
+            )
+        return room - reserved
+
+    def infill(self, suffix: str | None) -> Infill | None:
+        """What a suffix makes of prompts; None without one. Raises InvalidRequest where the tokenizer cannot say it."""
+        if not suffix:
+            return None
+        tokens = FillInTheMiddle.of(self.text.tokenizer)
+        if tokens is None:
+            raise InvalidRequest(
+                f"`suffix` is not supported by `{self.text.name}`: its tokenizer has no fill-in-the-middle tokens. "
+                "Leave it out.",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        self._check_characters(suffix, None, "suffix")
+        with whole_characters("suffix"):
+            ids = self.text.tokenizer.encode_inside(suffix)
+        self._check_rows([*tokens.ids(ids, ())], "suffix")
+        self._check_masks(ids, "suffix")
+        return Infill(tokens, tuple(ids))
+
+    def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> Plan:
+        """One engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
+        count = wanted.num_choices
+        if count * len(prompts) > self.config.max_choices:
+            raise InvalidRequest(
+                f"`n` (or `best_of`) is {count} with {len(prompts)} prompt{'s' * (len(prompts) > 1)}, which makes "
+                f"{count * len(prompts)} choices; at most {self.config.max_choices} in one request (`--max-choices`).",
+                param="n",
+            )
+        seed = secrets.randbits(53) if wanted.seed is None else wanted.seed  # 53 bits are exact in every JSON reader
+        request_id = wanted.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        sampling = self._sampling(wanted, seed)
+        rules = TextRules(
+            stops=self._stops(wanted.stop),
+            keep_stop=bool(wanted.include_stop_str_in_output),
+            min_tokens=wanted.min_tokens or 0,
+            skip_special_tokens=wanted.skip_special_tokens is not False,
+            shown_ids=wanted.shown_ids,
+        )
+        max_tokens = wanted.default_max_tokens if wanted.max_tokens is None else wanted.max_tokens
+        if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:
+            raise InvalidRequest(
+                f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `{wanted.limit_param}`.",
+                param="min_tokens",
+            )
+        drafts = self._speculation(wanted.speculation)
+        prediction = self._prediction(wanted.prediction)
+        stop_ids = tuple(dict.fromkeys(self.check_ids(wanted.stop_token_ids or (), "stop_token_ids")))
+        choices = []
+        for index in range(count * len(prompts)):
+            prompt, choice = prompts[index // count], index % count
+            request = ValidRequest(
+                request_id=request_id if count * len(prompts) == 1 else choice_id(request_id, index),
+                prompt_ids=prompt.ids,
+                sampling=replace(sampling, choice=choice),
+                max_tokens=self._limit(wanted, len(prompt.ids)),
+                eos_ids=() if wanted.ignore_eos else self.end_ids(wanted.end_ids),
+                stop_ids=stop_ids,
+                max_draft_length=drafts,
+                prediction=prediction,
+                want_logprobs=wanted.num_logprobs is not None,
+                num_logprobs=wanted.num_logprobs or 0,
+                num_prompt_logprobs=wanted.num_prompt_logprobs if choice == 0 else None,
+                priority=wanted.priority or 0,
+                deadline=wanted.timeout,
+                cache_salt=wanted.cache_salt or "",
+                adapter=wanted.adapter,
+                key=self.key,
+                stops_on_text=bool(rules.stops),
+            )
+            made = Choice(index, prompt, request, rules)
+            fills_window = len(prompt.ids) == self.facts.window > 1
+            choices.append(made.ending_in_prompt() if fills_window and max_tokens == 0 else made)
+        return Plan(
+            request_id,
+            seed,
+            tuple(prompts),
+            tuple(choices),
+            wanted.num_shown,
+            limit_param=wanted.limit_param,
+            answered=max_tokens != 0,
+        )
+
+    def end_ids(self, more: Sequence[int] = ()) -> tuple[int, ...]:
+        """What ends every text, and of `more` what this model can say: no mask, and no id without a row."""
+        possible = (id_ for id_ in more if id_ < self.facts.vocab_size and id_ not in self._masks)
+        return tuple(dict.fromkeys((*self.facts.eos_ids, *possible)))
+
+    def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
+        """`max_tokens` for the engine, which always makes one; what nobody asked for is cut to what fits."""
+        if wanted.max_tokens is not None or wanted.default_max_tokens is None:
+            return None if wanted.max_tokens is None else max(1, wanted.max_tokens)
+        room = min(self.facts.window, self.facts.num_slots - 1) - num_prompt
+        return max(1, min(wanted.default_max_tokens, room))
+
+    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+        """Raises InvalidRequest for an id that is no row of the output head."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.facts.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequest(
+                f"`{param}` holds the token id {shown(wrong)}; ids of this model are 0 to {self.facts.vocab_size - 1}.",
+                param=param,
+            )
+        return list(ids)
+
+    def _check_rows(self, ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequest where a text has a token that the model has no row for: its tokenizer is larger."""
+        if ids and (wrong := max(ids)) >= self.facts.vocab_size:
+            raise InvalidRequest(
+                f"`{param}` holds {shown(self.text.tokenizer.token_text(wrong))}, which the tokenizer makes the token "
+                f"id {wrong}; ids of this model are 0 to {self.facts.vocab_size - 1}. Leave it out, or serve the model "
+                "with the tokenizer that it was trained with.",
+                param=param,
+            )
+
+    def _check_masks(self, ids: Sequence[int], param: str) -> None:
+        if masks := self._masks.intersection(ids):
+            text = self.text.tokenizer.token_text(min(masks))
+            raise InvalidRequest(
+                f"`{param}` holds the mask token {min(masks)} ({shown(text)}), which is for drafting only. Leave it "
+                "out.",
+                param=param,
+            )
+
+    @property
+    def _masks(self) -> frozenset[int]:
+        return frozenset(self.facts.mask_ids)
+
+    def _check_characters(self, text: str, truncate: int | None, param: str) -> None:
+        """Refuse a hopeless prompt before it is tokenised: no known token is longer than 256 bytes."""
+        if truncate is None and len(text) > 256 * self.facts.window:
+            at_least = len(text) // 256
+            raise TooManyTokens(
+                f"The prompt has {len(text)} characters, at least {at_least} tokens; this model takes "
+                f"{self.facts.window}. Shorten it or set `truncate_prompt_tokens`.",
+                num_prompt=at_least,
+                limit=self.facts.window,
+                param=param,
+            )
+
+    def _sampling(self, wanted: Parameters, seed: int) -> Sampling:
+        defaults = self.text.sampling_defaults
+        penalty = wanted.repetition_penalty or defaults.get("repetition_penalty", 1.0)
+
+        def chosen(name: str, value: float | None, neutral: float) -> float:
+            return defaults.get(name, neutral) if value is None else value
+
+        return Sampling(
+            seed=seed % 2**64,
+            temperature=float(chosen("temperature", wanted.temperature, 1.0)),
+            top_k=max(0, int(chosen("top_k", wanted.top_k, 0))),
+            top_p=max(_SMALLEST, float(chosen("top_p", wanted.top_p, 1.0))),
+            min_p=float(chosen("min_p", wanted.min_p, 0.0)),
+            typical_p=max(_SMALLEST, float(chosen("typical_p", wanted.typical_p, 1.0))),
+            repetition_penalty=max(_LEAST_PENALTY, float(penalty)),
+            presence_penalty=wanted.presence_penalty or 0.0,
+            frequency_penalty=wanted.frequency_penalty or 0.0,
+            logit_bias=self._logit_bias(wanted.logit_bias or {}),
+            allowed_ids=self._allowed(wanted.allowed_token_ids),
+            grammar=wanted.grammar,
+            bad_words=self._bad_words(wanted.bad_words or ()),
+            min_tokens=wanted.min_tokens or 0,
+        )
+
+    def _logit_bias(self, bias: Mapping[str, float]) -> Mapping[int, float]:
+        values: dict[int, float] = {}
+        for key, value in bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidRequest(
+                    f"`logit_bias` must map token ids to numbers; got the key {shown(key)}.", param="logit_bias"
+                )
+            values[int(key)] = float(value)
+        self.check_ids(list(values), "logit_bias")
+        return MappingProxyType(values)
+
+    def _allowed(self, ids: Sequence[int] | None) -> tuple[int, ...]:
+        if ids is None:
+            return ()
+        allowed = tuple(dict.fromkeys(self.check_ids(ids, "allowed_token_ids")))
+        if self._masks.issuperset(allowed):
+            raise InvalidRequest("`allowed_token_ids` allows mask tokens only, which are never sampled.",
+                                 param="allowed_token_ids")  # fmt: skip
+        return allowed
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """A word as it begins a text and as it follows a space: two runs of ids where they differ."""
+        runs: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for form in (word, " " + word.lstrip()):
+                if ids := self.text.tokenizer.encode(form, add_special_tokens=False):
+                    self._check_rows(ids, "bad_words")
+                    runs[tuple(ids)] = None
+        return tuple(runs)
+
+    def _stops(self, stop: Any) -> tuple[str, ...]:
+        stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+        limit = self.config.max_stop_strings
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops[: limit + 1]):
+            raise InvalidRequest(f"`stop` must be a string or a list of strings; got {shown(stop)}.", param="stop")
+        if len(stops) > limit:
+            raise InvalidRequest(
+                f"`stop` has {len(stops)} strings; at most {limit} are taken (`--max-stop-strings`).", param="stop"
+            )
+        for text in stops:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    f"Each string of `stop` must have 1 to {MAX_STOP_LENGTH} characters; got {len(text)}.", param="stop"
+                )
+        return tuple(dict.fromkeys(stops))
+
+    def _prediction(self, text: str | None) -> tuple[int, ...] | None:
+        """The ids of a predicted text. Raises InvalidRequest for one that no output can have."""
+        if text is None:
+            return None
+        window = self.facts.window
+        with whole_characters("prediction"):
+            ids = self.text.tokenizer.encode(text, add_special_tokens=False) if len(text) <= 256 * window else None
+        if ids is None or len(ids) > window:
+            size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
+            raise InvalidRequest(
+                f"`prediction` has {size}; this model's window is {window} tokens. Shorten it.", param="prediction"
+            )
+        self._check_rows(ids, "prediction")
+        if masks := self._masks.intersection(ids):
+            raise InvalidRequest(
+                f"`prediction` holds the mask token {min(masks)}, which is never sampled. Leave it out.",
+                param="prediction",
+            )
+        return tuple(ids)
+
+    def _speculation(self, wanted: str | int | None) -> int | None:
+        """The bound on drafts per step: the request's, within the server's."""
+        if wanted is None:
+            return self.config.max_draft_length
+        if wanted == "auto" or isinstance(wanted, str):
+            return self.config.max_draft_length if wanted == "auto" else 0
+        if wanted > self.facts.max_draft_length:
+            raise InvalidRequest(
+                f'`speculation` must be "auto", "off" or 0 to {self.facts.max_draft_length} for this model; got '
+                f"{shown(wanted)}.",
+                param="speculation",
+            )
+        bound = self.config.max_draft_length
+        return wanted if bound is None else min(wanted, bound)

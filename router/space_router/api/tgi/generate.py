@@ -1,0 +1,271 @@
+"""TGI's face: `POST /generate`, `POST /generate_stream`, and `POST /`, which is one of the two."""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from space_router.api.generation import Progress, Running, Written
+from space_router.api.grammar_fields import tgi_grammar
+from space_router.api.openai.logprobs import finite
+from space_router.api.plan import Plan
+from space_router.api.ranking import most_probable
+from space_router.api.request_builder import Door, Parameters
+from space_router.api.schema import TGI_STATUSES, answers, json_body, referred
+from space_router.api.service import Service
+from space_router.api.tgi.answers import Generated, GeneratedEvent, TgiError
+from space_router.api.tgi.generate_fields import GENERATE_NEUTRAL, CompatBody, GenerateBody, GenerateParameters
+from space_router.api.timing import begun, ended
+from space_router.engine.request.request import Grammar, TokenLogprobs
+from space_router.errors import ApiError, InvalidRequest
+from space_router.http_server.answers import answer, tgi_error, unforeseen
+from space_router.http_server.body import read_object, validate
+from space_router.http_server.connection import EventStream, beside, while_connected
+from space_router.http_server.event import event_json
+from space_router.http_server.paths import key_of
+from space_router.text.text_stream import FinishReason, TextToken
+from space_router.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 100
+"""As TGI's."""
+
+_FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
+
+
+BodyT = TypeVar("BodyT", bound=GenerateBody)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One TGI request, checked."""
+
+    plan: Plan
+    options: GenerateParameters
+    tokenizer: Tokenizer
+    sampled: bool  # False: greedy, and the seed is not shown
+    full_text: bool  # the answer begins with the prompt
+
+    @classmethod
+    def read(
+        cls, door: Door, body: GenerateBody, options: GenerateParameters, grammar: Grammar | None, *, stream: bool
+    ) -> "Generation":
+        """`options`: the body's parameters; `grammar`: theirs, known to be usable."""
+        chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
+        sampled = bool(options.do_sample) or any(value is not None for value in chosen)
+        best_of = options.best_of or 1
+        if best_of > 1 and (stream or not sampled):
+            how = "cannot be streamed" if stream else "needs sampling (`do_sample`)"
+            raise InvalidRequest(f"`best_of` is {best_of}, which {how}.", param="best_of")
+        if stream and options.decoder_input_details:
+            raise InvalidRequest("`decoder_input_details` cannot be streamed.", param="decoder_input_details")
+        prompt = door.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
+        detailed = stream or options.detailed or best_of > 1
+        wanted = Parameters(
+            max_tokens=options.max_new_tokens,
+            limit_param="max_new_tokens",
+            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+            stop=options.stop,
+            temperature=(1.0 if options.temperature is None else options.temperature) if sampled else 0.0,
+            top_p=1.0 if options.top_p is None else options.top_p,
+            top_k=options.top_k or 0,
+            typical_p=1.0 if options.typical_p is None else options.typical_p,
+            min_p=0.0,
+            repetition_penalty=1.0 if options.repetition_penalty is None else options.repetition_penalty,
+            frequency_penalty=options.frequency_penalty,
+            num_choices=best_of,
+            seed=options.seed,
+            num_logprobs=(options.top_n_tokens or 0) if detailed else None,
+            num_prompt_logprobs=0 if options.decoder_input_details else None,
+            grammar=grammar,
+            speculation=options.speculation,
+            adapter=door.adapter(options.adapter_id, "adapter_id"),
+        )
+        plan = door.plan([prompt], wanted, prefix="gen")
+        # TGI's `/` answers with the prompt in front unless told otherwise, `/generate` without.
+        full_text = isinstance(body, CompatBody) if options.return_full_text is None else options.return_full_text
+        return cls(plan, options, door.text.tokenizer, sampled, full_text)
+
+    @property
+    def seed(self) -> int | None:
+        return self.plan.seed if self.sampled else None
+
+    def _shown(self, text: str) -> str:
+        return self.plan.prompts[0].text + text if self.full_text else text
+
+    async def whole(self, running: Running) -> dict[str, Any]:
+        written = await running.whole()
+        ranked = most_probable(written)
+        best = ranked[0]
+        body: dict[str, Any] = {"generated_text": self._shown(best.text)}
+        if self.options.detailed:
+            body["details"] = self._details(best, written[0])
+            if len(ranked) > 1:
+                body["details"]["best_of_sequences"] = [
+                    {"generated_text": self._shown(one.text), **self._details(one, written[0])} for one in ranked[1:]
+                ]
+        return body
+
+    def _details(self, written: Written, first: Written) -> dict[str, Any]:
+        prefill: list[dict[str, Any]] = []
+        if self.options.decoder_input_details:
+            ids = self.plan.prompts[0].ids
+            known: list[TokenLogprobs | None] = [None] * (len(ids) - len(first.prompt_logprobs))
+            for id_, logprobs in zip(ids, [*known, *first.prompt_logprobs], strict=True):
+                value = None if logprobs is None else finite(logprobs.logprob)
+                prefill.append({"id": id_, "text": self.tokenizer.token_text(id_), "logprob": value})
+        texts = _token_texts(written.text, written.tokens, 0)
+        details: dict[str, Any] = {
+            **self._end(written.progress),
+            "prefill": prefill,
+            "tokens": [self._token(token, text) for token, text in zip(written.tokens, texts, strict=True)],
+        }
+        if self.options.top_n_tokens:
+            details["top_tokens"] = [self._top(token) for token in written.tokens]
+        return details
+
+    def _end(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "finish_reason": None if progress.finish is None else _FINISH[progress.finish],
+            "generated_tokens": progress.statistics.num_tokens,
+            "seed": self.seed,
+        }
+
+    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+        """One event per token; those of one step as one chunk; an error is the last event."""
+        try:
+            async with aclosing(self._events(running)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except ApiError as error:
+            yield b"data:" + event_json(tgi_error(error)) + b"\n\n"
+        except Exception as error:
+            yield b"data:" + event_json(tgi_error(unforeseen(error))) + b"\n\n"
+
+    async def _events(self, running: Running) -> AsyncGenerator[bytes]:
+        # With stop strings a token waits for the next one, so that the last one kept can carry the end.
+        hold = bool(self.plan.choices[0].rules.stops)
+        waiting: list[tuple[TextToken, str]] = []
+        index = 0
+        given = ""
+        async for step in running.steps():
+            chunk = bytearray()
+            for progress, delta in step:
+                tokens = [token for token, _ in waiting] + list(delta.tokens)
+                texts = _token_texts(delta.text, tokens, len(given))
+                given += delta.text
+                pairs = list(zip(tokens, texts, strict=True))
+                if waiting:
+                    pairs[0] = (pairs[0][0], waiting[0][1] + pairs[0][1])
+                ended = delta.finish is not None
+                waiting = pairs[-1:] if hold and not ended else []
+                for token, text in pairs[: len(pairs) - len(waiting)]:
+                    index += 1
+                    end = given if ended and token is tokens[-1] else None
+                    chunk += self._event(index, progress, self._token(token, text), self._top(token), end)
+                if ended and not pairs:
+                    chunk += self._event(index + 1, progress, self._no_token(progress), [], given)
+            if chunk:
+                yield bytes(chunk)
+
+    def _event(
+        self, index: int, progress: Progress, token: dict[str, Any], top: list[dict[str, Any]], text: str | None
+    ) -> bytes:
+        event: dict[str, Any] = {"index": index, "token": token, "generated_text": None, "details": None}
+        if top:
+            event["top_tokens"] = top
+        if text is not None:
+            event["generated_text"] = self._shown(text)
+            event["details"] = {**self._end(progress), "input_length": len(self.plan.prompts[0].ids)}
+        return b"data:" + event_json(event) + b"\n\n"
+
+    def _token(self, token: TextToken, text: str) -> dict[str, Any]:
+        id_ = token.span.id
+        logprob = None if token.logprobs is None else finite(token.logprobs.logprob)
+        return {"id": id_, "text": text, "logprob": logprob, "special": id_ in self.tokenizer.special_ids}
+
+    def _no_token(self, progress: Progress) -> dict[str, Any]:
+        """Stands in the last event where a stop string swallowed every token; clients want some token there."""
+        id_ = next(iter(progress.choice.request.eos_ids), 0)
+        return {"id": id_, "text": "", "logprob": 0.0, "special": True}
+
+    def _top(self, token: TextToken) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": id_,
+                "text": self.tokenizer.token_text(id_),
+                "logprob": finite(value),
+                "special": id_ in self.tokenizer.special_ids,
+            }
+            for id_, value in (token.logprobs.top if token.logprobs is not None else ())
+        ]
+
+
+def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], offset: int) -> list[str]:
+    """The text of each token, so that they join to `text`, which begins at character `offset` of the stream.
+
+    A character comes with the last of its tokens; text whose token was given before goes with the next one.
+    """
+    texts: list[str] = []
+    begin = 0
+    for place in range(1, len(tokens) + 1):
+        end = len(text) if place == len(tokens) else min(len(text), max(begin, tokens[place].span.start - offset))
+        texts.append(text[begin:end])
+        begin = end
+    return texts
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["TGI"])
+
+    async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, Generation]:
+        received = await read_object(request, service.config)
+        body = validate(model, received.values, {})
+        options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
+        wanted = None if options.grammar is None else tgi_grammar(options.grammar)
+        grammar = await service.checked(wanted, "grammar")
+        door = service.door(key_of(request))
+        stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
+        return body, await beside(received.size, Generation.read, door, body, options, grammar, stream=stream)
+
+    async def whole(request: Request, generation: Generation) -> tuple[dict[str, Any], dict[str, str]]:
+        async with service.run(generation.plan) as running:
+            made = await while_connected(request.receive, generation.whole(running))
+            return made, ended(request, running)
+
+    async def stream(request: Request, generation: Generation) -> Response:
+        async with AsyncExitStack() as stack:
+            running = await stack.enter_async_context(service.run(generation.plan))
+            headers = begun(request, running)
+            return EventStream(generation.events(running), stack.pop_all(), headers, generation.plan.request_id)
+
+    whole_answers = answers(Generated, errors=TgiError, statuses=TGI_STATUSES)
+    stream_answers = answers(event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+    listed = {"type": "array", "items": referred(Generated)}
+    compat_answers = answers(listed, event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+
+    @router.post("/generate", openapi_extra=json_body(GenerateBody), responses=whole_answers)
+    async def generate(request: Request) -> Response:
+        """Continue a text."""
+        _, generation = await read(request, GenerateBody, stream=False)
+        made, headers = await whole(request, generation)
+        return answer(made, headers=headers)
+
+    @router.post("/generate_stream", openapi_extra=json_body(GenerateBody), responses=stream_answers)
+    async def generate_stream(request: Request) -> Response:
+        """Continue a text, one event per token."""
+        _, generation = await read(request, GenerateBody, stream=True)
+        return await stream(request, generation)
+
+    @router.post("/", openapi_extra=json_body(CompatBody), responses=compat_answers)
+    async def compat(request: Request) -> Response:
+        """`/generate_stream` with `stream: true`, else `/generate` in a list; by default the prompt is in the text."""
+        body, generation = await read(request, CompatBody, stream=False)
+        if body.stream:
+            return await stream(request, generation)
+        made, headers = await whole(request, generation)
+        return answer([made], headers=headers)
+
+    return router

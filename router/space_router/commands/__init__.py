@@ -1,0 +1,1 @@
+"""The subcommands of `spaceserve` that talk to a server or check a machine."""

@@ -1,0 +1,182 @@
+"""`spaceserve doctor`: would the server start with these flags, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from space_common import default_model
+from space_common.finding import Finding
+from space_common.python_process import safe_environment
+from space_common.version import version
+
+from space_router.config import ServeConfig, build
+from space_router.engine.workers.worker_command import worker_command
+from space_router.errors import ConfigError
+from space_router.http_server.listening import GUARD, UNIX, connected, is_open_to_others, listening, room_for
+
+PARTS = ("settings", "environment", "gpu", "kernels", "model", "memory", "ports", "workers", "energy")
+WORKER_SECONDS = 300.0
+
+
+def run(flags: Mapping[str, str | None], environment: Mapping[str, str], *, as_json: bool) -> int:
+    """Print what was found; 0 where the server would start, else 1."""
+    findings = sorted(examine(flags, environment), key=lambda finding: PARTS.index(finding.part))
+    sys.stdout.write((report(findings) if not as_json else _json(findings)) + "\n")
+    return 0 if would_start(findings) else 1
+
+
+def would_start(findings: Sequence[Finding]) -> bool:
+    return not any(finding.state == "fail" for finding in findings)
+
+
+def examine(
+    flags: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    ask_worker: Callable[[ServeConfig], Sequence[Finding]] | None = None,
+) -> Iterator[Finding]:
+    """Every part; `ask_worker`: what a worker's process finds, None: it is started and asked."""
+    try:
+        config = build(flags, environment)
+    except ConfigError as error:
+        yield Finding("settings", "fail", str(error))
+        return
+    given = [name for name, value in flags.items() if value is not None]
+    variables = sorted(name for name in environment if name.startswith("SPACESERVE_"))
+    words = ", ".join([*(f"--{name.replace('_', '-')}" for name in given), *variables]) or "none: all are defaults"
+    yield Finding("settings", "ok", f"spaceserve {version()}; settings given: {words}")
+    config, told = _served(config)
+    if told is not None:
+        yield told
+    if told is None or config.model == default_model.FALLBACK:
+        yield from _text(config)
+    yield from _ports(config)
+    yield _open_files(config.max_connections)
+    if config.worker_address:
+        yield from map(_reachable, config.worker_address)
+    else:
+        yield from (ask_worker or _worker)(config)
+
+
+def _served(config: ServeConfig) -> tuple[ServeConfig, Finding | None]:
+    """What would be served, and what is to be said of a default model that is not here."""
+    from space_router.text.model_text import hub_of
+
+    if config.model != default_model.NAME:
+        return config, None
+    try:
+        is_here = default_model.missing(hub_of(config)).num_files == 0
+    except default_model.DefaultModelUnavailable as error:
+        if config.model_is_named:
+            return config, Finding("model", "fail", str(error))
+        other = replace(config, model=default_model.FALLBACK)
+        return other, Finding("model", "note", str(error), f"As it is, {other.model} would be served.")
+    fact = f"Tokenizer and chat template of {config.model} come with its weights."
+    return config, None if is_here else Finding("model", "note", fact)
+
+
+def _text(config: ServeConfig) -> Iterator[Finding]:
+    from space_router.text.model_text import ModelText
+
+    try:
+        text = ModelText.load(config)
+    except ConfigError as error:
+        yield Finding("model", "fail", str(error))
+        return
+    if text.chat_template is None:
+        yield Finding(
+            "model", "note", f"{config.model} has no chat template: /v1/chat/completions is refused.",
+            "Give --chat-template, a name or a file.",
+        )  # fmt: skip
+    else:
+        yield Finding("model", "ok", f"tokenizer and chat template of {text.name} can be read")
+
+
+def _ports(config: ServeConfig) -> Iterator[Finding]:
+    for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
+        if port is None:
+            continue
+        try:
+            with listening(config.host, port, flag=flag) as bound:
+                bound.listen(1)
+                is_open = is_open_to_others(bound)
+        except (ConfigError, OSError) as error:
+            cure = f"End who listens there (`ss -ltnp` shows it), or choose another {flag}."
+            yield Finding("ports", "fail", str(error), cure)
+            continue
+        where = config.host if config.host.startswith(UNIX) else f"{config.host} {flag} {port}"
+        yield Finding("ports", "ok", f"{where} is free")
+        if is_open and flag == "--port" and not config.api_keys:
+            fact = f"Whoever reaches {config.host} may use the server: it asks for no key."
+            yield Finding("ports", "note", fact, GUARD)
+
+
+def _open_files(num_connections: int) -> Finding:
+    room = room_for(num_connections)
+    if room < num_connections:
+        return Finding(
+            "ports", "note", f"{room} of --max-connections {num_connections} fit into the files that may be open.",
+            "ulimit -n 65536, or LimitNOFILE= in a unit, or docker run --ulimit nofile=65536.",
+        )  # fmt: skip
+    return Finding("ports", "ok", f"{num_connections} connections at once fit into the files that may be open")
+
+
+def _reachable(address: str) -> Finding:
+    """A worker elsewhere: whether somebody listens there."""
+    try:
+        connected(address, 5.0).close()
+    except (OSError, ValueError) as error:
+        return Finding(
+            "workers", "fail", f"Nobody answers at {address}: {error}.",
+            "Start `spaceserve worker --listen …` there, and open the port between the machines.",
+        )  # fmt: skip
+    return Finding("workers", "ok", f"{address} answers")
+
+
+def _worker(config: ServeConfig) -> Sequence[Finding]:
+    """What the worker's own process finds: only it may import torch."""
+    command = worker_command(config, "unix:/nowhere", module="space_server.startup.doctor")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS, env=safe_environment())
+        return [Finding(**found) for found in json.loads(done.stdout)]
+    except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
+        words = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().splitlines()
+        last = words[-1] if words else str(error)
+        return [
+            Finding("workers", "fail", f"A worker's process cannot begin: {last}", "Install anew: docker/install.sh")
+        ]
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """One page."""
+    width = max(60, min(shutil.get_terminal_size((120, 40)).columns, 120))
+    lines = []
+    for part in PARTS:
+        here = [finding for finding in findings if finding.part == part]
+        for number, finding in enumerate(here):
+            head = part if number == 0 else ""
+            mark = {"ok": "ok  ", "note": "note", "fail": "FAIL"}[finding.state]
+            lines += _paragraph(f"{head:<12} {mark}  ", finding.fact, width)
+            if finding.cure:
+                lines += _paragraph(" " * 19 + "→ ", finding.cure, width)
+    num = sum(finding.state == "fail" for finding in findings)
+    things = "one thing" if num == 1 else f"{num} things"
+    verdict = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
+    return "\n".join([*lines, "", verdict])
+
+
+def _paragraph(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _json(findings: Sequence[Finding]) -> str:
+    told = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
+    return json.dumps({"version": version(), **told}, indent=1)

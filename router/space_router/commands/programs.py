@@ -1,0 +1,41 @@
+"""The subcommands of `spaceserve` that are programs of their own."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subcommand that is another `python -m`."""
+
+    module: str
+    help: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether it is installed; looked up without importing anything."""
+        package, *names = self.module.split(".")
+        path = "/".join(names)
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            return False
+        folders = [Path(place) for place in spec.submodule_search_locations or ()]
+        return any(
+            (folder / file).is_file()
+            for folder in folders
+            for file in ([f"{path}.py", f"{path}/__main__.py"] if path else ["__main__.py"])
+        )
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "worker": Program("space_server", "run a worker alone: the model, stepping for a router elsewhere"),
+    "workers": Program("space_router.commands.workers_command", "list or restart the workers of a running server"),
+    "ray": Program("space_router.ray_cluster", "router and workers on a Ray cluster: its Serve config file"),
+    "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
+    "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
+    "bench": Program("space_eval.bench", "measure throughput and latency"),
+    "chat": Program("space_router.commands.terminal_chat", "talk to a running server in this terminal"),
+    "convert": Program("space_model.convert.convert", "turn a checkpoint into one this server takes"),
+}

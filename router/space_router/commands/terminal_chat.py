@@ -1,0 +1,370 @@
+"""`spaceserve chat`: talk to a running server from a terminal, its tokens in the colours of their steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from space_router.commands.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
+from space_router.commands.terminal_paint import Paint, safe, wants_colour
+
+URL = "http://127.0.0.1:8080"
+COMPLETION_TOKENS = 256
+"""Most tokens of a continued text, unless something else is set: a text seldom says where it ends."""
+RETRY_SECONDS = 1.0
+"""Between two questions to a server that is still starting."""
+
+_DESCRIPTION = """\
+Talks to a running server. Each colour is one step of the model: underlined are the drafts that came true in it, bold is
+the token it added itself. The line after an answer says how many tokens a step brought and what one of them took.
+Without a chat template, or with --complete, the server continues the text instead.
+"""
+_EPILOG = """\
+examples:
+  spaceserve chat                                      talk; /help lists what else can be typed
+  spaceserve chat "Write a function that sorts a list" one answer, then the shell again
+  spaceserve chat --complete 'def fibonacci(n):' --max-tokens 64 --temperature 0
+  git diff | spaceserve chat "Review this change"      what is piped in comes behind the prompt
+  spaceserve chat --url https://host:8443 --api-key-file ~/.spaceserve-key
+  spaceserve chat --speculation off                    plain decoding: the same text, one token per step
+
+Into a pipe or a file goes the answer alone, without colours; NO_COLOR=1 leaves them out of a terminal too.
+"""
+_HELP = """\
+  /auto /off /k N          drafts per step: as many as pay, none, at most N; the text stays the same
+  /temperature X           0 is greedy; without X: as the server has it
+  /seed N                  the same seed gives the same text; without N: a new one each time
+  /max N                   most tokens of an answer; without N: as the server has it
+  /system TEXT             the system message; without TEXT: none
+  /model NAME              the model, or an adapter that drafts for it
+  /chat /complete          have a conversation, or have each text continued
+  /settings                what is set
+  /reset                   forget the conversation
+  /quit                    or Ctrl-D: leave. Ctrl-C stops an answer
+A line that ends with \\ goes on in the next one. A text that begins with / is written with //.
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What goes along with every request; None is left to the server."""
+
+    chat: bool = True
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    speculation: str | int | None = None
+    system: str | None = None
+
+    def request(self, text: str, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, dict[str, Any]]:
+        """Path and body that ask for an answer to `text`, in a conversation after the messages `before`."""
+        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "include_steps": True}}
+        for name in ("model", "max_tokens", "temperature", "top_p", "seed", "speculation"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        if not self.chat:
+            return "/v1/completions", {"max_tokens": COMPLETION_TOKENS, **body, "prompt": text}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return "/v1/chat/completions", {**body, "messages": [*system, *before, {"role": "user", "content": text}]}
+
+    def told(self) -> str:
+        """One line."""
+        names = ("model", "max_tokens", "temperature", "top_p", "seed", "speculation", "system")
+        given = [f"{name} {value}" for name in names if (value := getattr(self, name)) is not None]
+        return ", ".join(["chat" if self.chat else "completion", *given])
+
+
+@dataclass
+class Tally:
+    """What one answer has cost, from its events. Times are seconds of one clock."""
+
+    text: str = ""
+    num_tokens: int = 0
+    num_accepted: int = 0
+    num_drafted: int = 0
+    steps: set[int] = field(default_factory=set)  # decode steps; the prompt's own is none
+    first: tuple[float, int] | None = None  # when the first tokens came, and how many they were
+    last: float = 0.0
+    seed: int | None = None
+
+    def add(self, text: str, spaceserve: Mapping[str, Any] | None, now: float) -> None:
+        told = spaceserve or {}
+        tokens = told.get("tokens", [])
+        self.text += text
+        self.num_tokens += len(tokens)
+        self.num_accepted += sum(one["draft"] for one in tokens)
+        self.num_drafted += told.get("verified", 0)
+        self.steps |= {one["step"] for one in tokens} - {0}
+        self.seed = told.get("seed", self.seed)
+        if tokens:
+            self.first = self.first or (now, len(tokens))
+            self.last = now
+
+    def line(self) -> str:
+        """What there is to say of it."""
+        if self.first is None:
+            return "no token"
+        parts = [f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"]
+        later = self.num_tokens - self.first[1]
+        if self.steps:
+            decoded = self.num_tokens - 1  # the first is the prompt's
+            parts[0] += f" in {len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+            parts.append(f"{decoded / len(self.steps):.2f} per step")
+        if later > 0:
+            parts.append(f"{1000 * (self.last - self.first[0]) / later:.1f} ms per token")
+        if self.num_drafted:
+            parts.append(f"{self.num_accepted} of {self.num_drafted} drafts came true")
+        if self.seed is not None:
+            parts.append(f"seed {self.seed}")
+        return " · ".join(parts)
+
+
+@dataclass
+class Conversation:
+    """One terminal's talk with one server."""
+
+    server: ChatServer
+    settings: Settings
+    paint: Paint
+    out: TextIO  # answers
+    notes: TextIO  # everything else
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> bool:
+        """Have an answer written, to its end or to Ctrl-C, and say what it cost; False where it was stopped.
+
+        Raises ChatError.
+        """
+        tally = Tally()
+        path, body = self.settings.request(text, self.messages)
+        stopped = False
+        try:
+            with contextlib.closing(self.server.stream(path, body)) as events:
+                for event in events:
+                    self._show(event, tally)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            if tally.text and not tally.text.endswith("\n"):
+                self.out.write("\n")
+            self.out.flush()
+        if self.settings.chat and tally.text:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": tally.text}]
+        self.note(f"  {'stopped: ' if stopped else ''}{tally.line()}")
+        return not stopped
+
+    def _show(self, event: Mapping[str, Any], tally: Tally) -> None:
+        spaceserve = event.get("spaceserve")
+        choice = event["choices"][0] if event["choices"] else {}
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        tally.add(text, spaceserve if choice else None, time.monotonic())
+        if self.paint.on:  # a terminal: nothing a model writes may steer it
+            told = {"tokens": [{**one, "text": safe(one["text"])} for one in (spaceserve or {}).get("tokens", [])]}
+            text = self.paint.event(safe(text), told)
+        elif self.out.isatty():
+            text = safe(text)
+        self.out.write(text)
+        self.out.flush()
+
+    def note(self, line: str) -> None:
+        self.notes.write(self.paint.quiet(line) + "\n" if self.notes.isatty() else line + "\n")
+        self.notes.flush()
+
+    def obey(self, line: str) -> bool:
+        """Do what a line with a command says; False: leave. Raises ChatError for one that makes no sense."""
+        name, _, value = line[1:].partition(" ")
+        value = value.strip()
+        before = self.settings
+        match name:
+            case "quit" | "exit":
+                return False
+            case "help":
+                self.note(_HELP.rstrip())
+            case "auto" | "off":
+                self.settings = replace(before, speculation=name)
+            case "k":
+                self.settings = replace(before, speculation=_whole("/k", value))
+            case "temperature":
+                self.settings = replace(before, temperature=_number("/temperature", value) if value else None)
+            case "seed":
+                self.settings = replace(before, seed=_whole("/seed", value) if value else None)
+            case "max":
+                self.settings = replace(before, max_tokens=_whole("/max", value) if value else None)
+            case "system":
+                self.settings = replace(before, system=value or None)
+            case "model":
+                self.settings = replace(before, model=value or None)
+            case "chat" | "complete":
+                self.settings = replace(before, chat=name == "chat")
+            case "settings":
+                self.note(f"  {before.told()}")
+            case "reset":
+                self.messages.clear()
+                self.note("  The conversation is forgotten.")
+            case _:
+                raise ChatError(f"There is no command /{name}; /help lists them. For a text that begins so: //{name}.")
+        if self.settings != before:
+            self.note(f"  {self.settings.told()}")
+        return True
+
+    def talk(self) -> int:
+        """Line by line until Ctrl-D; the exit code."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() has a history and an editable line then
+
+        going = True
+        while going:
+            try:
+                line = self._read()
+                going = line is not None and self._do(line)
+            except KeyboardInterrupt:  # between an answer and the next line, or within either: back to the prompt
+                self.out.write("\n")
+        return 0
+
+    def _do(self, line: str) -> bool:
+        """What one line asks for; False: leave."""
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                return self.obey(line.rstrip())
+            if line.strip():
+                self.ask(line[1:] if line.startswith("//") else line)
+        except ChatError as error:
+            self.note(f"  {error}")
+        return True
+
+    def _read(self) -> str | None:
+        """What is typed, with the lines that a \\ holds together; None at the end."""
+        lines: list[str] = []
+        while True:
+            try:
+                line = input("› " if not lines else "… ")
+            except EOFError:
+                self.out.write("\n")
+                return None
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines)
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ChatError(f"{name} takes a whole number from 0 on; got {text!r}.")
+    return int(text)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ChatError(f"{name} takes a number; got {text!r}.") from None
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ChatError(f"{name} takes a finite number; got {text!r}.")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags, 130 after Ctrl-C."""
+    given = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal need not know every character
+    try:
+        server = ChatServer(given.url, own_key(given.api_key_file, os.environ))
+        prompt = _prompt(given.prompt, sys.stdin)
+        settings = _settings(given)
+        colour = not given.no_color and wants_colour(sys.stdout, os.environ)
+        return _run(Conversation(server, settings, Paint(colour), sys.stdout, sys.stderr), given.complete, prompt)
+    except ChatError as error:
+        sys.stderr.write(f"spaceserve chat: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the answer has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(conversation: Conversation, complete: bool, prompt: str | None) -> int:
+    info = _ready(conversation)
+    can_chat = bool(info["chat_template"])
+    conversation.settings = replace(conversation.settings, chat=can_chat and not complete)
+    if prompt is not None:
+        return 0 if conversation.ask(prompt) else 130
+    most = info["speculation"]["max_draft_length"]
+    drafts = f"up to {most} drafts per step" if most else "plain decoding only"
+    kind = "chat" if conversation.settings.chat else "each text is continued"
+    if not can_chat and not complete:
+        kind = "no chat template, so each text is continued"
+    conversation.notes = conversation.out
+    conversation.note(f"{info['model_id']} on {info['model_device_type']}, {drafts}; {kind}")
+    conversation.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
+    return conversation.talk()
+
+
+def _ready(conversation: Conversation) -> dict[str, Any]:
+    """What the server says of itself, once its model is there."""
+    waiting = False
+    while not (info := conversation.server.info())["ready"]:
+        if not waiting:
+            conversation.note("the server is starting; waiting for its model (Ctrl-C gives up)")
+            waiting = True
+        time.sleep(RETRY_SECONDS)
+    return info
+
+
+def _prompt(given: str | None, stdin: TextIO) -> str | None:
+    """One text to answer, from the command line, from a pipe, or both; None: a person will type."""
+    if stdin.isatty():
+        return given
+    piped = stdin.read()
+    text = piped if given is None else f"{given}\n\n{piped}" if piped.strip() else given
+    if not text.strip():
+        raise ChatError("What was piped in is empty, and no prompt was given.")
+    return text
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    speculation: str | int | None = given.speculation
+    if speculation is not None and speculation not in ("auto", "off"):
+        speculation = _whole("--speculation", given.speculation)
+    names = ("model", "max_tokens", "temperature", "top_p", "seed", "system")
+    return Settings(speculation=speculation, **{name: getattr(given, name) for name in names})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve chat",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompt", nargs="?", help="answer this and end; without it, and without a pipe, talk")
+    parser.add_argument("--url", default=URL, help=f"where the server is [default: {URL}]")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help=f"file whose first word is the key [else: {KEY_VARIABLE}]"
+    )
+    parser.add_argument("--complete", action="store_true", help="continue the text instead of answering it")
+    parser.add_argument("--model", metavar="NAME", help="the model, or an adapter that drafts for it")
+    parser.add_argument("--system", metavar="TEXT", help="the system message of a conversation")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P", help="least probability mass that is sampled from")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    parser.add_argument("--speculation", metavar="auto|off|K", help="drafts per step; the text is the same with each")
+    parser.add_argument("--no-color", action="store_true", help="no colours, as with NO_COLOR=1")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

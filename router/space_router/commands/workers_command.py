@@ -1,0 +1,121 @@
+"""`spaceserve workers`: the workers of a running server, and their rolling restart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from space_router.commands.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
+from space_router.output import say
+
+URL = "http://127.0.0.1:8080"
+LOOK_SECONDS = 0.2  # between two looks at a restart
+
+_EXAMPLES = """\
+examples:
+  spaceserve workers                                       who is there, and what runs where
+  spaceserve workers restart --api-key-file ops.key        one after the other; exit code 0 once all are back
+  spaceserve workers restart --only 0,2 --finish-seconds 60
+  kill -USR1 PID                                           the same restart on the router's machine, without a key
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 where a restart failed, 2 where the server cannot be asked."""
+    options = _parser().parse_args(argv)
+    try:
+        server = ChatServer(options.url, own_key(options.api_key_file, os.environ))
+        if options.command == "restart":
+            return restart(server, options.only, options.finish_seconds)
+        say(table(server.ask("/workers")))
+    except ChatError as error:
+        sys.stderr.write(f"spaceserve workers: {error}\n")
+        return 2
+    return 0
+
+
+def restart(
+    server: ChatServer,
+    numbers: list[int] | None,
+    finish_seconds: float | None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Begin, and say how far it is until it is over. Raises ChatError."""
+    body: dict[str, Any] = {}
+    if numbers is not None:
+        body["workers"] = numbers
+    if finish_seconds is not None:
+        body["finish_seconds"] = finish_seconds
+    told = server.ask("/workers/restart", body)["restart"]
+    num_said = 0
+    while True:
+        if told["num_done"] > num_said:
+            num_said = told["num_done"]
+            say(f"{num_said} of {told['num_wanted']} workers restarted")
+        if told["state"] != "running":
+            break
+        sleep(LOOK_SECONDS)
+        told = server.ask("/workers")["restart"]
+    if told["state"] == "done":
+        return 0
+    sys.stderr.write(f"spaceserve workers: {told['error'] or 'the server is stopping'}\n")
+    return 1
+
+
+def table(told: Mapping[str, Any]) -> str:
+    """One line per worker, and one for a restart that is under way or failed."""
+    rows = [("", "worker", "state", "starts", "running", "free blocks", "address")]
+    for one in told["workers"]:
+        numbers = (one["num_incarnations"], one["num_running"], one["num_available_blocks"])
+        rows.append((str(one["number"]), one["name"], one["state"], *map(str, numbers), one["address"] or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    away = [one for one in told["workers"] if one["state"] == "away" and one["trouble"]]
+    lines += [f"{one['name']}: {one['trouble']}" for one in away]
+    if (state := told["restart"])["state"] in ("running", "failed"):
+        lines.append(f"restart {state['state']}: {state['num_done']} of {state['num_wanted']} done")
+    if state["error"]:
+        lines.append(state["error"])
+    return "\n".join(lines)
+
+
+def _numbers(text: str) -> list[int]:
+    """Raises ValueError, which argparse words."""
+    return [int(word) for word in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve workers",
+        description="Asks a running server for its workers, or has them restarted: each ends only while all others are "
+        "up, and its streams go on elsewhere with the same text.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", nargs="?", choices=("list", "restart"), default="list", help="[default: list]")
+    parser.add_argument("--url", default=URL, help=f"where the server is [default: {URL}]")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file whose first word is the key; to restart, an operator's [else: {KEY_VARIABLE}]",
+    )
+    parser.add_argument("--only", type=_numbers, metavar="N[,N...]", help="restart these workers only")
+    parser.add_argument(
+        "--finish-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="what still runs on a worker after so long goes on elsewhere [default: 10; 0: at once]",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

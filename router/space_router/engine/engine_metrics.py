@@ -1,0 +1,148 @@
+"""Turns what happens into the series an operator sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from space_proto import worker_pb2
+
+from space_router.engine.cache.pages import PagePool
+from space_router.engine.queueing.throughput_estimator import step_seconds
+from space_router.engine.request.report_result import Advance, Outcome
+from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.workers.energy import EnergyShare
+from space_router.metrics import MAX_POSITION, SOURCES, Metrics
+
+SPEEDUP_MEMORY = 0.98  # weight of the past per step: the gauge follows about the last 50 steps
+
+
+class Observer:
+    """Observes for the engine; times are seconds and arguments."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._positions = [
+            metrics.accepted_by_position_total.labels(position=str(i)) for i in range(1, MAX_POSITION + 1)
+        ]
+        self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ("chain", "mask", "prefill")}
+        self._drafted = [metrics.drafted_tokens_by_source_total.labels(source=source) for source in SOURCES]
+        self._accepted = [metrics.accepted_tokens_by_source_total.labels(source=source) for source in SOURCES]
+        self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in ("forward", "sample", "draft")}
+        self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in ("free", "held", "cached")}
+        self._queued = metrics.requests.labels(state="queued")
+        self._running = metrics.requests.labels(state="running")
+        self._energy = EnergyShare()
+        self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
+        self._spent_seconds = 0.0  # what their steps did cost, fading
+
+    def step(self, report: worker_pb2.StepReport, outcome: Outcome, worker: object = None) -> None:
+        """One report of a worker, and what it meant: rows, seconds, what speculation brought, and the energy that was
+        drawn.
+        """
+        metrics = self._metrics
+        if report.energy:
+            for device, joules in self._energy.counted(worker, report.energy):
+                metrics.energy_joules_total.labels(device=device).inc(joules)
+        for number in outcome.decoded:
+            metrics.tokens_per_step.observe(number)
+        if drafting := [advance for advance in outcome.advances if advance.delta.decoded and advance.delta.drafted]:
+            self._drafts(drafting)
+        if num_tokens := sum(len(advance.delta.tokens) for advance in outcome.advances):
+            metrics.generated_tokens_total.inc(num_tokens)
+        if report.stepped:
+            self._stats(report.stats)
+            self._speedup(report.stats, len(outcome.decoded), sum(outcome.decoded))
+
+    def _drafts(self, drafting: Sequence[Advance]) -> None:
+        """What came of the drafts of one step."""
+        accepted = [0] * len(self._positions)
+        num_drafted = num_accepted = 0
+        for advance in drafting:
+            num_drafted += advance.delta.drafted
+            num_accepted += advance.delta.accepted
+            for i in range(min(advance.delta.accepted, len(accepted))):
+                accepted[i] += 1
+        for series, number in zip(self._positions, accepted, strict=True):
+            if not number:
+                break  # who accepted no draft here accepted none behind it
+            series.inc(number)
+        self._metrics.drafted_tokens_total.inc(num_drafted)
+        self._metrics.accepted_tokens_total.inc(num_accepted)
+        self._by_source([advance.part for advance in drafting])
+
+    def _by_source(self, drafting: Iterable[worker_pb2.SequenceReport]) -> None:
+        """Drafts of masks, lookup and predictions; a chain may begin with masks' and go on with another's."""
+        drafted, accepted = [0] * len(SOURCES), [0] * len(SOURCES)
+        for part in drafting:
+            source, masks = int(part.draft_source), part.num_mask_drafts
+            if not 0 < source < len(SOURCES):
+                source, masks = 0, part.num_drafted
+            masks = min(masks, part.num_drafted)
+            drafted[0] += masks
+            drafted[source] += part.num_drafted - masks
+            accepted[0] += min(part.num_accepted, masks)
+            accepted[source] += max(0, part.num_accepted - masks)
+        for number in range(len(SOURCES)):
+            if drafted[number]:
+                self._drafted[number].inc(drafted[number])
+                self._accepted[number].inc(accepted[number])
+
+    def _stats(self, stats: worker_pb2.StepStats) -> None:
+        for length, number in enumerate(stats.draft_length_counts):
+            if number:
+                self._metrics.draft_length.observe(length, number)
+        for kind, number in (("chain", stats.chain_rows), ("mask", stats.mask_rows), ("prefill", stats.prefill_rows)):
+            if number:
+                self._rows[kind].inc(number)
+        self._phases["forward"].observe(stats.forward_seconds)
+        self._phases["sample"].observe(stats.sample_seconds)
+        self._phases["draft"].observe(stats.draft_seconds)
+        self._metrics.step_host_seconds.observe(stats.host_seconds)
+
+    def _speedup(self, stats: worker_pb2.StepStats, num_sequences: int, num_tokens: int) -> None:
+        """Tokens per sequence and step, times the cost of a plain step, over the cost of this one."""
+        if not num_sequences or stats.prefill_rows or stats.plain_step_seconds <= 0:
+            return
+        spent = step_seconds(stats)
+        plain = num_tokens / num_sequences * stats.plain_step_seconds
+        self._plain_seconds = SPEEDUP_MEMORY * self._plain_seconds + plain
+        self._spent_seconds = SPEEDUP_MEMORY * self._spent_seconds + spent
+        if self._spent_seconds > 0:
+            self._metrics.speculation_speedup.set(self._plain_seconds / self._spent_seconds)
+
+    def admitted(self, live: LiveRequest) -> None:
+        """A first admission."""
+        self._metrics.queue_seconds.observe(live.statistics.queue_seconds or 0.0)
+        self._metrics.prompt_tokens_total.inc(live.num_prompt)
+        self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
+
+    def tokens(self, live: LiveRequest, num_tokens: int, now: float) -> None:
+        """A request got tokens; the gap since its last ones is shared among them, and observed once per step."""
+        if live.last_token is None:
+            self._metrics.time_to_first_token_seconds.observe(now - live.submitted)
+        else:
+            self._metrics.inter_token_latency_seconds.observe((now - live.last_token) / num_tokens)
+
+    def preempted(self, number: int) -> None:
+        self._metrics.preemptions_total.inc(number)
+
+    def workers(self, num_up: int) -> None:
+        self._metrics.worker_up.set(num_up)
+
+    def worker_lost(self, worker: object, num_up: int) -> None:
+        self._energy.lost(worker)
+        self.workers(num_up)
+
+    def worker_restarted(self) -> None:
+        self._metrics.worker_restarts_total.inc()
+
+    def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
+        """How things stand now."""
+        free = held = cached = 0
+        for pool in pools:
+            free, held, cached = free + pool.num_free, held + pool.num_held, cached + pool.num_cached
+        self._blocks["free"].set(free)
+        self._blocks["held"].set(held)
+        self._blocks["cached"].set(cached)
+        self._queued.set(num_queued)
+        self._running.set(num_running)

@@ -1,0 +1,1 @@
+"""One request: its state, its stream, and the messages about it."""

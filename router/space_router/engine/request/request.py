@@ -1,0 +1,140 @@
+"""A request as it stands behind the door, and what comes back of it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from space_router.engine.request.request_trace import RequestTrace
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output must be: nothing else is sampled, whoever drafted it."""
+
+    kind: GrammarKind
+    source: str  # a JSON schema as JSON text; nothing; a regular expression; a JSON list of strings; a Lark grammar
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The law by which ids are chosen (SPACE §3). The defaults are neutral: the model's own distribution."""
+
+    seed: int  # 0 .. 2^64-1, the effective one
+    choice: int = 0  # choice index of n and best_of; choice 0 uses the plain seed
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_ids: tuple[int, ...] = ()  # empty: every id is allowed
+    grammar: Grammar | None = None  # None: the output may be any text
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ValidRequest:
+    """What one caller wants, checked: only valid requests exist behind the door."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]  # at least one
+    sampling: Sampling
+    max_tokens: int | None = None  # None: up to the window, cut to what fits the cache
+    eos_ids: tuple[int, ...] = ()  # empty: EOS is ignored
+    stop_ids: tuple[int, ...] = ()
+    max_draft_length: int | None = None  # bound on drafts per step; None: the worker chooses; 0: plain decoding
+    want_logprobs: bool = False
+    num_logprobs: int = 0  # alternatives per emitted id, 0..20
+    num_prompt_logprobs: int | None = None  # alternatives per prompt id; None: no logprobs of the prompt
+    priority: int = 0  # the lower goes first; first come, first served within one
+    deadline: float | None = None  # seconds from submit to the last token
+    cache_salt: str = ""  # prefixes are shared only among requests of the same salt
+    prediction: tuple[int, ...] | None = None  # ids the output is expected to have, to draft from; None: not said
+    adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. No text and no cache depends on it
+    share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
+    key: str = ""  # whose it is: the name of an API key, never the key; "": nobody's. Keys share the server fairly
+    stops_on_text: bool = False  # its reader may leave before max_tokens, because a stop string appeared
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: nobody follows it
+
+    @property
+    def can_end_early(self) -> bool:
+        """It may be done before its last token is."""
+        return bool(self.eos_ids or self.stop_ids) or self.stops_on_text
+
+
+class Finish(Enum):
+    """Why a stream ended by itself."""
+
+    EOS = "eos"  # an EOS id is the last token
+    STOP_ID = "stop_id"  # a stop id is the last token
+    LENGTH = "length"  # max_tokens or the window is reached
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Float32 log-softmax of the raw logits, for one id and the most probable ones."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (id, logprob), most probable first
+
+
+class Delta(NamedTuple):
+    """What one step added to one request."""
+
+    tokens: tuple[int, ...]  # may be empty where only prompt logprobs arrived
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt ids, in order; the first prompt id has none
+    finish: Finish | None = None  # set in the last delta
+    drafted: int = 0  # drafts verified in this step
+    accepted: int = 0  # of these, accepted and inside the cut
+    decoded: bool = False  # a decode step; False: the prefill, whose token counts as no step
+    predicted: tuple[int, ...] = ()  # ids of the request's prediction that appeared with each token; empty: none
+
+
+@dataclass
+class Statistics:
+    """What one request has cost so far; final once its stream has ended."""
+
+    num_prompt: int
+    num_cached: int = 0  # prompt ids that were not computed, because their blocks were shared (first admission)
+    num_generated: int = 0
+    num_steps: int = 0  # decode steps
+    num_decoded: int = 0  # tokens emitted by decode steps
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+    num_worker_losses: int = 0
+    queue_seconds: float | None = None  # from submit to the first admission; None before it
+    first_token_seconds: float | None = None  # from submit to the first token; None before it
+    seconds: float = 0.0  # from submit to the latest token
+
+    def add(self, delta: Delta, seconds: float) -> None:
+        """One more step, so many seconds after submit."""
+        num_tokens = len(delta.tokens)
+        if num_tokens:
+            self.num_generated += num_tokens
+            self.seconds = seconds
+            if self.first_token_seconds is None:
+                self.first_token_seconds = seconds
+        if delta.decoded:
+            self.num_steps += 1
+            self.num_decoded += num_tokens
+            self.num_drafted += delta.drafted
+            self.num_accepted += delta.accepted
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean of tokens emitted per decode step; None before the first."""
+        return self.num_decoded / self.num_steps if self.num_steps else None

@@ -1,0 +1,1 @@
+"""Which requests run on a worker, and on which blocks."""

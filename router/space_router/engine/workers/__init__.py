@@ -1,0 +1,1 @@
+"""Connections to workers: processes, links, restarts and crashes."""

@@ -1,0 +1,142 @@
+"""From what a step made certain to the events that say so."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from space_proto import generate_pb2
+
+from space_router.api.generation import Progress, Running
+from space_router.api.openai.logprobs import finite
+from space_router.api.plan import Plan, Prompt
+from space_router.api.usage import statistics, usage
+from space_router.engine.request.request import TokenLogprobs
+from space_router.grpc_api.request import Asked
+from space_router.grpc_api.shown import Shown
+from space_router.text.text_stream import FinishReason, TextToken
+from space_router.text.tokenizer import Tokenizer
+
+PROMPT_IDS_PER_EVENT = 256
+"""With 20 alternatives each about half a MiB: gRPC's clients take 4 MiB unless they are told otherwise."""
+
+_REASONS = {
+    None: generate_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.EOS: generate_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass
+class Events:
+    """How the answer to one call is written."""
+
+    asked: Asked
+    model: str
+    tokenizer: Tokenizer
+    _begun: set[int] = field(default_factory=set)  # choices that have had an event
+
+    @property
+    def plan(self) -> Plan:
+        return self.asked.plan
+
+    @property
+    def request(self) -> generate_pb2.GenerateRequest:
+        return self.asked.request
+
+    def of(self, one: Shown, running: Running) -> Iterator[generate_pb2.GenerateEvent]:
+        """The events of one delta: more than one where it brings much of a prompt."""
+        known = one.delta.prompt_logprobs
+        while len(known) > PROMPT_IDS_PER_EVENT:
+            yield self._event(one.index, known[:PROMPT_IDS_PER_EVENT])
+            known = known[PROMPT_IDS_PER_EVENT:]
+        event = self._event(one.index, known)
+        first = one.index not in self._begun
+        if first:
+            self._begin(event, one.progress.choice.prompt)
+        if self.plan.answered:
+            self._add(event, one, first=first)
+        elif one.delta.finish is not None:  # the engine's one token is not wanted: it is the limit of 0 that ends it
+            event.finish_reason = generate_pb2.FINISH_REASON_LENGTH
+        if one.last or self.request.continuous_usage_stats:
+            event.usage.CopyFrom(_usage(self.plan, running.choices))
+        if one.last:
+            figures = statistics(self.plan, running.choices)
+            event.spaceserve.CopyFrom(generate_pb2.Statistics(**figures, system_fingerprint=running.fingerprint))
+        yield event
+
+    def _event(self, index: int, prompt: Sequence[TokenLogprobs]) -> generate_pb2.GenerateEvent:
+        count = self.request.prompt_logprobs if self.request.HasField("prompt_logprobs") else self.request.logprobs
+        return generate_pb2.GenerateEvent(
+            request_id=self.plan.request_id,
+            model=self.model,
+            index=index,
+            prompt_logprobs=[self._scored(known, 0, count) for known in prompt],
+        )
+
+    def _begin(self, event: generate_pb2.GenerateEvent, prompt: Prompt) -> None:
+        """What only the first event of a choice says."""
+        self._begun.add(event.index)
+        if self.request.echo:
+            event.text = prompt.text
+        if self.request.return_prompt_token_ids:
+            event.prompt_token_ids.extend(prompt.ids)
+
+    def _add(self, event: generate_pb2.GenerateEvent, one: Shown, *, first: bool) -> None:
+        """What the choice has gained, and why it ended."""
+        delta = one.delta
+        event.finish_reason = _REASONS[delta.finish]
+        if self.asked.shape is None:
+            event.text += delta.text
+        else:
+            self._say(event, self.asked.shape.piece(one.progress, delta, first=first))
+        event.token_ids.extend(token.span.id for token in delta.tokens)
+        event.token_steps.extend(token.step for token in delta.tokens)
+        event.token_drafts.extend(token.draft for token in delta.tokens)
+        if self.request.HasField("logprobs"):
+            begin = len(one.progress.choice.prompt.text) if self.request.echo else 0
+            event.logprobs.extend(self._logprobs(delta.tokens, begin))
+        if isinstance(delta.stop_reason, str):
+            event.stop_string = delta.stop_reason
+        elif delta.stop_reason is not None:
+            event.stop_token_id = delta.stop_reason
+
+    def _say(self, event: generate_pb2.GenerateEvent, piece: dict[str, Any]) -> None:
+        """A piece of a conversation's answer, as HTTP would stream it."""
+        event.text += piece["delta"].get("content") or ""
+        for call in piece["delta"].get("tool_calls", ()):
+            event.tool_calls.add(index=call["index"], id=call.get("id", ""), **call["function"])
+        if piece.get("finish_reason") == "tool_calls":
+            event.finish_reason = generate_pb2.FINISH_REASON_TOOL_CALLS
+
+    def _logprobs(self, tokens: Sequence[TextToken], begin: int) -> Iterator[generate_pb2.TokenLogprob]:
+        for token in tokens:
+            if token.logprobs is not None:
+                yield self._scored(token.logprobs, begin + token.span.start, self.request.logprobs)
+
+    def _scored(self, known: TokenLogprobs, offset: int, count: int) -> generate_pb2.TokenLogprob:
+        text, content = self.tokenizer.token_text, self.tokenizer.bytes_of
+        return generate_pb2.TokenLogprob(
+            id=known.id,
+            token=text(known.id),
+            bytes=content[known.id],
+            logprob=finite(known.logprob),
+            text_offset=offset,
+            top=[
+                generate_pb2.Alternative(id=id_, token=text(id_), bytes=content[id_], logprob=finite(value))
+                for id_, value in known.top[:count]
+            ],
+        )
+
+
+def _usage(plan: Plan, choices: Sequence[Progress]) -> generate_pb2.Usage:
+    counts = usage(plan, choices)
+    details = counts.get("completion_tokens_details", {})
+    return generate_pb2.Usage(
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        total_tokens=counts["total_tokens"],
+        cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
+        accepted_prediction_tokens=details.get("accepted_prediction_tokens"),
+        rejected_prediction_tokens=details.get("rejected_prediction_tokens"),
+    )

@@ -1,0 +1,27 @@
+"""The span of a gRPC call: taken up from the `traceparent` of its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from space_common.tracing import parent_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+
+@contextmanager
+def call_span(tracer: Tracer | None, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Iterator[None]:
+    """Current within the block; nothing without a tracer. `method`: package.Service/Method."""
+    if tracer is None:
+        yield
+        return
+    from opentelemetry.trace import SpanKind
+
+    said = {key: str(value) for key, value in metadata or () if key in ("traceparent", "tracestate")}
+    parent = parent_of(said.get("traceparent", ""), said.get("tracestate", ""))
+    attributes = {"rpc.system": "grpc", "rpc.method": method}
+    with tracer.start_as_current_span(method, parent, SpanKind.SERVER, attributes, record_exception=False):
+        yield

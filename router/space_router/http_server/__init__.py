@@ -1,0 +1,1 @@
+"""HTTP below the APIs: connections, bodies, events and answers."""

@@ -1,0 +1,1 @@
+"""The fields of `ServeConfig`, and how their text is parsed."""

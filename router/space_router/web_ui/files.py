@@ -1,0 +1,70 @@
+"""The files of the web page, read once: no build step, nothing from another server."""
+
+import hashlib
+import importlib.resources
+from dataclasses import dataclass
+
+from starlette.responses import Response
+
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""What is served, by ending; other files of the folder are not."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""The browser is to load nothing but these files, and to talk to nobody but this server."""
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """One file, as it is answered."""
+
+    path: str  # of the URL
+    content_type: str
+    content: bytes
+    tag: str  # ETag
+
+    def answer(self, known_tags: str | None) -> Response:
+        """The file, or 304 for a client that has it (`known_tags`: its If-None-Match)."""
+        headers = {
+            "etag": self.tag,
+            "cache-control": "no-cache",  # kept, and asked for again: a new version is seen at once
+            "content-security-policy": POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        known = {tag.strip().removeprefix("W/") for tag in (known_tags or "").split(",")}
+        if self.tag in known or "*" in known:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers={**headers, "content-type": self.content_type})
+
+
+def _read() -> dict[str, PageFile]:
+    """Every file of the page by its path: index.html is `/`, the others are beside each other in `/page/`."""
+    found = {}
+    for file in importlib.resources.files(__package__).iterdir():
+        content_type = CONTENT_TYPES.get("." + file.name.rpartition(".")[2])
+        if content_type is None:
+            continue
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        content = file.read_bytes()
+        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        found[path] = PageFile(path, content_type, content, tag)
+    return found
+
+
+PAGE_FILES = _read()

@@ -1,0 +1,231 @@
+"""Gated LoRA: low-rank adapters and private mask embeddings that act on mask rows only (arXiv 2507.11851).
+
+    y[mask rows] += (alpha / rank) · B·(A·x[mask rows])        x_0[mask rows] = mask embeddings
+
+Chain and prefill rows use the untouched weights, so the output distribution is the base model's.
+
+Two forms on disk, both safetensors: one file of ours (`gated_lora.safetensors`), or a folder as `peft` writes it
+(`adapter_config.json`, `adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.peft_folder import (
+    PEFT_CONFIG,
+    PEFT_MASKS,
+    PEFT_WEIGHTS,
+    describe_peft,
+    how_to_merge,
+    is_gated,
+)
+from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
+
+FORMAT = "space-gated-lora-1"
+GATED_LORA_FILE = "gated_lora.safetensors"
+
+_MASKS = "gated_lora.mask_embeddings"
+_OURS = ("gated_lora.", ".a", ".b")  # what stands before a module's path, and behind it
+_PEFT = ("base_model.model.", ".lora_A.weight", ".lora_B.weight")
+_PEFT_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+}
+"""Fields of peft's config that change what an adapter computes, with the values that leave it as it is."""
+
+
+@dataclass(frozen=True)
+class GatedLora:
+    """What one adapter adds to a model's mask rows."""
+
+    mask_embeddings: Tensor  # [num_masks, hidden] what enters the first decoder layer, no family's scale on it
+    pairs: Mapping[
+        str, tuple[Tensor, Tensor]
+    ]  # path of a linear in the transformers model -> a [rank, in], b [out, rank]
+    scale: float  # alpha / rank
+
+    @property
+    def num_masks(self) -> int:
+        """Masks per group that there are embeddings for."""
+        return len(self.mask_embeddings)
+
+    @property
+    def rank(self) -> int:
+        """Rank of every pair; 1 where there is none, and the embeddings do all."""
+        return next((len(a) for a, _ in self.pairs.values()), 1)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        num_masks: int | None,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> GatedLora:
+        """Read a file of ours, or a folder as peft writes it.
+
+        `num_masks`: the leading masks to keep; None: all. Raises InvalidSpaceSection naming the tensor that is wrong.
+        """
+        if path.is_dir():
+            scale, tensors, affixes = _read_peft(path)
+        else:
+            scale, tensors, affixes = _read_ours(path)
+        masks = tensors.pop(_MASKS, None)
+        if masks is None or masks.dim() != 2 or masks.shape[1] != hidden_size or not len(masks):
+            shape = "is not there" if masks is None else f"has shape {tuple(masks.shape)}"
+            raise InvalidSpaceSection(f"{_MASKS} of {path} {shape}; it must be [masks, {hidden_size}].")
+        if num_masks is not None and num_masks > len(masks):
+            raise InvalidSpaceSection(f"{path} has embeddings for {len(masks)} masks; {num_masks} are asked for.")
+        pairs = _pairs(tensors, affixes, path)
+        for name, tensor in {_MASKS: masks, **{n: t for n, pair in pairs.items() for t in pair}}.items():
+            if not bool(tensor.isfinite().all()):
+                raise InvalidSpaceSection(f"{name} in {path} has values that are not finite.")
+        moved = {n: (a.to(device=device, dtype=dtype), b.to(device=device, dtype=dtype)) for n, (a, b) in pairs.items()}
+        return cls(masks[:num_masks].to(device=device, dtype=dtype), moved, scale)
+
+    def save(self, file: Path) -> None:
+        """Write one file of ours."""
+        before, after_a, after_b = _OURS
+        tensors = {_MASKS: self.mask_embeddings}
+        for path, (a, b) in self.pairs.items():
+            tensors |= {f"{before}{path}{after_a}": a, f"{before}{path}{after_b}": b}
+        alpha = self.scale * self.rank
+        figures = {"rank": str(self.rank), "alpha": f"{alpha:.17g}", "num_masks": str(self.num_masks)}
+        save_file(_on_disk(tensors), file, metadata={"format": FORMAT, **figures})
+
+    def save_peft(self, folder: Path, *, base: str) -> None:
+        """Write a folder that `peft.PeftModel.from_pretrained` reads, and the mask embeddings beside its files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        before, after_a, after_b = _PEFT
+        tensors: dict[str, Tensor] = {}
+        for path, (a, b) in self.pairs.items():
+            tensors |= {f"{before}{path}{after_a}": a, f"{before}{path}{after_b}": b}
+        save_file(_on_disk(tensors), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+        save_file(_on_disk({_MASKS: self.mask_embeddings}), folder / PEFT_MASKS, metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.scale * self.rank,
+            "target_modules": sorted(self.pairs),
+            "bias": "none",
+            "inference_mode": True,
+        }
+        (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+    def check(self, model: nn.Module, layers: str) -> None:
+        """Every pair must fit a linear of the decoder layers, which are at the path `layers` of the model."""
+        for path, (a, b) in self.pairs.items():
+            try:
+                linear = model.get_submodule(path) if path.startswith(f"{layers}.") else None
+            except AttributeError:
+                linear = None
+            sizes = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
+            if linear is None or None in sizes:  # linears that keep packed weights have sizes, too
+                raise InvalidSpaceSection(f"The adapter adapts {path}, which is no linear of the model's {layers}.")
+            if (b.shape[0], a.shape[1]) != sizes:
+                raise InvalidSpaceSection(
+                    f"The adapter's pair for {path} makes [{b.shape[0]}, {a.shape[1]}]; "
+                    f"the model's weight is {list(sizes)}."
+                )
+
+
+def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
+    tensors, metadata = _read(file)
+    if metadata.get("format") != FORMAT:
+        raise InvalidSpaceSection(f"{file} has the format {metadata.get('format')!r} in its header; {FORMAT} is read.")
+    try:
+        rank, num_masks = int(metadata["rank"]), int(metadata["num_masks"])
+        alpha = float(metadata["alpha"])
+    except (KeyError, ValueError) as error:
+        raise InvalidSpaceSection(f"The header of {file} needs numbers rank, alpha and num_masks: {error!r}") from error
+    if rank < 1 or not math.isfinite(alpha):
+        raise InvalidSpaceSection(f"The header of {file} says rank {rank} and alpha {alpha}: 1 or more, and finite.")
+    if _MASKS in tensors and len(tensors[_MASKS]) != num_masks:
+        raise InvalidSpaceSection(f"{_MASKS} of {file} has {len(tensors[_MASKS])} rows; its header says {num_masks}.")
+    wrong = [n for n, t in sorted(tensors.items()) if n.endswith(_OURS[1]) and t.shape[:1] != (rank,)]
+    if wrong:
+        shape = tuple(tensors[wrong[0]].shape)
+        raise InvalidSpaceSection(f"{wrong[0]} in {file} has shape {shape}; its header says rank {rank}.")
+    return alpha / rank, tensors, _OURS
+
+
+def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
+    file = folder / PEFT_CONFIG
+    if file.is_file() and not is_gated(folder):
+        raise InvalidSpaceSection(
+            f"{folder} is {describe_peft(folder)}, which changes the text of the model. An adapter here is a gated "
+            f"one, which only drafts: it has {PEFT_MASKS} beside it. {how_to_merge(folder)}"
+        )
+    try:
+        config = read_object(file)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (CheckpointNotFound, OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSpaceSection(f"{file} is no config of a LoRA with r and lora_alpha: {error!r}") from error
+    if config.get("peft_type") != "LORA" or rank < 1 or not math.isfinite(alpha):
+        raise InvalidSpaceSection(f"{file} has peft_type {config.get('peft_type')!r} and r {rank}; LORA is read.")
+    for name, neutral in _PEFT_UNSERVED.items():
+        if config.get(name) not in neutral:
+            raise InvalidSpaceSection(f"{file} has {name} = {config[name]!r}, which is not served.")
+    tensors, _ = _read(folder / PEFT_WEIGHTS)
+    masks, _ = _read(folder / PEFT_MASKS)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), tensors | masks, _PEFT
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, and the strings in its header."""
+    if not file.is_file():
+        raise InvalidSpaceSection(f"There is no adapter file {file}.")
+    try:
+        with safe_open(file, framework="pt") as found:
+            return {name: found.get_tensor(name) for name in found.keys()}, found.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+
+
+def _pairs(tensors: dict[str, Tensor], affixes: tuple[str, str, str], file: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both halves of every adapted linear, by its path."""
+    before, after_a, after_b = affixes
+    unknown = [name for name in tensors if not (name.startswith(before) and name.endswith((after_a, after_b)))]
+    if unknown:
+        raise InvalidSpaceSection(f"{file} has a tensor {min(unknown)}, which is no part of a gated LoRA.")
+    pairs = {}
+    for name in sorted(tensors):
+        is_a = name.endswith(after_a)
+        path = name[len(before) : -len(after_a if is_a else after_b)]
+        other = before + path + (after_b if is_a else after_a)
+        if other not in tensors:
+            raise InvalidSpaceSection(f"{file} has {name} and lacks {other}.")
+        a, b = tensors[before + path + after_a], tensors[before + path + after_b]
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
+            raise InvalidSpaceSection(
+                f"The pair for {path} in {file} has shapes {tuple(a.shape)} and {tuple(b.shape)}; "
+                "a is [rank, in] and b [out, rank]."
+            )
+        pairs[path] = (a, b)
+    if len({len(a) for a, _ in pairs.values()}) > 1:
+        raise InvalidSpaceSection(f"The pairs of {file} have several ranks; one is read.")
+    return pairs
+
+
+def _on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

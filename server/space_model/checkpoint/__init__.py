@@ -1,0 +1,1 @@
+"""Checkpoints on disk: configs, tensors, and the checks before a weight is read."""

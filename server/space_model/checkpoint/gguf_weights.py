@@ -1,0 +1,188 @@
+"""The tensors of a model whose weights are a GGUF file, in plain numbers when they are read.
+
+The file is mapped. A tensor is made some rows at a time: its blocks become float32 by the `gguf` package, and these are
+rounded once, to what the tensor is held in. What is kept as plain numbers, in the order of the model, is a view.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+from space_common.gguf.errors import GgufError
+from space_common.gguf.reader import GgufFile, GgufTensor
+from space_common.gguf.tensors import TensorSource, sources_of
+from torch import Tensor
+
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.weight_files import OpenFiles, WeightFiles
+from space_model.model_error import CheckpointNotFound, UnsupportedModel
+
+_log = logging.getLogger(__name__)
+
+PIECE = 1 << 17
+"""Numbers that are made at once: in float32 they stay in a core's cache."""
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GgufWeights(WeightFiles):
+    """The tensors of the model by Hugging Face's names; nothing is read before it is asked for."""
+
+    def __init__(self, name: str, file: GgufFile, sources: Mapping[str, TensorSource]) -> None:
+        size = file.path.stat().st_size
+        super().__init__(name, OpenFiles(name, sources), size)
+        self._bytes = np.memmap(file.path, dtype=np.uint8, mode="c")  # copied where written to: torch may ask so
+        self.file = file
+
+    @property
+    def num_packed(self) -> int:
+        """Tensors in blocks of few bits."""
+        return sum(any(not _is_plain(rows.tensor) for rows in one.parts) for one in self.opened.handles.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header."""
+        with self.opened.reading(name) as source:
+            return tuple(source.shape)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether it is no view of the file."""
+        with self.opened.reading(name) as source:
+            return not (source.is_plain and _is_plain(source.parts[0].tensor))
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor: a view of the file in its own dtype, or made in float32."""
+        with self.opened.reading(name) as source:
+            if source.is_plain and _is_plain(source.parts[0].tensor):
+                return self._count(self._view(source.parts[0].tensor))
+        return self.rows(name, slice(None))
+
+    def rows(self, name: str, part: slice) -> Tensor:
+        """Some rows of a tensor, in float32: only they are read."""
+        shape = self.shape(name)
+        start, stop, step = part.indices(shape[0])
+        if step != 1:
+            raise ValueError(f"Rows of {name} are read one after another; asked for {part}.")
+        place = torch.empty((max(0, stop - start), *shape[1:]))
+        self._fill(name, start, place)
+        return place
+
+    def columns(self, name: str, part: slice) -> Tensor:
+        """Some columns of a matrix, in float32; its rows are read whole, a few at a time."""
+        num_rows, num_columns = self.shape(name)
+        place = torch.empty((num_rows, len(range(num_columns)[part])))
+        self._fill(name, 0, place, part)
+        return place
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        """Put a tensor's numbers into `place`, which rounds them."""
+        self._fill(name, 0, place)
+
+    def _fill(self, name: str, first: int, place: Tensor, columns: slice | None = None) -> None:
+        """Put the rows from `first` on into `place`, or some columns of them."""
+        with self.opened.reading(name) as source:
+            width = source.shape[1] if len(source.shape) == 2 else 1
+            step = max(1, PIECE // width)
+            for start in range(0, len(place), step):
+                stop = min(len(place), start + step)
+                numbers = _numbers(self._bytes, source, first + start, first + stop)
+                made = torch.from_numpy(numbers if columns is None else numbers[:, columns])
+                place[start:stop].copy_(made)
+        bits = sum(rows.tensor.num_bytes for rows in source.parts) * 8 / max(1, _numel(source))
+        with self._lock:
+            self.num_bytes += int(place.numel() * bits / 8)
+
+    def _view(self, tensor: GgufTensor) -> Tensor:
+        kept = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        dtype = _PLAIN[tensor.kind_name]
+        if tensor.offset % dtype.itemsize:  # a file may be aligned to less
+            kept = kept.copy()
+        return torch.from_numpy(kept).view(dtype).view(tensor.shape)
+
+
+def _is_plain(tensor: GgufTensor) -> bool:
+    return tensor.kind_name in _PLAIN
+
+
+def _numel(source: TensorSource) -> int:
+    return sum(rows.tensor.num_elements for rows in source.parts)
+
+
+def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop: int) -> npt.NDArray[np.float32]:
+    """[stop - start, columns] or [stop - start], in the order of the model."""
+    if source.turned_heads:
+        (rows,) = source.parts
+        size = (rows.stop - rows.start) // source.turned_heads
+        number = np.arange(start, stop)
+        head, row = number // size, number % size
+        # the file has the numbers that turn together side by side, the model half a head apart
+        wanted = rows.start + head * size + row % (size // 2) * 2 + row // (size // 2)
+        found = _dequantized(data, rows.tensor, wanted)
+    else:
+        pieces, before = [], 0
+        for rows in source.parts:
+            first, last = max(start - before, 0) + rows.start, min(stop - before + rows.start, rows.stop)
+            if first < last:
+                pieces.append(_dequantized(data, rows.tensor, slice(first, last)))
+            before += rows.stop - rows.start
+        found = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return found - np.float32(source.shift) if source.shift else found
+
+
+def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> npt.NDArray[np.float32]:
+    """Some rows of a tensor of the file: a slice of them, or their numbers."""
+    kept = data[tensor.offset : tensor.offset + tensor.num_bytes]
+    kind = GGMLQuantizationType(tensor.kind)
+    if len(tensor.shape) == 1:  # its blocks are of several numbers
+        flat: npt.NDArray[np.float32] = quants.dequantize(np.ascontiguousarray(kept), kind)[rows].copy()
+        return flat
+    found: npt.NDArray[np.float32] = quants.dequantize(
+        np.ascontiguousarray(kept.reshape(tensor.shape[0], -1)[rows]), kind
+    )
+    return found
+
+
+def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """Name, dtype as safetensors calls it, and number of elements of each tensor of the model; what is made from
+    blocks is BF16, in which most such models are held.
+    """
+    for name, source in sources_of(file, config).items():
+        kinds = {rows.tensor.kind_name for rows in source.parts}
+        yield name, kinds.pop() if len(kinds) == 1 and kinds <= set(_PLAIN) else "BF16", math.prod(source.shape)
+
+
+def say_made(checkpoint: Checkpoint, weights: WeightFiles, held: int, dtype: torch.dtype) -> None:
+    """What it costs that weights in few bits are held as plain numbers. `held`: bytes in memory."""
+    _log.info(
+        "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
+        "every step",
+        checkpoint.name,
+        weights.num_packed,
+        checkpoint.kept_as or "few bits",
+        str(dtype).removeprefix("torch."),
+        held / 2**20,
+        weights.size / 2**20,
+    )
+
+
+@contextmanager
+def open_gguf(checkpoint: Checkpoint, file: GgufFile) -> Iterator[GgufWeights]:
+    """The weights of a checkpoint whose GGUF header was read, open as long as the block lasts."""
+    try:
+        weights = GgufWeights(checkpoint.name, file, sources_of(file, checkpoint.config))
+    except GgufError as error:
+        raise UnsupportedModel(str(error)) from error
+    except OSError as error:
+        raise CheckpointNotFound(f"{file.path} cannot be read: {error.strerror or error}.") from error
+    try:
+        yield weights
+    finally:
+        weights.opened.finish()

@@ -1,0 +1,318 @@
+"""The formats of quantised checkpoints: which tensors a weight is kept in, and what it is in plain numbers.
+
+AWQ                 W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = i // group size
+GPTQ                W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = g_idx[i]; version 1 keeps z - 1
+compressed-tensors  W[o, i] = (q[o, i] - z[o, g]) · s[o, g]          one g, one per row, per group, or per block
+fp8                 W[o, i] = q[o, i] · s[o // 128, i // 128]    one s per block, per row, or one
+bitsandbytes 4-bit  W = code[q] · absmax[n // block size]            n: the flat index; absmax may be quantised, too
+bitsandbytes 8-bit  W[o, i] = q[o, i] · s[o] / 127
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from space_model.checkpoint.packed_bits import halves, unpack, unpack_awq
+from space_model.model_error import UnsupportedModel
+
+Read = Callable[[str], Tensor]
+"""A tensor of a module by what stands behind the module's path, such as `qweight`."""
+
+CURE = (
+    "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8, ModelOpt FP8 or bitsandbytes "
+    "format."
+)
+
+
+class QuantizedFormat(Protocol):
+    """How weights are kept."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def library(self) -> str:
+        """The Python package whose kernels multiply by such weights as they are."""
+        ...
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What may stand behind a module's path besides `weight` and `bias`."""
+        ...
+
+    @property
+    def needless(self) -> frozenset[str]:
+        """Of the parts, those that say nothing of the weight: scales of activations, keys and values."""
+        ...
+
+    def marks(self, part: str) -> bool:
+        """A module with this tensor has a quantised weight."""
+        ...
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        """[out, in] float32: the weight of a module that has these parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Awq:
+    """Activation-aware weight quantisation (arXiv 2306.00978), 4 bits, as its `gemm` version packs them."""
+
+    group_size: int  # inputs that share a scale; -1: all
+    name: str = "AWQ"
+    library: str = "gptqmodel"
+    parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales"})
+    needless: frozenset[str] = frozenset()
+
+    def marks(self, part: str) -> bool:
+        return part == "qweight"
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        q, scales = unpack_awq(read("qweight")), read("scales").float()  # [in, out], [groups, out]
+        group = q.shape[0] if self.group_size < 0 else self.group_size
+        zeros = unpack_awq(read("qzeros")) if "qzeros" in parts else torch.zeros_like(scales)
+        of_input = torch.arange(q.shape[0]) // group
+        return ((q - zeros[of_input]) * scales[of_input]).T
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ (arXiv 2210.17323), 2, 4 or 8 bits."""
+
+    bits: int
+    group_size: int  # inputs that share a scale, where there is no g_idx; -1: all
+    zeros_are_shifted: bool  # version 1 of the format keeps z - 1
+    name: str = "GPTQ"
+    library: str = "gptqmodel"
+    parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    needless: frozenset[str] = frozenset()
+
+    def marks(self, part: str) -> bool:
+        return part == "qweight"
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        q, scales = unpack(read("qweight"), self.bits, dim=0), read("scales").float()  # [in, out], [groups, out]
+        zeros = unpack(read("qzeros"), self.bits, dim=1, count=q.shape[1])
+        if self.zeros_are_shifted:
+            zeros = (zeros + 1) & ((1 << self.bits) - 1)
+        group = q.shape[0] if self.group_size < 0 else self.group_size
+        of_input = read("g_idx").long() if "g_idx" in parts else torch.arange(q.shape[0]) // group
+        return ((q - zeros[of_input]) * scales[of_input]).T
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """compressed-tensors: integers packed into words, plain int8, or float8. Activations stay as they are."""
+
+    block: tuple[int, int] | None  # rows and columns that share a scale, where blocks do
+    name: str = "compressed-tensors"
+    library: str = "compressed_tensors"
+    parts: frozenset[str] = frozenset(
+        f"{of}_{what}"
+        for of in ("weight", "input", "output", "k", "v", "q")
+        for what in ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
+    )
+    needless: frozenset[str] = frozenset(part for part in parts if not part.startswith("weight_"))
+
+    def marks(self, part: str) -> bool:
+        return part == "weight_scale"
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        scale = read("weight_scale").float()
+        zero = read("weight_zero_point") if "weight_zero_point" in parts else None
+        if "weight_packed" in parts:
+            rows, columns = (int(n) for n in read("weight_shape").tolist())
+            words = read("weight_packed")
+            bits = next((b for b in (4, 8) if words.shape[1] == -(-columns * b // 32)), None)
+            if bits is None or words.shape[0] != rows:
+                raise UnsupportedModel(
+                    f"A packed weight of {rows} by {columns} has words of shape {tuple(words.shape)}; 4 and 8 bits per "
+                    f"number are read. {CURE}"
+                )
+            q = unpack(words, bits, dim=1, count=columns) - (1 << (bits - 1))
+            if zero is not None and zero.dtype is torch.int32:  # packed, too
+                zero = unpack(zero, bits, dim=0, count=rows) - (1 << (bits - 1))
+        else:
+            q = read("weight")
+        group = read("weight_g_idx").long() if "weight_g_idx" in parts else None
+        if group is not None and bool((group < 0).any()):
+            group = None  # as it is written where columns are in order
+        scale = self._spread(scale, q.shape, group)
+        dense = q.float()
+        return (dense - self._spread(zero.float(), q.shape, group)) * scale if zero is not None else dense * scale
+
+    def _spread(self, of_part: Tensor, shape: torch.Size, group: Tensor | None) -> Tensor:
+        """A number for every element of the weight, or what broadcasts to it."""
+        rows, columns = shape
+        if of_part.numel() == 1:
+            return of_part.view(1, 1)
+        if of_part.dim() == 1:
+            of_part = of_part[:, None]
+        if self.block is not None:
+            high, wide = self.block
+            return of_part.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        if of_part.shape[1] == 1:
+            return of_part
+        if group is not None:
+            return of_part[:, group]
+        return of_part.repeat_interleave(-(-columns // of_part.shape[1]), 1)[:, :columns]
+
+
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+@dataclass(frozen=True)
+class BlockFp8:
+    """float8 weights with a scale per block, as DeepSeek publishes them, per row, or one, as ModelOpt does."""
+
+    block: tuple[int, int]
+    name: str = "fp8"
+    library: str = "kernels"  # "": none
+    parts: frozenset[str] = frozenset(
+        {"weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "output_scale", "k_scale", "v_scale"}
+    )
+    needless: frozenset[str] = parts - {"weight_scale_inv", "weight_scale"}
+
+    def marks(self, part: str) -> bool:
+        return part in ("weight_scale_inv", "weight_scale")
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        q, scale = read("weight"), read("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale").float()
+        if q.dtype not in _FLOAT8:
+            raise ValueError(f"its numbers are {q.dtype}, which is no float of eight bits")
+        if scale.numel() == 1:
+            return q.float() * scale.view(1, 1)
+        if scale.numel() == len(q):
+            return q.float() * scale.view(-1, 1)
+        high, wide = self.block
+        spread = scale.repeat_interleave(high, 0)[: q.shape[0]].repeat_interleave(wide, 1)[:, : q.shape[1]]
+        if spread.shape != q.shape:
+            raise ValueError(
+                f"it has {tuple(scale.shape)} scales for {tuple(q.shape)} numbers in blocks of {self.block}"
+            )
+        return q.float() * spread
+
+
+@dataclass(frozen=True)
+class Bitsandbytes:
+    """bitsandbytes: nf4 and fp4 with absolute maxima per block, or int8 with a scale per row."""
+
+    name: str = "bitsandbytes"
+    library: str = "bitsandbytes"
+    parts: frozenset[str] = frozenset(
+        {"SCB", "weight_format"}
+        | {
+            f"weight.{part}"
+            for part in (
+                "absmax",
+                "quant_map",
+                "nested_absmax",
+                "nested_quant_map",
+                "quant_state.bitsandbytes__nf4",
+                "quant_state.bitsandbytes__fp4",
+            )
+        }
+    )
+    needless: frozenset[str] = frozenset({"weight_format"})
+
+    def marks(self, part: str) -> bool:
+        return part == "SCB" or part.startswith("weight.quant_state.")
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        if "SCB" in parts:
+            return read("weight").float() * (read("SCB").float()[:, None] / 127)
+        (state,) = [part for part in parts if part.startswith("weight.quant_state.")]
+        said: dict[str, Any] = json.loads(bytes(read(state).tolist()))
+        absmax = read("weight.absmax")
+        if "weight.nested_absmax" in parts:
+            outer = read("weight.nested_absmax").float().repeat_interleave(int(said["nested_blocksize"]))
+            code = read("weight.nested_quant_map").float()
+            absmax = code[absmax.long()] * outer[: len(absmax)] + float(said["nested_offset"])
+        values = read("weight.quant_map").float()[halves(read("weight")).long()]
+        count = 1
+        for size in said["shape"]:
+            count *= int(size)
+        of_element = absmax.float().repeat_interleave(int(said["blocksize"]))[:count]
+        return (values[:count] * of_element).view(*said["shape"])
+
+
+def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
+    """What config.json says of the checkpoint `name`; None: it is not quantised. Raises UnsupportedModel."""
+    said = config.get("quantization_config")
+    if said is None:
+        return None
+    method = str(said.get("quant_method", "")) if isinstance(said, Mapping) else ""
+    try:
+        match method:
+            case "awq":
+                return _awq(said, name)
+            case "gptq":
+                return _gptq(said, name)
+            case "compressed-tensors":
+                return _compressed_tensors(said, name)
+            case "fp8":
+                high, wide = said.get("weight_block_size") or (1, 1)
+                return BlockFp8((int(high), int(wide)))
+            case "modelopt":
+                return _modelopt(said, name)
+            case "bitsandbytes":
+                return Bitsandbytes()
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"The quantization_config of {name} cannot be read as {method}: {error!r}.") from error
+    raise UnsupportedModel(f"{name} is quantised as {method or said}, which is not read. {CURE}")
+
+
+def _awq(said: Mapping[str, Any], name: str) -> Awq:
+    version, bits = str(said.get("version", "gemm")).lower(), int(said.get("bits", said.get("w_bit", 4)))
+    if version != "gemm" or bits != 4:
+        raise UnsupportedModel(f"{name} is quantised as AWQ {version} with {bits} bits; gemm with 4 is read. {CURE}")
+    return Awq(int(said.get("group_size", said.get("q_group_size", 128))))
+
+
+def _modelopt(said: Mapping[str, Any], name: str) -> BlockFp8:
+    """NVIDIA's ModelOpt: in hf_quant_config.json, or since 0.29 in config.json, too."""
+    nested = said.get("quantization")
+    algorithm = str((nested if isinstance(nested, Mapping) else said).get("quant_algo") or "")
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise UnsupportedModel(f"{name} is quantised by ModelOpt as {algorithm or dict(said)}; FP8 is read. {CURE}")
+    return BlockFp8((1, 1), name="ModelOpt FP8", library="")
+
+
+def _gptq(said: Mapping[str, Any], name: str) -> Gptq:
+    bits, kind = int(said["bits"]), str(said.get("checkpoint_format") or "gptq")
+    if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
+        raise UnsupportedModel(
+            f"{name} is quantised as GPTQ {kind} with {bits} bits; gptq and gptq_v2 with 2, 4 or 8 are read. {CURE}"
+        )
+    return Gptq(bits, int(said.get("group_size", -1)), zeros_are_shifted=kind == "gptq")
+
+
+_READ_FORMATS = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"})
+
+
+def _compressed_tensors(said: Mapping[str, Any], name: str) -> CompressedTensors:
+    groups = list((said.get("config_groups") or {}).values())
+    kinds = {str(said.get("format", "dense"))} | {str(group["format"]) for group in groups if group.get("format")}
+    kinds.discard("mixed-precision")
+    sparsity = (said.get("sparsity_config") or {}).get("format", "dense")
+    if others := sorted(kinds - _READ_FORMATS):
+        raise UnsupportedModel(
+            f"{name} is quantised as compressed-tensors {others[0]}, which is not read; "
+            f"{', '.join(sorted(_READ_FORMATS))} are. {CURE}"
+        )
+    if sparsity != "dense":
+        raise UnsupportedModel(f"{name} keeps its weights sparse ({sparsity}), which is not read. {CURE}")
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    blocks = {tuple(int(n) for n in spec["block_structure"]) for spec in weights if spec.get("strategy") == "block"}
+    if len(blocks) > 1 or (blocks and any(spec.get("strategy") != "block" for spec in weights)):
+        raise UnsupportedModel(f"{name} mixes blocks with other ways to share scales, which is not read. {CURE}")
+    rows, columns = blocks.pop() if blocks else (0, 0)
+    return CompressedTensors((rows, columns) if rows else None)

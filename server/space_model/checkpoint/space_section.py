@@ -1,0 +1,174 @@
+"""What a checkpoint says about its masks and its draft head: the `space` section of config.json, or flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from space_kernels.step.draft_head import DraftHeadForm
+
+from space_model.checkpoint.checkpoint_file import is_contained
+from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.model_error import InvalidSpaceSection
+
+
+@dataclass(frozen=True)
+class DraftHeadSection:
+    """Where the draft head is, its form, and its two figures."""
+
+    file: str
+    hidden: int
+    embedding_scale: float
+    form: DraftHeadForm
+
+
+@dataclass(frozen=True)
+class SpaceSection:
+    """The masks of a checkpoint: ids of its vocabulary, or embeddings that a gated adapter brings along."""
+
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated; empty with an adapter: none is banned
+    adapter: str | None  # file or folder beside config.json
+    num_masks: int | None  # masks per group; None: as many as the adapter has
+    draft_head: DraftHeadSection | None
+    acceptance: tuple[float, ...] = ()  # chance of draft 1, 2, … given those before it, as measured; empty: unknown
+    base_sha256: str | None = None  # of the weights that an adapter was made for; None: it does not say
+
+    @classmethod
+    def parse(
+        cls,
+        config: dict[str, object],
+        *,
+        mask_ids: Sequence[int] | None,
+        num_masks: int | None,
+        vocab_size: int,
+    ) -> SpaceSection:
+        """The section of config.json; arguments that are given win over it."""
+        section = config.get("space") or {}
+        if not isinstance(section, dict):
+            raise InvalidSpaceSection('"space" in config.json must be an object.')
+        if section.get("adapter") is not None:
+            return cls._gated(section, mask_ids=mask_ids, num_masks=num_masks)
+        declared = section.get("mask_token_ids") or []
+        ids = list(declared if mask_ids is None else mask_ids)
+        if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+            raise InvalidSpaceSection(f"Mask ids must be integers; got {ids}.")
+        count = num_masks
+        if count is None and mask_ids is None:
+            count = section.get("num_masks")
+        if count is None:
+            count = len(ids)
+        if not isinstance(count, int) or count < 0:
+            raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count}.")
+        if count and not ids:
+            raise InvalidSpaceSection(f"{count} masks need mask ids: one shared by all, or one per position.")
+        if len(ids) == 1:
+            ids = ids * count
+        if len(ids) < count:
+            raise InvalidSpaceSection(f"{count} masks need 1 or {count} mask ids; got {len(ids)}.")
+        ids = ids[:count]
+        for id in ids:
+            if not 0 <= id < vocab_size:
+                raise InvalidSpaceSection(
+                    f"Mask id {id} is outside the vocabulary of {vocab_size}. "
+                    "`spaceserve convert` adds mask rows to a checkpoint."
+                )
+        head = _draft_head(section.get("draft_head")) if ids else None
+        return cls(tuple(ids), None, count, head, _acceptance(section.get("acceptance")))
+
+    @classmethod
+    def _gated(
+        cls, section: dict[str, object], *, mask_ids: Sequence[int] | None, num_masks: int | None
+    ) -> SpaceSection:
+        """Masks without ids: `mask_token_ids` of the section says nothing, and its `num_masks` may be absent."""
+        adapter, count = section["adapter"], section.get("num_masks") if num_masks is None else num_masks
+        if not isinstance(adapter, str) or not adapter:
+            raise InvalidSpaceSection(
+                f'"adapter" in the space section of config.json must name a file; got {adapter!r}.'
+            )
+        if mask_ids is not None:
+            raise InvalidSpaceSection("The masks of a gated adapter have no ids: leave the mask ids out.")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise InvalidSpaceSection(f"num_masks must be 0 or more; got {count!r}.")
+        if count == 0:
+            return cls((), None, 0, None)
+        head, acceptance = _draft_head(section.get("draft_head")), _acceptance(section.get("acceptance"))
+        return cls((), adapter, count, head, acceptance, _base_sha256(section.get("base_sha256")))
+
+    def check_base(self, name: str, sha256: Callable[[], str]) -> None:
+        """Whether the adapter was made for the weights of `name`, whose hash `sha256` computes where it is needed.
+
+        Raises InvalidSpaceSection.
+        """
+        if self.base_sha256 is not None and (found := sha256()) != self.base_sha256:
+            raise InvalidSpaceSection(
+                f"The adapter was made for weights with the sha256 {self.base_sha256}; those of {name} have {found}. "
+                "Give it with the weights that it was made for, or leave it out."
+            )
+
+
+def _base_sha256(section: object) -> str | None:
+    if section is None:
+        return None
+    if not isinstance(section, str) or not re.fullmatch("[0-9a-f]{64}", section):
+        raise InvalidSpaceSection(
+            f'"base_sha256" in the space section of config.json must be 64 hexadecimal digits; got {section!r}.'
+        )
+    return section
+
+
+def _acceptance(section: object) -> tuple[float, ...]:
+    if section is None:
+        return ()
+    if not isinstance(section, list) or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in section):
+        raise InvalidSpaceSection(f'"acceptance" in the space section of config.json must be chances; got {section!r}.')
+    return tuple(float(p) for p in section)
+
+
+def _draft_head(section: object) -> DraftHeadSection | None:
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise InvalidSpaceSection('"draft_head" in the space section of config.json must be an object.')
+    name = section.get("form", DraftHeadForm.MLP)
+    if name not in list(DraftHeadForm):
+        raise InvalidSpaceSection(f"There is no draft head of form {name!r}; there are {', '.join(DraftHeadForm)}.")
+    try:
+        return DraftHeadSection(
+            str(section["file"]), int(section["hidden"]), float(section["embedding_scale"]), DraftHeadForm(name)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidSpaceSection(
+            f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
+        ) from error
+
+
+def load_draft_head(
+    folder: Path, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> DraftHeadWeights:
+    """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
+    file = folder / section.file
+    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
+        raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
+    wanted = {
+        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
+        "draft_head.w2.weight": (hidden_size, section.hidden),
+    }
+    found = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, shape in wanted.items():
+                if name not in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    raise InvalidSpaceSection(f"{file} has no tensor {name}.")
+                found[name] = tensors.get_tensor(name)
+                if tuple(found[name].shape) != shape:
+                    raise InvalidSpaceSection(
+                        f"{name} in {file} has shape {tuple(found[name].shape)}; config.json makes it {shape}."
+                    )
+    except SafetensorError as error:
+        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
+    return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)

@@ -1,0 +1,162 @@
+"""Tensors of a checkpoint that the model has no place for: which may be left out, and what the others are.
+
+A tensor that is left out in silence is a model that is served wrong: the scales of quantised weights, an adapter that
+is not merged, the biases of another config.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.model_error import UnsupportedModel
+
+_log = logging.getLogger(__name__)
+
+MAY_BE_LEFT_OUT: tuple[tuple[str, str], ...] = (
+    (
+        r"(^|\.)((rotary_emb|rotary_embedding|rotary_pos_emb|rope)\.)?"
+        r"((original_)?inv_freq|cos_cached|sin_cached|rope_freqs|freqs_cis|freqs)$",
+        "angles of rotary positions, which follow from config.json",
+    ),
+    (r"(^|\.)(attn|attention|self_attn)\.(masked_bias|bias)$", "causal masks, which every step makes for itself"),
+    (r"(^|\.)(position_ids|token_type_ids|embeddings\.version)$", "counters, which every step makes for itself"),
+    (
+        r"^(model\.|base_model\.)?(vision_tower|vision_model|vision_encoder|visual|vision|vit|image_encoder|"
+        r"multi_modal_projector|mm_projector|vision_projector|connector|patch_merger|aligner|image_newline|"
+        r"vision_embed_tokens|embed_vision|perceiver|resampler|mlp1)(\.|$)",
+        "the part that sees images: only text is served",
+    ),
+    (
+        r"^(model\.)?(audio_tower|audio_encoder|audio_projector|audio_projection|embed_audio|speech_encoder|"
+        r"speech_projector|talker|token2wav|code2wav|embed_tokens_extend)(\.|$)",
+        "the part that hears or speaks: only text is served",
+    ),
+    (
+        r"(^|\.)mtp(_block|_layers|_emb_norm|_hidden_norm|_linear_proj)?\.",
+        "layers that predict tokens further on (MTP)",
+    ),
+    (r"(^|\.)num_batches_tracked$", "counters of training"),
+)
+"""Patterns of names, and why the model says the same without such tensors. transformers has more for some families."""
+
+MTP_LAYERS = "layers that predict tokens further on (MTP), behind the last layer of the model"
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
+_ADAPTER = re.compile(
+    r"(^|\.)(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l|base_layer|hada_w\d|lokr_w\d|oft_[rR]|"
+    r"modules_to_save|prompt_embeddings)(\.|$|_)"
+)
+_SCALE = re.compile(
+    r"(^|[._])(scales?|scale_inv|scale_2|zero_point|zeros|qweight|qzeros|g_idx|absmax|quant_map|quant_state|SCB|"
+    r"amax|pre_quant_scale|scaling_factor|weight_packed|weight_shape)(\.|$)"
+)
+_OTHER_HEADS = re.compile(r"^(v_head|value_head|score|reward_head|classifier|qa_outputs|regression_head)(\.|$)")
+
+
+def check_found(
+    checkpoint: Checkpoint, model: PreTrainedModel, found: Mapping[str, Any], needless: Collection[str] = ()
+) -> None:
+    """What transformers says it found amiss in the weights; raises UnsupportedModel unless they are the model's.
+
+    `needless`: what may stand behind a module's path and says nothing of its weight.
+    """
+    refuse_unused(checkpoint, model, (name for name in found["unexpected_keys"] if not name.endswith(tuple(needless))))
+    if found["mismatched_keys"]:
+        odd = sorted((str(name), tuple(kept), tuple(wanted)) for name, kept, wanted in found["mismatched_keys"])
+        name, kept, wanted = odd[0]
+        more = f" ({len(odd) - 1} more tensors have other shapes)" if len(odd) > 1 else ""
+        raise UnsupportedModel(
+            f"{name} of {checkpoint.name} has the shape {kept}; config.json makes it {wanted}{more}. Fetch the "
+            "config.json that belongs to these weights."
+        )
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
+
+
+def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Of the checkpoint's tensors those `names` are in no part of `model`: each must be one that may be left out.
+
+    Raises UnsupportedModel, which names the first that may not, its file, what it is, and what to do.
+    """
+    reasons = {name: _reason(name, model) for name in names}
+    refused = sorted(name for name, reason in reasons.items() if reason is None)
+    if refused:
+        name = refused[0]
+        more = f" (and {len(refused) - 1} tensors more)" if len(refused) > 1 else ""
+        file = _file_with(checkpoint, name)
+        raise UnsupportedModel(
+            f"{checkpoint.name} has {name}{more}{'' if file is None else f' in {file}'}, for which "
+            f"{type(model).__name__} has no place as config.json describes it. {_explanation(name, model.config)}"
+        )
+    for said, count in sorted(Counter(reason for reason in reasons.values() if reason is not None).items()):
+        _log.info("%s: %d tensors are left out: %s", checkpoint.name, count, said)
+
+
+def _reason(name: str, model: PreTrainedModel) -> str | None:
+    """Why this tensor may be left out; None: it may not."""
+    for pattern, reason in MAY_BE_LEFT_OUT:
+        if re.search(pattern, name):
+            return reason
+    for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():
+        if re.search(pattern, name):
+            return f"as transformers does for {type(model).__name__}"
+    layers = int(model.config.num_hidden_layers)
+    further = int(getattr(model.config, "num_nextn_predict_layers", 0) or 0)
+    layer = _LAYER.search(name)
+    if layer is not None and layers <= int(layer[1]) < layers + further:
+        return MTP_LAYERS
+    return None
+
+
+def _explanation(name: str, config: PreTrainedConfig) -> str:
+    """What the tensor is, and what to do."""
+    layer = _LAYER.search(name)
+    if _ADAPTER.search(name):
+        return (
+            "It belongs to an adapter that is not merged into its weights: merge it with peft's merge_and_unload(), "
+            "save the model, and serve that."
+        )
+    if _SCALE.search(name):
+        return (
+            "It belongs to quantised weights, and neither config.json nor a file beside it says how they are "
+            "quantised (quantization_config): fetch the whole checkpoint again, or use the one it was made from."
+        )
+    if layer is not None and int(layer[1]) >= int(config.num_hidden_layers):
+        return (
+            f"It belongs to layer {layer[1]}, and num_hidden_layers is {config.num_hidden_layers}, counted from 0: "
+            "fetch the config.json that belongs to these weights."
+        )
+    if _OTHER_HEADS.search(name):
+        return (
+            "It is the head of a model that scores or classifies text: use a checkpoint of the causal language model."
+        )
+    if name.endswith(".bias"):
+        return (
+            "The model has no such bias: fetch the config.json that belongs to these weights (attention_bias, "
+            "mlp_bias), or use a checkpoint of an architecture that transformers has."
+        )
+    return (
+        "The weights are of another architecture than config.json says: fetch the config.json that belongs to them, "
+        "or use a checkpoint of an architecture that transformers has."
+    )
+
+
+def _file_with(checkpoint: Checkpoint, name: str) -> str | None:
+    """The file that has the tensor; None: transformers knows it by another name than the files."""
+    for file in checkpoint.weights:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                if name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    return file.name
+        except SafetensorError:
+            continue
+    return None

@@ -1,0 +1,167 @@
+"""The tensors of a checkpoint's files, read one by one, whole or in part; here, of safetensors files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.weight_index import INDEX, read_index
+from space_model.model_error import CheckpointNotFound, UnsupportedModel
+
+
+class OpenFiles:
+    """Files that several threads read; they are closed when nobody reads any more.
+
+    Where a load fails, transformers does not wait for its other threads: one may be in the midst of a tensor.
+    """
+
+    def __init__(self, name: str, handles: Mapping[str, Any]) -> None:
+        self.handles = handles  # tensor name -> the open file that has it
+        self._name = name
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._closed = False
+
+    @contextmanager
+    def reading(self, tensor: str) -> Iterator[Any]:
+        """The file with the tensor, which stays open as long as the block lasts."""
+        if tensor not in self.handles:
+            raise UnsupportedModel(f"The weights of {self._name} lack {tensor}.")
+        with self._changed:
+            if self._closed:
+                raise CheckpointNotFound(f"The weights of {self._name} are closed; {tensor} comes too late.")
+            self._num_readers += 1
+        try:
+            yield self.handles[tensor]
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Let nobody begin to read, and wait for those who do."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_readers)
+
+
+class WeightFiles:
+    """What is in the files; nothing is read before it is asked for.
+
+    with WeightFiles.open(checkpoint) as files: files.rows("lm_head.weight", slice(0, 64))
+    """
+
+    def __init__(self, name: str, opened: OpenFiles, size: int) -> None:
+        self.name = name
+        self.opened = opened
+        self.size = size  # bytes of all files
+        self.num_bytes = 0  # read so far
+        self._lock = threading.Lock()
+
+    @classmethod
+    @contextmanager
+    def open(cls, checkpoint: Checkpoint) -> Iterator[WeightFiles]:
+        """The files of a checkpoint, open as long as the block lasts."""
+        with ExitStack() as stack:
+            handles: dict[str, Any] = {}
+            files: dict[str, Path] = {}
+            for file in checkpoint.weights:
+                try:
+                    handle = stack.enter_context(safe_open(file, framework="pt"))
+                    names = list(handle.keys())
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointNotFound(_cut_short(file, error)) from error
+                for name in names:
+                    if name in files:
+                        raise CheckpointNotFound(
+                            f"{name} of {checkpoint.name} is in {files[name].name} and in {file.name}; one of them is "
+                            "of another checkpoint. Fetch it again into an empty folder."
+                        )
+                    files[name] = file
+                handles.update(dict.fromkeys(names, handle))
+            _check_index(checkpoint, files)
+            opened = OpenFiles(checkpoint.name, handles)
+            stack.callback(opened.finish)
+            yield cls(checkpoint.name, opened, sum(file.stat().st_size for file in checkpoint.weights))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.opened.handles
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return sorted(self.opened.handles)
+
+    def unused(self) -> list[str]:
+        """Tensors that are no model's and were not needed for one either, when all have been read."""
+        return []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header."""
+        with self.opened.reading(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor."""
+        with self.opened.reading(name) as file:
+            return self._count(file.get_tensor(name))
+
+    def rows(self, name: str, part: slice) -> Tensor:
+        """Some rows of a tensor: only they are read."""
+        with self.opened.reading(name) as file:
+            return self._count(file.get_slice(name)[part])
+
+    def columns(self, name: str, part: slice) -> Tensor:
+        """Some columns of a matrix: only they are read."""
+        with self.opened.reading(name) as file:
+            return self._count(file.get_slice(name)[:, part])
+
+    @property
+    def num_packed(self) -> int:
+        """Tensors in blocks of few bits."""
+        return 0
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor is made from what the files have, piece by piece, by `read_into`."""
+        return False
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        """Put the numbers of a packed tensor into `place`, of its shape, any dtype and any device."""
+        raise NotImplementedError
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        with self._lock:
+            self.num_bytes += tensor.nbytes
+        return tensor
+
+
+def _cut_short(file: Path, error: Exception) -> str:
+    size = file.stat().st_size if file.is_file() else 0
+    what = "is empty" if not size else f"({size} bytes) is no safetensors file, or it is cut short: {error}"
+    return f"{file} {what}. Fetch it again."
+
+
+def _check_index(checkpoint: Checkpoint, files: Mapping[str, Path]) -> None:
+    """What the index says of the files is so: a tensor in none of them is one that was lost."""
+    index = checkpoint.folder / INDEX
+    if not index.is_file() or (checkpoint.folder / "model.safetensors") in checkpoint.weights:
+        return
+    wrong = {
+        name: file
+        for name, file in read_index(index).items()
+        if name not in files or files[name] != checkpoint.folder / file
+    }
+    if wrong:
+        name = min(wrong)
+        there = f"it is in {files[name].name}" if name in files else "no file has it"
+        raise CheckpointNotFound(
+            f"{index} says that {name} is in {wrong[name]}, and {there} ({len(wrong)} tensors). The files are of "
+            "several checkpoints, or one is cut short: fetch them again into an empty folder."
+        )

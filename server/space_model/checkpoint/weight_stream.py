@@ -1,0 +1,129 @@
+"""Weights on their way from files to a device: one tensor after another, and of each a piece.
+
+    file, mapped | a piece of a tensor | its place on the device, in the model's dtype
+
+A piece that is on the device is let go of at once, so the host holds a few pieces whatever the model's size. On a CPU
+whose model has the dtype of its file nothing is copied: the weight is a view of the file until it is packed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from space_model.checkpoint.joined_rows import JoinedRows
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.mapped_files import let_go
+
+PIECE = 32 << 20
+"""Bytes of a tensor that are on their way at once; transformers asks for a few tensors at the same time."""
+
+SECONDS_BETWEEN_LINES = 5.0
+"""A load that takes longer says how far it is."""
+
+_log = logging.getLogger(__name__)
+
+
+class WeightStream:
+    """Puts a checkpoint's tensors where the model has them.
+
+    model = SomeForCausalLM.from_pretrained(None, state_dict=stream.unread(), config=config, dtype=dtype)
+    """
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        device: torch.device,
+        *,
+        copies: bool | None = None,
+        joined: JoinedRows | None = None,
+        as_kept: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`copies` False: what has its dtype in the file stays a view of it; None: so on a CPU.
+
+        `joined`: rooms that several weights share. `as_kept`: nothing goes anywhere yet: all are views of the files, in
+        the files' own dtypes.
+        """
+        self.files = files
+        self._device = torch.device("cpu") if as_kept else device
+        self._copies = device.type != "cpu" if copies is None else copies
+        self._joined = joined
+        self._as_kept = as_kept
+        self._clock = clock
+        self._begun = self._said = clock()
+        self._lock = threading.Lock()
+
+    def unread(self) -> dict[str, Any]:
+        """For transformers: all tensors by name, each of which is read when it is asked to go somewhere."""
+        return {name: _Unread(self, name) for name in self.files.names}
+
+    def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """A tensor on the device; a packed one is made where it belongs, without a copy in another dtype."""
+        if dtype is None or not self.files.is_packed(name):
+            return self.put(name, self.files.whole(name), dtype)
+        self._say_how_far()
+        place = self._place(name, torch.Size(self.files.shape(name)), dtype)
+        self.files.read_into(name, place)
+        return place
+
+    def put(self, name: str, found: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """What was read of the tensor `name`, on the device; numbers become `dtype`."""
+        self._say_how_far()
+        if self._as_kept or dtype is None or not found.is_floating_point():
+            dtype = found.dtype
+        if self._as_kept or (not self._copies and found.dtype == dtype):
+            return found
+        place = self._place(name, found.shape, dtype)
+        send(found, place)
+        return place
+
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)
+        return torch.empty(shape, dtype=dtype, device=self._device) if place is None else place
+
+    def _say_how_far(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if now - self._said < SECONDS_BETWEEN_LINES:
+                return
+            self._said = now
+        read, size = self.files.num_bytes / 1e9, self.files.size / 1e9
+        _log.info("weights: %.1f of %.1f GB read in %.0f s", read, size, now - self._begun)
+
+
+class _Unread:
+    """A tensor of a stream, as transformers takes those of a file: indexed as a whole, then sent to a device.
+
+    Its device is the stream's, whatever transformers says, which without accelerate knows no other than the CPU.
+    """
+
+    def __init__(self, stream: WeightStream, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getitem__(self, part: object) -> Self:
+        if part is not Ellipsis:
+            raise TypeError(f"{self._name} is read whole; asked for {part!r}.")
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, on the stream's device."""
+        return self._stream.whole(self._name, dtype)
+
+
+def send(found: Tensor, place: Tensor) -> None:
+    """Copy what was read, piece by piece, each of which is let go of when it is there."""
+    if found.dim() == 0 or found.nbytes <= PIECE:
+        place.copy_(found)
+        let_go(found)
+        return
+    rows = max(1, PIECE * len(found) // found.nbytes)
+    for piece, there in zip(torch.split(found, rows), torch.split(place, rows), strict=True):
+        there.copy_(piece)
+        let_go(piece)

@@ -1,0 +1,1 @@
+"""`spaceserve convert`."""

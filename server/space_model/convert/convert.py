@@ -1,0 +1,338 @@
+"""`spaceserve convert SRC DST`: a checkpoint as it was published becomes one that this server takes.
+
+Weights become safetensors, a tokenizer without tokenizer.json gets one, missing mask rows are added, and config.json
+says which ids are masks. Of a GGUF file the weights become plain numbers, and its texts the files that others have. SRC
+is only read; DST appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from space_common.gguf.errors import GgufError
+from space_common.gguf.find import find_gguf
+from torch import Tensor
+from tqdm import tqdm
+
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
+from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.peft_folder import refuse_as_model
+from space_model.checkpoint.quantized_formats import read_format
+from space_model.convert.source import ConvertError, SourceWeights, TensorEntry
+from space_model.convert.target import converted_folder, write_shards
+from space_model.convert.vocabulary import Vocabulary
+from space_model.model_error import CheckpointNotFound, ModelError
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".md")
+_COPIED_NAMES = ("LICENSE", "NOTICE", "COPYING")
+_MOST_MASKS = 16
+_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of older tokenizers, which become tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller asked for."""
+
+    mask_ids: tuple[int, ...] = ()  # one shared by all masks, or one per mask
+    num_masks: int | None = None  # None: as many as mask ids
+    add_masks: int = 0  # rows to append to the vocabulary, one per mask
+    dtype: torch.dtype | None = None  # None: each tensor keeps its own
+    max_shard_bytes: int = 1024**3
+    force: bool = False
+
+
+def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -> None:
+    """Write `target`. Raises ModelError where the source or the wish cannot be."""
+    source, target = source.expanduser(), target.expanduser()
+    if not source.exists():
+        raise CheckpointNotFound(f"There is no folder or GGUF file {source}. Download the checkpoint first.")
+    if source.resolve() == target.resolve():
+        raise ConvertError(f"Source and target are both {source}; give another target.")
+    weights: SourceWeights
+    gguf, given = _gguf(source), source
+    if gguf is not None:
+        from space_model.convert.gguf_source import GgufSource  # only here: other formats need no gguf package
+
+        source, config, weights = gguf.folder, gguf.config, GgufSource.of(gguf)
+        wish = replace(wish, dtype=wish.dtype or getattr(torch, config["dtype"]))
+    else:
+        config = _read_config(source)
+        form = read_format(with_quantization(source, config), str(source))
+        if form is not None and wish.dtype is not None:
+            raise ConvertError(
+                f"{source} is quantised ({form.name}): its numbers mean something in their own dtype only. Leave out "
+                "--dtype."
+            )
+        weights = SourceWeights.open(source)
+    vocabulary = Vocabulary.find(source, weights, num_added=wish.add_masks)
+    entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
+    num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
+    space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
+    spare = 64 * 1024**2  # tokenizer, configs, headers
+    with (
+        converted_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar,
+    ):
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in _converted(weights, vocabulary, wish.dtype):
+                yield name, tensor
+                bar.update(tensor.nbytes)
+
+        write_shards(folder, counted(), max_bytes=wish.max_shard_bytes)
+        _copy_small_files(source, folder, config)
+        if given.is_dir() and given != source:
+            _copy_drafters(given, folder, config)
+        _write_config(folder, config, space, vocabulary, wish.dtype)
+        if not (source / "tokenizer.json").is_file():
+            _write_tokenizer(source, folder)
+
+
+def _gguf(source: Path) -> Checkpoint | None:
+    """The checkpoint whose weights are a GGUF file at `source`; None: they are something else."""
+    try:
+        found = find_gguf(source)
+    except GgufError as error:
+        raise ConvertError(str(error)) from error
+    if found is not None:
+        return Checkpoint.open(source)
+    if source.is_file():
+        raise CheckpointNotFound(f"{source} is a file; give the folder of a checkpoint, or a GGUF file.")
+    return None
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    """config.json without what names code: that stays behind, and what is served needs none."""
+    file = source / "config.json"
+    config = read_object(file) if file.is_file() else {}
+    refuse_as_model(source, config.get("space"))
+    if not file.is_file():
+        raise CheckpointNotFound(f"{source} has no config.json; give the folder of a checkpoint.")
+    if not isinstance(config.get("vocab_size"), int):
+        raise ConvertError(f"{file} does not say `vocab_size`; only text decoders can be converted.")
+    family.parse_config(config, str(source))  # refuses models that only their own code can run
+    return {field: value for field, value in config.items() if field != "auto_map"}
+
+
+def _space_section(config: dict[str, Any], wish: Wish, vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """What config.json is to say; None keeps what it says already."""
+    if wish.add_masks and wish.mask_ids:
+        raise ConvertError("Give --mask-ids for masks that the vocabulary has, or --add-masks for new ones; not both.")
+    if not wish.mask_ids and not wish.add_masks:
+        if wish.num_masks is not None:
+            raise ConvertError(f"--num-masks {wish.num_masks} needs --mask-ids or --add-masks.")
+        return None
+    ids = wish.mask_ids or tuple(range(vocabulary.old_size, vocabulary.new_size))
+    num_masks = len(ids) if wish.num_masks is None else wish.num_masks
+    if not 1 <= num_masks <= _MOST_MASKS:
+        raise ConvertError(f"A group has 1 to {_MOST_MASKS} masks; got {num_masks}.")
+    if len(ids) not in (1, num_masks):
+        raise ConvertError(f"{num_masks} masks need 1 shared id or {num_masks} ids; got {len(ids)}.")
+    if len(set(ids)) < len(ids):
+        raise ConvertError(f"The mask ids {list(ids)} repeat. Give one id if all masks share it.")
+    for id in ids:
+        if not 0 <= id < vocabulary.new_size:
+            raise ConvertError(
+                f"Mask id {id} is outside the vocabulary of {vocabulary.new_size} (0 to {vocabulary.new_size - 1}). "
+                "--add-masks K appends K new mask rows."
+            )
+    kept = config.get("space") if isinstance(config.get("space"), dict) else {}
+    return {"adapter": None, "draft_head": None, **(kept or {}), "num_masks": num_masks, "mask_token_ids": list(ids)}
+
+
+def _bytes_after(name: str, entry: TensorEntry, vocabulary: Vocabulary, dtype: torch.dtype | None) -> int:
+    num_added = vocabulary.num_added if name in vocabulary.tables else 0
+    numel = math.prod(entry.shape) + num_added * math.prod(entry.shape[1:])
+    wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+    return numel * wanted.itemsize
+
+
+def _converted(
+    weights: SourceWeights, vocabulary: Vocabulary, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor as it is written: its own memory, the wanted dtype, the added rows."""
+    num_added = vocabulary.num_added
+    for name, tensor in weights.tensors():
+        if name in vocabulary.dropped:
+            continue
+        if num_added and name in vocabulary.tables:
+            # The mean row is an average token: no logit of it is the largest, no attention to it is sharp.
+            mean = tensor.float().mean(dim=0, keepdim=True).to(tensor.dtype)
+            tensor = torch.cat([tensor, mean.expand(num_added, *tensor.shape[1:])])
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, tensor.to(wanted, copy=True).contiguous()
+
+
+def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """Tokenizer, configs, licence, and the SPACE files that config.json names. Code and pickles stay behind."""
+    drafters = _drafters(config)
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in drafters
+        if file.is_file() and wanted and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in (said := read_object(settings)):
+        del said["auto_map"]
+        settings.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy_drafters(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """The SPACE files beside a GGUF file: its texts are its own."""
+    for name in _drafters(config):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _drafters(config: dict[str, Any]) -> set[str]:
+    """Names of the files that the `space` section names."""
+    space = config.get("space")
+    if not isinstance(space, dict):
+        return set()
+    names = (space.get("adapter"), (space.get("draft_head") or {}).get("file"))
+    return {name for name in names if isinstance(name, str)}
+
+
+def _write_config(
+    folder: Path,
+    config: dict[str, Any],
+    space: dict[str, Any] | None,
+    vocabulary: Vocabulary,
+    dtype: torch.dtype | None,
+) -> None:
+    written = {**config, "vocab_size": vocabulary.new_size}
+    if space is not None:
+        written["space"] = space
+    if dtype is not None:
+        written.pop("torch_dtype", None)
+        written["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """tokenizer.json from the older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
+    if not any((source / name).is_file() for name in _TOKENIZERS):
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, local_files_only=True)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    except (ValueError, OSError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConvertError(f"The tokenizer of {source} cannot be turned into tokenizer.json: {reason}") from error
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Why the converted checkpoint is not served as it is, and what to do; None: it is."""
+    try:
+        family.read_config(Checkpoint.open(folder))
+    except ModelError as error:
+        return str(error)
+    if not (folder / "tokenizer.json").is_file():
+        return (
+            f"it has no tokenizer, for SRC had none of tokenizer.json, {', '.join(_TOKENIZERS)}. Copy tokenizer.json "
+            f"and tokenizer_config.json of the same model (or the one it was trained from) to {folder}; from a model's "
+            f"repository on the hub: hf download OWNER/NAME tokenizer.json tokenizer_config.json --local-dir {folder}"
+        )
+    return None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no token id (several: 32002,32003 or 32002 32003)") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    """Bytes from `512MiB` or `1GiB`."""
+    for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2)):
+        if text.endswith(unit) and text.removesuffix(unit).isdigit() and int(text.removesuffix(unit)):
+            return int(text.removesuffix(unit)) * factor
+    raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512MiB or 1GiB")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spaceserve convert",
+        description="Turn a downloaded checkpoint into one that spaceserve serves: safetensors, tokenizer.json, and a "
+        "`space` section in config.json. SRC is only read.",
+        epilog="example, a SPACE checkpoint of 5 masks that share one id:\n"
+        "  spaceserve convert vicuna-v1.3-7b-space vicuna-space --mask-ids 32002 --num-masks 5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and weights, or a GGUF file")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to write")
+    parser.add_argument(
+        "--mask-ids", nargs="+", type=_ids, default=[], metavar="ID", help="token id that all masks share, or one each"
+    )
+    parser.add_argument("--num-masks", type=_positive, metavar="K", help="masks in a group [default: number of ids]")
+    parser.add_argument(
+        "--add-masks",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="append N new mask rows to the vocabulary, each the mean of the others, to be trained",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="[default: as it is; GGUF: bfloat16, but float32 or float16 where that is what most weights are]",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=1024**3,
+        metavar="SIZE",
+        help="largest weight file, and about half the memory needed [default: 1GiB]",
+    )
+    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after success, 1 with one line on stderr otherwise."""
+    options = _parser().parse_args(argv)
+    wish = Wish(
+        mask_ids=tuple(id for group in options.mask_ids for id in group),
+        num_masks=options.num_masks,
+        add_masks=options.add_masks,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        max_shard_bytes=options.max_shard_size,
+        force=options.force,
+    )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        convert(options.source, options.target, wish, progress=True)
+    except (ModelError, OSError) as error:
+        print(f"spaceserve convert: {error}", file=sys.stderr)
+        return 1
+    lacks = what_is_missing(options.target)
+    if lacks:
+        print(f"spaceserve convert: {options.target} is written, and is not ready: {lacks}", file=sys.stderr)
+        return 1
+    print(f"{options.target} is ready: spaceserve serve --model {options.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

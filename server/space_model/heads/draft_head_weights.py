@@ -1,0 +1,35 @@
+"""The weights of the draft head: k tiny sequential steps that let each draft know the one before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from space_kernels.build.cpu_library import cpu_library
+from space_kernels.step.cpu_draft_head import CompiledDraftHead
+from space_kernels.step.draft_head import DraftHeadForm
+from torch import Tensor
+
+from space_model.heads.output_head import OutputHead
+
+
+@dataclass(frozen=True)
+class DraftHeadWeights:
+    """h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)]), or h_j + W2·(W1·(s·e(previous)))  (SPACE §4)."""
+
+    w1: Tensor  # [head hidden, 2·hidden]; low-rank: [head hidden, hidden]
+    w2: Tensor  # [hidden, head hidden]
+    embedding_scale: float  # s
+    form: DraftHeadForm = DraftHeadForm.MLP
+    compiled: CompiledDraftHead | None = None  # on a CPU that has one: what drafts in place of these tensors
+
+
+def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
+    """The head with its compiled form, where this CPU has one and logits are products alone."""
+    library = cpu_library()
+    if head is None or library is None or output.weight is None or not output.is_plain:
+        return head
+    tensors = head.w1, head.w2, embedding, output.weight
+    if not CompiledDraftHead.takes(*tensors):
+        return head
+    compiled = CompiledDraftHead(library, *tensors, embedding_scale=head.embedding_scale, form=head.form)
+    return replace(head, compiled=compiled)

@@ -1,0 +1,295 @@
+"""From a folder, or a GGUF file, to a SpaceModel."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from safetensors import SafetensorError
+from space_kernels.dispatch import Ops, ops_for
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from space_model.adapters.adapter import OWN, Adapter
+from space_model.adapters.gated_linear import attach
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.space_section import SpaceSection, load_draft_head
+from space_model.checkpoint.unused_tensors import check_found
+from space_model.checkpoint.weight_values import refuse_odd_values
+from space_model.heads.draft_head_weights import DraftHeadWeights, with_compiled
+from space_model.heads.head_rows import head_rows
+from space_model.heads.output_head import OutputHead
+from space_model.loading.sharded_model import assemble_part, read_part
+from space_model.loading.whole_model import settle, stream_model
+from space_model.model_error import (
+    CheckpointNotFound,
+    InvalidSetting,
+    InvalidSpaceSection,
+    UnsupportedModel,
+    malformed_is_unsupported,
+)
+from space_model.model_facts import ModelFacts
+from space_model.networks.compact_network import compact_network
+from space_model.networks.paged_attention_interface import ATTENTION_NAME
+from space_model.networks.tensor_parallel import Ranks, Share
+from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
+from space_model.quantization.fp8_model import check_plain, hold_float8
+from space_model.quantization.quantized_model import read_packed, stays_packed
+from space_model.space_model import SpaceModel
+from space_model.uncompiled import without_compiler
+from space_model.verification.layer_reference import reference
+from space_model.verification.probe import check_attention, check_parts
+
+_log = logging.getLogger(__name__)
+
+
+@malformed_is_unsupported()
+def load_model(
+    path: str | Path | Checkpoint,
+    *,
+    dtype: str = "auto",
+    weights: str = "plain",
+    kv_dtype: str = "auto",
+    device: str = "cpu",
+    mask_ids: Sequence[int] | None = None,
+    num_masks: int | None = None,
+    attention: str = "auto",
+    exact: bool = False,
+    choose_ops: Callable[[ModelFacts], Ops] | None = None,
+    max_model_len: int | None = None,
+    num_threads: int | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
+    ranks: Ranks | None = None,
+) -> SpaceModel:
+    """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or one that is open already).
+
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU
+    computes the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device`
+    auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own;
+    `max_model_len` shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole
+    process and not to be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter
+    that drafts for requests which name it, beside the checkpoint's own;
+    `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
+    families that have a compact network; `choose_ops`: which operations to take, in place of these two;
+    `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.
+    Raises a ModelError that names the cause.
+    """
+    if num_threads is not None:
+        if num_threads < 1:
+            raise InvalidSetting(f"num_threads must be at least 1; got {num_threads}.")
+        torch.set_num_threads(num_threads)
+    checkpoint = Checkpoint.open(path)
+    config = family.read_config(checkpoint)
+    place = choose_device(device)
+    if place.type == "cuda":
+        refuse_tf32()
+    number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights, kept=checkpoint.kept_as)
+    if kv_dtype not in KV_DTYPES:
+        raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")
+    float8_kv = kv_dtype == "fp8"
+    if weights != "plain" and ranks is not None:
+        raise InvalidSetting(
+            f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
+            f"{ranks.size}."
+        )
+    section = SpaceSection.parse(
+        checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
+    )
+    section.check_base(checkpoint.name, checkpoint.weights_sha256)
+    fitting: _Fitting = {"hidden_size": int(config.hidden_size), "dtype": number, "device": place}
+    drafting: list[Adapter] = []
+    draft_head = None
+    if section.adapter is not None:
+        drafting.append(Adapter.read(OWN, checkpoint.home, section, **fitting))
+        draft_head = drafting[0].draft_head
+    elif section.draft_head is not None:
+        draft_head = load_draft_head(checkpoint.home, section.draft_head, **fitting)
+    for name, folder in (adapters or {}).items():
+        drafting.append(_named(name, folder, checkpoint, int(config.vocab_size), fitting))
+
+    begun = time.perf_counter()
+    if ranks is None:
+        model = _read_weights(checkpoint, config, number, place, weights)
+    else:
+        model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
+    _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
+    vocab_size = len(model.get_output_embeddings().weight)
+    eos_ids = checkpoint.eos_ids(vocab_size)
+    both = sorted(set(eos_ids).intersection(section.mask_ids))
+    if both:
+        raise InvalidSpaceSection(f"Id {both[0]} ends a text and cannot be a mask too: masks are never generated.")
+    num_heads, kv_heads, head_dim = family.sizes(model.config)
+    facts = ModelFacts(
+        name=checkpoint.name,
+        vocab_size=vocab_size,
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window=_window(config, max_model_len),
+        dtype=number,
+        dtype_reason=reason,
+        device=place,
+        eos_ids=eos_ids,
+        mask_ids=section.mask_ids,
+        num_masks=len(section.mask_ids) if section.adapter is None else drafting[0].gated.num_masks,
+        model_hash=checkpoint.model_hash(),
+        tokenizer_hash=checkpoint.tokenizer_hash(),
+        has_draft_head=draft_head is not None,
+        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[float8_kv],
+        attention="",  # the operations say below
+        num_threads=torch.get_num_threads(),
+        acceptance=section.acceptance,
+        adapters=tuple(adapter.facts for adapter in drafting),
+        weights=weights,
+        float8_kv=float8_kv,
+        num_ranks=1 if ranks is None else ranks.size,
+    )
+    try:
+        if choose_ops is None:
+            ops = ops_for(place, attention=attention, exact=exact, dtype=number, float8_kv=float8_kv)
+        else:
+            ops = choose_ops(facts)
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from error
+    facts = replace(facts, attention=ops.attention)
+    if ranks is not None:
+        return assemble_part(model, checkpoint, config, facts, draft_head, drafting, ranks, ops)
+    return _assemble(model, config, facts, draft_head, drafting, ops)
+
+
+class _Fitting(TypedDict):
+    """What an adapter or a draft head must fit."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _named(name: str, folder: str | Path, base: Checkpoint, vocab_size: int, fitting: _Fitting) -> Adapter:
+    """An adapter beside the checkpoint's own; errors say which."""
+    if not name:
+        raise InvalidSetting("An adapter needs a name that requests can ask for.")
+    try:
+        return Adapter.open(name, folder, base=base, vocab_size=vocab_size, **fitting)
+    except (CheckpointNotFound, InvalidSpaceSection) as error:
+        raise type(error)(f"Adapter {name}: {error}") from error
+
+
+def _assemble(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    draft_head: DraftHeadWeights | None,
+    adapters: Sequence[Adapter],
+    ops: Ops,
+) -> SpaceModel:
+    """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
+    check_attention(model, facts)
+    wanted = reference(model, facts)
+    base, output = model.base_model, model.get_output_embeddings()
+    head = OutputHead(
+        output.weight,
+        output.bias,
+        scale=family.head_scale(config),
+        softcap=family.head_softcap(config),
+        eight_bits=facts.eight_bits,
+        keeps_rows=facts.has_any_draft_head or not facts.eight_bits,
+        linear=ops.linear,
+    )
+    if facts.most_masks:
+        facts = replace(facts, head_rows=head_rows(head.logits, facts.hidden_size, facts.dtype, facts.device))
+    gated = [adapter.gated for adapter in adapters]
+    if gated:
+        layers, _ = family.decoder_layers(base)
+        for adapter in gated:
+            adapter.check(model, f"{model.base_model_prefix}.{layers}")
+    network = compact_network(base, facts, ops, gated, model.base_model_prefix)
+    if network is None:
+        if facts.device.type == "cpu":
+            make_row_invariant(base, facts.num_threads, eight_bits=facts.eight_bits)
+        elif ops.is_exact:
+            raise InvalidSetting(
+                f"Models of type {config.model_type!r} as this one is held are not exact on a GPU, for their norms and "
+                "products are the library's; leave out --exact."
+            )
+        gate = attach(base, gated, model.base_model_prefix) if gated else None
+        network = TransformersNetwork(base, gate, ops.space_attention)
+    if ops.attention == "compiled":
+        compile_head = partial(with_compiled, embedding=base.get_input_embeddings().weight.detach(), output=head)
+        draft_head = compile_head(draft_head)
+        adapters = [replace(adapter, draft_head=compile_head(adapter.draft_head)) for adapter in adapters]
+    space_model = SpaceModel(facts, network, head, draft_head, adapters)
+    check_parts(network, head.logits, facts, wanted)
+    return space_model
+
+
+def _read_weights(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str
+) -> PreTrainedModel:
+    """The whole transformers model in `dtype` on `device`, streamed there; every weight must be in the checkpoint.
+
+    `weights` fp8: the device never holds them in `dtype`.
+    """
+    form = read_format(checkpoint.config, checkpoint.name)
+    if weights == "fp8":
+        check_plain(form)
+    with _quiet(), without_compiler():
+        try:
+            packed = None
+            if form is not None and stays_packed(form, device):
+                packed = read_packed(checkpoint, config, form, dtype, device)
+            in_turn = weights == "fp8" and device.type != "cpu"  # what makes them smaller asks for one after another
+            model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
+        except (RuntimeError, ValueError, ImportError) as error:
+            raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
+    check_found(checkpoint, model, found)
+    family.refuse_more_head(model)
+    refuse_odd_values(checkpoint.name, model, packed=packed is not None)
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.requires_grad_(False)
+    if weights == "fp8":
+        hold_float8(model.base_model, device, lambda weight: weight.to(device=device, dtype=dtype))
+    if packed is None:
+        settle(model, dtype, device)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers: a missing or odd weight is an error here, with our words."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _window(config: PreTrainedConfig, max_model_len: int | None) -> int:
+    trained = getattr(config, "max_position_embeddings", None)
+    if max_model_len is None:
+        if trained is None:
+            raise InvalidSetting("config.json does not say how many positions the model has; give max_model_len.")
+        return int(trained)
+    if max_model_len < 1 or (trained is not None and max_model_len > trained):
+        raise InvalidSetting(f"max_model_len must lie in 1..{trained}, the model's positions; got {max_model_len}.")
+    return max_model_len

@@ -1,0 +1,182 @@
+"""One rank's part of a model: read slice by slice, and put together behind the same seams as a whole one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from space_kernels.dispatch import Ops
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from space_model.adapters.adapter import Adapter
+from space_model.adapters.gated_linear import attach
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.joined_rows import JoinedRows
+from space_model.checkpoint.unused_tensors import refuse_unused
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.checkpoint.weight_stream import WeightStream, send
+from space_model.checkpoint.weight_values import refuse_odd_values
+from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads.output_head import OutputHead
+from space_model.model_error import UnsupportedModel
+from space_model.model_facts import ModelFacts
+from space_model.networks.compact_network import compact_network
+from space_model.networks.paged_attention_interface import ATTENTION_NAME
+from space_model.networks.sharded_head import ShardedHead
+from space_model.networks.tensor_parallel import BY_COLUMNS, BY_ROWS, LaterRanks, Ranks, Share, SummedLinear
+from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.quantization.quantized_model import say_dense, without_quantization
+from space_model.quantization.quantized_weights import QuantizedWeights, open_weights
+from space_model.space_model import SpaceModel
+from space_model.verification.layer_reference import reference
+from space_model.verification.probe import check_attention, check_parts
+
+_log = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def read_part(
+    checkpoint: Checkpoint, config: PreTrainedConfig, share: Share, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A transformers model of the part's size with the part's weights; its head is on the meta device, not read."""
+    part = share.of_config(without_quantization(config))
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(part)
+    base = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not read
+    parameters = dict(base.named_parameters())
+    joined = JoinedRows({path: len(parameter) for path, parameter in parameters.items()}.get)
+    with open_weights(checkpoint) as files:
+        stream = WeightStream(files, device, joined=joined)
+        read = {HEAD}  # which is read apart
+        for path, parameter in parameters.items():
+            name = _name(files, f"{model.base_model_prefix}.{path}")
+            read.add(name)
+            weight = _part(files, name, share)
+            if weight.shape != parameter.shape:
+                raise UnsupportedModel(
+                    f"{path} of {checkpoint.name} has a part of {tuple(weight.shape)} for rank {share.rank}; its "
+                    f"config says {tuple(parameter.shape)}."
+                )
+            parent, _, last = path.rpartition(".")
+            fitted = nn.Parameter(stream.put(path, weight, dtype), requires_grad=False)
+            setattr(base.get_submodule(parent), last, fitted)
+        refuse_unused(checkpoint, model, set(files.names) - read | set(files.unused()))
+        refuse_odd_values(checkpoint.name, base)
+        _log.info("rank %d of %d read %d bytes of weights", share.rank, share.size, files.num_bytes)
+        if isinstance(files, QuantizedWeights):
+            held = sum(parameter.nbytes for parameter in base.parameters())
+            say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
+        elif files.num_packed:
+            from space_model.checkpoint.gguf_weights import say_made  # only here: other formats need no gguf package
+
+            say_made(checkpoint, files, sum(parameter.nbytes for parameter in base.parameters()), dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _name(files: WeightFiles, path: str) -> str:
+    """What the files call the weight that the whole model has at `path`."""
+    return path if path in files else path.partition(".")[2]  # some checkpoints are of the base alone
+
+
+def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
+    """What a rank has of the weight `name`."""
+    linear, kind = name.split(".")[-2:]
+    if linear in BY_ROWS:
+        return files.rows(name, share.of(files.shape(name)[0]))
+    if linear in BY_COLUMNS and kind == "weight":
+        return files.columns(name, share.of(files.shape(name)[1]))
+    whole = files.whole(name)
+    if linear in BY_COLUMNS and share.rank:
+        return torch.zeros_like(whole)  # of a sum, one rank adds the bias
+    return whole
+
+
+def assemble_part(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    draft_head: DraftHeadWeights | None,
+    adapters: Sequence[Adapter],
+    ranks: Ranks,
+    ops: Ops,
+) -> SpaceModel:
+    """This rank's part of the model, which `read_part` read. `config`: of the whole one; `facts`: of the part."""
+    share, others = Share(ranks.rank, ranks.size), LaterRanks(ranks)
+    base, prefix = model.base_model, model.base_model_prefix
+    check_attention(model, facts)
+    wanted = reference(model, facts)
+    head, own = _head(model, checkpoint, config, facts, share, others, ops, rescores=facts.has_any_draft_head)
+    parts = [share.of_adapter(adapter) for adapter in adapters]
+    gated = [adapter.gated for adapter in parts]
+    layers, _ = family.decoder_layers(base)
+    for adapter in gated:
+        adapter.check(model, f"{prefix}.{layers}")
+    network = compact_network(base, facts, ops, gated, prefix, others)
+    if network is None:
+        if facts.device.type == "cpu":
+            make_row_invariant(base, facts.num_threads)
+        gate = attach(base, gated, prefix) if gated else None
+        for layer in base.layers:
+            for block, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                setattr(block, name, SummedLinear(block.get_submodule(name), others))
+        network = TransformersNetwork(base, gate, ops.space_attention)
+    check_parts(network, head.logits, facts, wanted.with_head(own, facts.dtype))
+    others.come()
+    return SpaceModel(facts, network, head, draft_head, parts)
+
+
+def _head(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    facts: ModelFacts,
+    share: Share,
+    ranks: Ranks,
+    ops: Ops,
+    *,
+    rescores: bool,
+) -> tuple[ShardedHead, Tensor]:
+    """The rank's ids of the head, and their weights. Rank 0 has a whole head besides where a draft head asks it for
+    gathered rows.
+    """
+    embedding: Tensor = model.base_model.get_input_embeddings().weight
+    ids = share.of_vocabulary(facts.vocab_size)
+    whole: Tensor | None = None
+    with open_weights(checkpoint) as files:
+        if HEAD not in files and not config.tie_word_embeddings:
+            raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
+        if HEAD not in files or (config.tie_word_embeddings and _is_embedding(files, embedding)):
+            whole, part = embedding, embedding[ids]
+        elif rescores and share.rank == 0:
+            whole = WeightStream(files, facts.device).whole(HEAD, facts.dtype)
+            part = whole[ids]
+        else:
+            part = files.rows(HEAD, ids)
+        width = share.vocabulary_width(facts.vocab_size)
+        own = torch.zeros(width, part.shape[1], dtype=facts.dtype, device=facts.device)
+        send(part, own[: len(part)])
+        if not bool(own.isfinite().all()):
+            raise UnsupportedModel(
+                f"{HEAD} of {checkpoint.name} has numbers that are not finite. Fetch the file again."
+            )
+    rows = None
+    if whole is not None and rescores and share.rank == 0:
+        rows = OutputHead(whole, None, packed=False)
+    return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks), own[: len(part)]
+
+
+def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:
+    """The head that the files have beside a tied embedding is that embedding; another one is meant, as in transformers.
+
+    So every rank reads the head once; checkpoints of tied models have none as a rule.
+    """
+    head = files.whole(HEAD)
+    return head.shape == embedding.shape and torch.equal(head.to(embedding), embedding)

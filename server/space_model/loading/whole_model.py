@@ -1,0 +1,86 @@
+"""A checkpoint's weights as a whole transformers model, streamed to where it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import key_mapping
+from space_model.checkpoint.joined_rows import JoinedRows
+from space_model.checkpoint.weight_stream import WeightStream, send
+from space_model.networks.llama_network import FAMILIES
+from space_model.quantization.quantized_model import Loaded, say_dense, without_quantization
+from space_model.quantization.quantized_weights import QuantizedWeights, open_weights
+
+
+def stream_model(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    as_kept: bool = False,
+    copies: bool | None = None,
+) -> Loaded:
+    """The model with its weights on `device`, as plain numbers of `dtype`; nothing of it is anywhere twice.
+
+    `as_kept`: they stay on the host, views of their files in the files' own dtype; `copies`: as WeightStream has it.
+    """
+    plain = without_quantization(config) if hasattr(config, "quantization_config") else config
+    model_class = _class_of(plain)
+    if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):
+        plain = plain.get_text_config()
+    with open_weights(checkpoint) as files:
+        joined = None
+        if config.model_type in FAMILIES and not isinstance(files, QuantizedWeights):
+            joined = JoinedRows(lambda name: files.shape(name)[0] if name in files else None)
+        if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
+            copies = True  # transformers stacks experts, after which nobody lets go of their views
+        stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
+        model, found = model_class.from_pretrained(
+            None,
+            config=plain,
+            state_dict=stream.unread(),
+            dtype=dtype,
+            output_loading_info=True,
+            key_mapping=key_mapping(checkpoint),
+            ignore_mismatched_sizes=True,  # it says which they are, and no more than that there are any without
+        )
+        found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
+        if isinstance(files, QuantizedWeights):
+            held = sum(parameter.nbytes for parameter in model.parameters())
+            say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
+        elif files.num_packed:
+            from space_model.checkpoint.gguf_weights import say_made  # only here: other formats need no gguf package
+
+            say_made(checkpoint, files, sum(parameter.nbytes for parameter in model.parameters()), dtype)
+    return model, found
+
+
+def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """What is on the host still goes to `device`, one weight after another; a shared one stays shared."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.device.type == device.type:
+                continue
+            if weight not in moved:
+                place = torch.empty(weight.shape, dtype=dtype, device=device)
+                send(weight.detach(), place)
+                moved[weight] = nn.Parameter(place, requires_grad=False)
+            setattr(module, name, moved[weight])
+    model.to(device)  # buffers, which keep their dtype
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    """The class of models with this config; where there are several, the one that the config names."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(found, (list, tuple)):
+        return found
+    named = [one for one in found if one.__name__ in (getattr(config, "architectures", None) or ())]
+    return (named or found)[0]

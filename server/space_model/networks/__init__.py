@@ -1,0 +1,1 @@
+"""Networks that compute packed rows over paged keys and values."""

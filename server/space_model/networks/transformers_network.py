@@ -1,0 +1,155 @@
+"""Any transformers decoder as a Network: our attention, and on the CPU our linears, activations and experts."""
+
+from __future__ import annotations
+
+from space_kernels.attention.torch_backend import space_attention
+from space_kernels.dispatch import Attention
+from space_kernels.layers.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
+from space_kernels.linear.cpu_linear import cpu_linear
+from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from space_model.adapters.gated_linear import Gate
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.mapped_files import let_go
+from space_model.model_error import UnsupportedModel
+from space_model.networks.each_layer import AroundLayer, RunLayer, each_layer
+from space_model.networks.paged_attention_interface import Step
+from space_model.networks.paged_kv import PagedKV
+
+_STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
+
+
+class TransformersNetwork:
+    """The base model of a transformers decoder (ids to the final norm)."""
+
+    def __init__(self, base: PreTrainedModel, gate: Gate | None = None, attention: Attention = space_attention) -> None:
+        """`gate`: of the adapters that are attached to `base`, where there are any."""
+        self.base = base
+        self._attention = attention
+        self._embedding: Tensor = base.get_input_embeddings().weight
+        self._gate = gate
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        if self._gate is not None:
+            self._gate.open_for(batch)
+        step = Step(batch, kv, self._attention)
+        out = self.base(
+            input_ids=batch.ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            space_step=step,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return F.embedding(ids, self._embedding)
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: what the first layer is given."""
+        given: list[Tensor] = []
+
+        def note(number: int, rows: Tensor, run: RunLayer) -> Tensor:
+            if number == 0:
+                given.append(rows[0])
+            return rows
+
+        self._by_parts(note, batch)
+        return given[0]
+
+    def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] -> [R, hidden]: one layer by itself. Raises UnsupportedModel if it attends elsewhere."""
+        made: list[Tensor] = []
+
+        def run_one(at: int, rows: Tensor, run: RunLayer) -> Tensor:
+            if at == number:
+                made.append(run(hidden[None])[0])
+            return rows
+
+        step = Step(batch, kv, self._attention)
+        try:
+            self._by_parts(run_one, batch, step)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UnsupportedModel(f"{type(self.base).__name__} does not run on paged attention: {error}") from error
+        if step.layers_seen != [number]:
+            raise UnsupportedModel(
+                f"Layer {number} of {type(self.base).__name__} attends through transformers' AttentionInterface as "
+                f"{step.layers_seen}; every layer must, once, and as itself."
+            )
+        return made[0]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        batch = ForwardBatch.build(
+            [Segment([0] * len(hidden), 0, [0])], block_size=len(hidden), mask_ids=(), device=hidden.device
+        )
+        return self._by_parts(lambda at, rows, run: hidden[None], batch)
+
+    def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: Step | None = None) -> Tensor:
+        with each_layer(self.base, around):
+            out = self.base(
+                input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step
+            )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+
+def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
+    """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts, routers.
+
+    `eight_bits`: linears and experts are held in whole numbers and scales.
+
+    One module at a time, so that only one weight is in memory twice.
+    """
+    for name in [name for name, _ in base.named_children()]:  # names alone: what is replaced is to go
+        child = base.get_submodule(name)
+        if type(child) is nn.Linear:
+            setattr(base, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
+            let_go(child.weight)
+        elif type(child) is Conv1D:  # a linear of GPT-2, which keeps its weight the other way round
+            weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
+            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, eight_bits=eight_bits))
+            let_go(weight)
+        elif _is_activation(child):
+            setattr(base, name, row_invariant(child, num_threads))
+        elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+            if type(child).__name__ not in _STANDARD_EXPERTS:
+                raise UnsupportedModel(
+                    f"{type(child).__name__} is no mixture of experts that this server computes row by row on a CPU "
+                    f"({', '.join(sorted(_STANDARD_EXPERTS))} are). Serve the model on a GPU."
+                )
+            activation = row_invariant(child.get_submodule("act_fn"), num_threads)
+            weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
+            setattr(base, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
+        else:
+            make_row_invariant(child, num_threads, eight_bits=eight_bits)
+            if _multiplies_by_itself(child):
+                setattr(base, name, RowInvariantRouter(child))
+
+
+def _multiplies_by_itself(module: nn.Module) -> bool:
+    """Whether the module is a router: it has a matrix of its own, and is no embedding."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return isinstance(module, nn.SiLU | nn.GELU) or type(module).__module__ == "transformers.activations"
+
+
+def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:
+    """The activation, row-invariant with up to `num_threads` threads."""
+    if isinstance(activation, nn.ReLU | RowInvariantActivation):
+        return activation
+    for composed in (silu, gelu, gelu_tanh):
+        if same_function(activation, composed):
+            return RowInvariantActivation(activation, composed, num_threads)
+    raise UnsupportedModel(
+        f"The activation {type(activation).__name__} is not served on a CPU; silu, gelu and gelu_tanh are."
+    )

@@ -1,0 +1,1 @@
+"""Quantised weights, unpacked or kept packed."""

@@ -1,0 +1,56 @@
+"""A transformers model whose linears are held in eight bits with a floating point, all but the output head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from space_kernels.fp8 import Float8
+from space_kernels.linear.cuda_linear import Float8Linear
+from torch import Tensor, nn
+
+from space_model.checkpoint.quantized_formats import QuantizedFormat
+from space_model.mapped_files import let_go
+from space_model.model_error import InvalidSetting
+
+
+def check_plain(form: QuantizedFormat | None) -> None:
+    """Raises InvalidSetting for a checkpoint whose weights are of few bits as they are."""
+    if form is not None:
+        raise InvalidSetting(f"The checkpoint's weights are {form.name} ones already; leave out --weights fp8.")
+
+
+def hold_float8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
+    """Replace the weights of each linear by the nearest; one at a time, so that only one is in memory twice.
+
+    `bring`: a weight that is elsewhere to where it is held.
+
+    On a CPU, which has no product with such weights, they stay bfloat16 and become the same numbers: what a text is
+    there, and how good, is what it is on a GPU, but nothing is smaller or faster.
+    """
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise InvalidSetting("fp8 weights need triton, which is not installed: `pip install triton`.")
+    held = 0
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+                raise InvalidSetting(
+                    f"fp8 weights are those of linears, and {type(child).__name__}, a mixture of experts, has none; "
+                    "leave out --weights fp8."
+                )
+            if not isinstance(child, nn.Linear):
+                continue
+            weight = bring(child.weight.detach())
+            kept = Float8.of(weight)
+            let_go(child.weight)
+            if device.type == "cpu":
+                child.weight = nn.Parameter(kept.dense().to(weight.dtype), requires_grad=False)
+            else:
+                bias = None if child.bias is None else bring(child.bias.detach())
+                setattr(parent, name, Float8Linear(kept, bias))
+            held += 1
+    if not held:
+        raise InvalidSetting(
+            f"fp8 weights are those of linears, and {type(base).__name__} has none; leave out --weights fp8."
+        )

@@ -1,0 +1,117 @@
+"""A quantised checkpoint's weights, in plain numbers when they are read."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.model_error import UnsupportedModel
+
+
+class QuantizedWeights(WeightFiles):
+    """The tensors that a model has, made from those that the files have: one at a time, when asked for."""
+
+    def __init__(self, files: WeightFiles, form: QuantizedFormat) -> None:
+        super().__init__(files.name, files.opened, files.size)
+        self.form = form
+        self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> what it has
+        self._read: set[str] = set()  # tensors of the files that weights were made of
+        aside: set[str] = set()
+        found: dict[str, set[str]] = {}
+        marked: set[str] = set()
+        for name in files.names:
+            path, part = self._split(name)
+            found.setdefault(path, set()).add(part)
+            if form.marks(part):
+                marked.add(path)
+            if part in form.parts:
+                aside.add(name)
+        if not marked:
+            raise UnsupportedModel(
+                f"The config.json of {self.name} says that its weights are quantised as {form.name}, and none of them "
+                "is. Remove quantization_config from it if they are plain numbers."
+            )
+        self._parts = {path: frozenset(found[path]) for path in marked}
+        self._aside = aside
+        self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """The module's path and what stands behind it."""
+        for part in self.form.parts:
+            if name.endswith(f".{part}"):
+                return name[: -len(part) - 1], part
+        path, _, part = name.rpartition(".")
+        return path, part
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or super().__contains__(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors of the model."""
+        return self._names
+
+    @property
+    def num_quantized(self) -> int:
+        """Weights that are made from others."""
+        return len(self._parts)
+
+    def unused(self) -> list[str]:
+        """Parts of quantised weights that no weight was made of, when all have been read."""
+        return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor; a quantised one is made for it."""
+        return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor; quantised ones become float32."""
+        if not self._is_quantized(name):
+            return super().whole(name)
+        path = name.removesuffix(".weight")
+        whole = super().whole
+
+        def read(part: str) -> Tensor:
+            self._read.add(f"{path}.{part}")
+            return whole(f"{path}.{part}")
+
+        try:
+            return self.form.dense(read, self._parts[path])
+        except (IndexError, KeyError, RuntimeError, ValueError) as error:
+            raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
+
+    def rows(self, name: str, part: slice) -> Tensor:
+        """Some rows of a tensor; of a quantised one, all are read."""
+        return self.whole(name)[part].clone() if self._is_quantized(name) else super().rows(name, part)
+
+    def columns(self, name: str, part: slice) -> Tensor:
+        """Some columns of a matrix; of a quantised one, all are read."""
+        return self.whole(name)[:, part].clone() if self._is_quantized(name) else super().columns(name, part)
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._parts
+
+
+@contextmanager
+def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
+    """The tensors that the checkpoint's model has, whatever they are kept as."""
+    if checkpoint.gguf is not None:
+        from space_model.checkpoint.gguf_weights import open_gguf  # only here: other formats need no gguf package
+
+        with open_gguf(checkpoint, checkpoint.gguf) as found:
+            yield found
+        return
+    form = read_format(checkpoint.config, checkpoint.name)
+    with WeightFiles.open(checkpoint) as files:
+        yield files if form is None else QuantizedWeights(files, form)
+
+
+def has_kernels(form: QuantizedFormat) -> bool:
+    """The library that multiplies by such weights as they are is installed."""
+    return bool(form.library) and importlib.util.find_spec(form.library) is not None

@@ -1,0 +1,1 @@
+"""The check at load: our network against transformers, layer by layer."""

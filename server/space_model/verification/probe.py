@@ -1,0 +1,184 @@
+"""The check at load: every part of a model computes what transformers computes, but for rounding.
+
+Each part gets the same rows three times: transformers' module in wide numbers (float32; float64 where float32 is
+served), transformers' module in the serving dtype, and ours. With e the root mean square of what a part is off the
+wide numbers, relative to each row's size:
+
+    e(ours)² ≤ (FACTOR·e(transformers))² + u² + K·u₃₂²/6
+
+Both round the same intermediate results to the serving dtype, of unit roundoff u, at independent places; errors of
+independent roundings add up as squares. An implementation that rounds once more for each operation (a sum or a product
+that the other fuses) at most doubles the square: a factor of √2. Another √2 is for the estimate: the mean square over N
+independent rows has a standard error of √(2/N), a quarter and a bit for N = 24 even if all errors of a row are one.
+u² is one more rounding of the result, where transformers rounds nothing. The last term is another order of summation:
+K terms that are added one by one in float32 are off by u₃₂²·K/6 of the square of their sum, for partial sums grow as
+√k and each is rounded by u₃₂/√3 at most. Where keys and values are kept in eight bits, of unit roundoff u₈, a number
+that is off by u is rounded to the other neighbour with probability u/2u₈, and then off by the step between them, 2u₈: a
+few large errors, of mean square 2u·u₈, at other places than transformers'. The layer's result is allowed so much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from space_kernels.fp8 import as_kept, to_keep, widened
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from space_model.checkpoint import family
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.model_error import UnsupportedModel
+from space_model.model_facts import ModelFacts
+from space_model.networks.network import Network
+from space_model.networks.paged_kv import PagedKV
+from space_model.networks.transformers_network import TransformersNetwork
+from space_model.verification.layer_reference import Made, Reference, first_of_kinds
+
+FACTOR = 2.0
+"""How much further than transformers a part may be from wide numbers, but for the two terms above."""
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one part is off wide numbers: root mean square over the rows, relative to their size."""
+
+    part: str
+    ours: float
+    usual: float  # transformers'
+    bound: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Rounding explains it; NaN never."""
+        return self.ours <= self.bound
+
+
+@torch.inference_mode()
+def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
+    """Raises UnsupportedModel unless every kind of layer attends through transformers' AttentionInterface, on pages."""
+    batch = ForwardBatch.build([Segment(range(4), 0, [0])], block_size=_BLOCK, mask_ids=(), device=facts.device)
+    network, kv = TransformersNetwork(model.base_model), _pages_of_one_layer(facts, 1)
+    _, layers = family.decoder_layers(model.base_model)
+    hidden = network.enter(batch)
+    for number in first_of_kinds(list(layers)):
+        network.layer(number, hidden, batch, kv)
+
+
+@torch.inference_mode()
+def check_parts(network: Network, logits: Callable[[Tensor], Tensor], facts: ModelFacts, wanted: Reference) -> None:
+    """Raises UnsupportedModel, which names the part that differs by most of its bound.
+
+    `logits`: the head's, of [N, hidden]; `wanted`: what transformers makes of the same rows, with the same weights.
+    """
+    found = list(differences(network, logits, facts, wanted))
+    amiss = [one for one in found if not one.is_rounding]
+    if amiss:
+        first, form = amiss[0], str(facts.dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"{facts.name} would be served wrong: {first.part} computes something else here than in transformers. It "
+            f"is off by {first.ours:.3g} of its size, transformers' own in {form} by {first.usual:.3g}, and rounding "
+            f"explains {first.bound:.3g} ({len(amiss)} of {len(found)} parts differ). Its family does something that "
+            f"this server does not do; please report it with the checkpoint's config.json."
+        )
+
+
+def differences(
+    network: Network, logits: Callable[[Tensor], Tensor], facts: ModelFacts, wanted: Reference
+) -> Iterator[Difference]:
+    """Part by part, in the order in which a row goes through them."""
+    count, start = len(wanted.rows.ids), wanted.rows.start
+    pages = list(range(-(-(start + count) // _BLOCK)))[::-1]
+    batch = ForwardBatch.build(
+        [Segment(wanted.rows.ids, start, pages)], block_size=_BLOCK, mask_ids=(), device=facts.device
+    )
+    kv = _pages_of_one_layer(facts, len(pages))
+    comparison = _Comparison(facts, wanted)
+
+    def padded(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.new_zeros(len(batch.ids) - count, rows.shape[1])])
+
+    yield comparison.compare("the embedding", network.enter(batch)[:count], wanted.entry)
+    for layer in wanted.layers:
+        for made in (layer.keys, layer.values):
+            refuse_other_heads(f"Layer {layer.number}", made.exact.shape, facts)
+        _fill(kv, wanted.contexts.of(layer.keys.exact, layer.values.exact), pages)
+        out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
+        name = f"layer {layer.number} of {facts.num_layers}"
+        for what, kept, made in (("keys", kv.keys[0], layer.keys), ("values", kv.values[0], layer.values)):
+            yield comparison.compare(f"{name} ({what})", _read(kept, pages, start, count), made, kept=True)
+        yield comparison.compare(name, out, layer.out, is_routed=layer.is_routed)
+    yield comparison.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
+    if wanted.logits is not None:
+        yield comparison.compare("the output head", logits(wanted.head_given)[:, wanted.head_ids], wanted.logits)
+
+
+def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> None:
+    """Keys and values [G, R, D] have the heads that config.json says. Raises UnsupportedModel."""
+    if (shape[0], shape[2]) != (facts.kv_heads, facts.head_dim):
+        raise UnsupportedModel(
+            f"{part} has {shape[0]} heads of keys or values, of size {shape[2]}, where config.json says "
+            f"{facts.kv_heads} of size {facts.head_dim} (num_key_value_heads, head_dim): pages hold keys and values of "
+            "one size, the same in all layers."
+        )
+
+
+class _Comparison:
+    def __init__(self, facts: ModelFacts, wanted: Reference) -> None:
+        self._unit, self._unit_kept = (torch.finfo(dtype).eps / 2 for dtype in (facts.dtype, facts.kv_dtype))
+        self._turned_squared = 2 * self._unit_kept * self._unit if facts.float8_kv else 0.0
+        self._sum_squared = wanted.longest_sum * (torch.finfo(torch.float32).eps / 2) ** 2 / 6
+
+    def compare(
+        self, part: str, found: Tensor, made: Made, *, kept: bool = False, is_routed: bool = False
+    ) -> Difference:
+        """`kept`: in pages; `is_routed`: a rounding may send a few rows to another expert, so a quarter is left out."""
+        ours, usual = _off(found, made.exact), _off(made.usual, made.exact)
+        if is_routed:
+            most = -(-len(ours) * 3 // 4)
+            ours, usual = ours.sort().values[:most], usual.sort().values[:most]
+        unit = self._unit_kept if kept else self._unit
+        theirs = float(usual.mean())
+        more = unit**2 + self._sum_squared + (0.0 if kept else self._turned_squared)
+        bound = (FACTOR**2 * theirs + more) ** 0.5
+        return Difference(part, float(ours.mean()) ** 0.5, theirs**0.5, bound)
+
+
+def _off(found: Tensor, exact: Tensor) -> Tensor:
+    """[…, R, n] -> [R]: the mean square of the difference, relative to that of the exact row."""
+    rows, right = (x.double().movedim(-2, 0).flatten(1) for x in (found, exact))
+    return (rows - right).pow(2).mean(1) / right.pow(2).mean(1).clamp_min(1e-60)
+
+
+def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
+    """For all layers in turn."""
+    one = PagedKV.allocate(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=_BLOCK,
+        kv_heads=facts.kv_heads,
+        head_dim=facts.head_dim,
+        dtype=facts.kv_dtype,
+        device=facts.device,
+    )
+    return PagedKV(one.keys * facts.num_layers, one.values * facts.num_layers, num_blocks, _BLOCK)
+
+
+def _fill(kv: PagedKV, context: tuple[Tensor, Tensor], pages: list[int]) -> None:
+    """Keys and values [G, P, D] of the positions from 0."""
+    for kept, rows in zip((kv.keys[0], kv.values[0]), context, strict=True):
+        heads, length, width = rows.shape
+        used = -(-length // _BLOCK)
+        padded = torch.cat([rows, rows.new_zeros(heads, used * _BLOCK - length, width)], dim=1)
+        blocks = padded.view(heads, used, _BLOCK, width).transpose(0, 1)
+        as_kept(kept)[pages[:used]] = to_keep(blocks, kept.dtype)
+
+
+def _read(kept: Tensor, pages: list[int], start: int, count: int) -> Tensor:
+    """[G, count, D] of the positions from `start`."""
+    positions = torch.arange(start, start + count, device=kept.device)
+    blocks = torch.tensor(pages, device=kept.device)[positions // _BLOCK]
+    return widened(as_kept(kept)[blocks, :, positions % _BLOCK]).transpose(0, 1)

@@ -1,0 +1,1 @@
+"""The sequences of a running batch, from admission to the end."""

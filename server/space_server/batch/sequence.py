@@ -1,0 +1,112 @@
+"""One running sequence: its ids, its pages, and how far its keys and values are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Run
+from dataclasses import dataclass, field
+
+import numpy as np
+from space_kernels.paging.row_pattern import Ints
+from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling.sampling_params import Law
+
+from space_server.batch.limits import Limits
+from space_server.batch.page_numbers import appended
+from space_server.drafts.acceptance import Acceptance
+from space_server.drafts.drafts import BY_MASKS, Drafter, Origin, Source
+from space_server.grammar.grammar_state import GrammarState
+
+
+# computed                  pending                      drafts
+# [0 ....... num_computed)  [num_computed .... len(ids)) [len(ids) ... + len(drafts))
+#  K, V in the pages         the last one is the root     candidates of the next step
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Sequence:
+    """A sequence between two steps. Prefill, decoding and resuming differ only in how many ids are pending."""
+
+    seq_id: int
+    ids: list[int]  # prompt, then output; all final
+    num_prompt: int
+    num_computed: int  # leading ids whose K and V are in the pages; below len(ids)
+    pages: list[int]  # block numbers, position 0 onwards; `extend` adds to them
+    law: Law
+    limits: Limits
+    max_drafts: int  # bound on drafts per step
+    num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
+    num_prompt_logprobs: int | None  # the same for prompt ids
+    counts: TokenCounts | None  # of `ids`, where the law penalises
+    adapter: int | None  # whose masks it drafts from; None: the checkpoint's own, by their ids
+    num_masks: int  # masks per group that there are
+    drafts: list[int] = field(default_factory=list)  # to be verified by the next step
+    draft_depth: int = 1  # mask number that the first of them came from; 0: from no mask
+    draft_chances: Run[float] = ()  # that each is accepted after those before it, where no mask made them
+    acceptance: Acceptance | None = None  # of drafts that came from its masks; None: nobody asks
+    origin: Origin = BY_MASKS  # who proposed the drafts
+    drafter: Drafter | None = None  # proposes from what is known of the text; None: only its masks draft
+    grammar: GrammarState | None = None  # where the output stands in the grammar that bounds it; None: in none
+    waits: bool = False  # for its grammar to be compiled
+    num_emitted: int = 0  # ids emitted since admission
+    paused: bool = False  # without a free slot, and reported so
+    most_ids: int = field(init=False)  # that it may ever have
+    most_masks: int = field(init=False)  # that a group of its may have
+    held_pages: set[int] = field(init=False, repr=False)  # the same, in no order
+    page_numbers: Ints = field(init=False, repr=False)  # the same; never changed, replaced by a longer one
+
+    def __post_init__(self) -> None:
+        self.held_pages = set(self.pages)
+        self.page_numbers = np.array(self.pages, dtype=np.int64)
+        self.most_ids = self.limits.num_left(0, self.num_prompt)
+        self.most_masks = min(self.max_drafts, self.num_masks)
+
+    @property
+    def num_pending(self) -> int:
+        """Ids to compute; at least 1."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def num_left(self) -> int:
+        """Ids that may still be emitted."""
+        return self.most_ids - len(self.ids)
+
+    @property
+    def num_mask_drafts(self) -> int:
+        """Leading drafts that came from its masks."""
+        if self.draft_depth == 0:
+            return 0
+        return len(self.drafts) if self.origin.source is Source.MASKS else self.origin.num_mask_drafts
+
+    def num_free_slots(self, block_size: int) -> int:
+        """Slots behind the computed ids."""
+        return len(self.pages) * block_size - self.num_computed
+
+    def extend(self, pages: Run[int]) -> None:
+        """These pages, none of which it has, come behind the others."""
+        self.pages += pages
+        self.held_pages.update(pages)
+        self.page_numbers = appended(self.page_numbers, pages)
+
+    def advance(self, num_rows: int) -> None:
+        """A prefill chunk that did not reach the root is computed."""
+        self.num_computed += num_rows
+
+    def emit(
+        self,
+        tokens: list[int],
+        num_accepted: int,
+        drafts: list[int],
+        draft_depth: int = 1,
+        origin: Origin = BY_MASKS,
+    ) -> None:
+        """The root's step is over: `tokens` are new ids, the K and V of the root and the accepted drafts are in place.
+
+        Rejected drafts wrote the slots behind; the next step overwrites them. Nothing is moved.
+        """
+        self.num_computed = min(len(self.ids) + num_accepted, len(self.ids) + len(tokens) - 1)
+        self.ids += tokens
+        self.num_emitted += len(tokens)
+        self.drafts, self.draft_depth = drafts, draft_depth
+        self.origin, self.draft_chances = origin, origin.chances
+        if self.counts is not None:
+            self.counts.extend(tokens)
+        if self.grammar is not None:
+            self.grammar.advance(tokens)

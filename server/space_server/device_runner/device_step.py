@@ -1,0 +1,255 @@
+"""One step of a batch whose state is on the device: tensors in, tensors out, nothing asked on the way.
+
+    rows -> forward -> head over chain rows -> choose -> judge -> masks -> head over the accepted groups' rows
+         -> choose, or draft head -> decree, where that is asked for -> advance -> result, log-probabilities
+
+Everything has a shape that the step's kind fixes, so a kind can be captured as a CUDA graph and taken again without
+Python. Lines without a sequence go along as dead rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from space_kernels.paging.step_tables import PatternTables, StepTables
+from space_kernels.sampling.sampling_tensors import Stages
+from space_kernels.step.draft_candidates import candidates, law_columns
+from space_kernels.step.draft_head import propose
+from space_kernels.step.ops import StepOps
+from space_kernels.step.state import DeviceRows, MaskRows, StepState, chain_choices, mask_choices
+from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.step.uniform_index import StepIndex
+from space_model.geometry.batch_pattern import BatchPattern, batch_pattern
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.model_facts import ModelFacts
+from space_model.networks.paged_kv import PagedKV
+from torch import Tensor
+
+from space_server.device_runner.device_logprobs import report
+from space_server.step_model import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What fixes every shape of a step: what a graph is captured for."""
+
+    num_lines: int  # the first so many
+    layout: DraftLayout  # of each
+    stages: Stages
+    num_pages: int  # of each that attention may look at
+    num_asking: int = 0  # lines whose log-probabilities are reported
+    num_top: int = 0  # alternatives of each of their ids
+    adapter: int | None = None  # whose masks they are; None: the checkpoint's own, by their ids
+
+
+Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
+"""[R, hidden]: the rows of a batch through the network. Rows of dead lines and dead drafts may hold anything."""
+
+
+class TensorForward:
+    """Gives the network rows whose places only the device knows. Its attention must read StepTables."""
+
+    def __init__(self, model: StepModel, kv: PagedKV) -> None:
+        self._model, self._kv = model, kv
+        self._pattern = lru_cache(maxsize=None)(self._new_pattern)  # graphs read its tensors: none may go
+
+    def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
+        pattern = self._pattern(kind.num_lines, kind.layout, kind.adapter)
+        tables = StepTables(
+            PatternTables.of(pattern.rows, laid_out.starts.device),
+            laid_out.starts,
+            state.page_table[:, : kind.num_pages],
+            state.block_size,
+            laid_out.num_written,
+        )
+        batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
+        return self._model.forward(batch, self._kv)
+
+    def _new_pattern(self, num_lines: int, layout: DraftLayout, adapter: int | None) -> BatchPattern:
+        facts = self._model.facts
+        runs = (((layout.num_drafts + 1, layout, adapter), num_lines),)
+        return batch_pattern(runs, facts.mask_ids, _adapter_masks(facts), facts.device)
+
+
+class HostForward:
+    """Reads the rows on the host and gives the network those that live: for a CPU, where reading waits for nobody."""
+
+    def __init__(self, model: StepModel, kv: PagedKV) -> None:
+        self._model, self._kv = model, kv
+
+    def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
+        facts, layout = self._model.facts, kind.layout
+        k, per_line = layout.num_drafts, layout.num_masks
+        ids, starts, running = laid_out.ids.numpy(), laid_out.starts.numpy(), laid_out.running.numpy()
+        num_live, num_pages, table = laid_out.num_live.numpy(), state.num_pages.numpy(), state.page_table.numpy()
+        segments, lines = [], []
+        for line in running.nonzero()[0]:
+            start, count = int(starts[line]), int(num_live[line])
+            own = layout.with_drafts(count).within(start, facts.window)
+            first = line * (k + 1)
+            chain = ids[first : first + count + 1].tolist()
+            segments.append(Segment(chain, start, table[line, : num_pages[line]].astype("int64"), own, kind.adapter))
+            lines.append(line)
+        if not segments:
+            return torch.zeros(index.num_padded, facts.hidden_size, dtype=facts.dtype)
+        batch = ForwardBatch.build(
+            segments, block_size=state.block_size, mask_ids=facts.mask_ids, adapter_masks=_adapter_masks(facts)
+        )
+        found = self._model.forward(batch, self._kv)
+        source: list[int] = []
+        target: list[int] = []
+        for number, line in enumerate(lines):
+            source += batch.chain_rows[number]
+            target += range(line * (k + 1), line * (k + 1) + len(batch.chain_rows[number]))
+            begin = index.num_chain_rows + line * per_line
+            for group, rows in enumerate(batch.mask_rows[number]):
+                source += rows
+                target += range(begin, begin + len(rows))
+                begin += layout.masks[group]
+        hidden = found.new_zeros(index.num_padded, found.shape[1])
+        hidden[torch.tensor(target)] = found[torch.tensor(source)]
+        return hidden
+
+
+def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
+    return tuple(adapter.num_masks for adapter in facts.adapters)
+
+
+class DeviceStep:
+    """Takes steps of the lines of one state, in place."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        state: StepState,
+        ops: StepOps,
+        forward: Forward,
+        asking: Tensor,
+        decrees: Decrees | None = None,
+    ) -> None:
+        """asking [S] int64: lines whose log-probabilities are reported, the first so many as a step's kind says.
+
+        `decrees`: what drafts are replaced by; None: they are the masks' own.
+        """
+        self._asking = asking
+        self._model, self._ops, self._forward = model, ops, forward
+        facts = model.facts
+        device = state.root.device
+        self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=device)
+        self._mask_ids = torch.tensor(facts.mask_ids, dtype=torch.int64, device=device) if facts.mask_ids else None
+        self._first = lru_cache(maxsize=None)(state.first)
+        self._decrees = None if decrees is None else lru_cache(maxsize=None)(decrees.first)
+        # graphs read its tensors: none may go
+        self._index = lru_cache(maxsize=None)(lambda num_lines, layout: StepIndex.of(num_lines, layout, device))
+
+    @torch.inference_mode()
+    def take(self, kind: StepKind) -> Tensor:
+        """One step of the first lines; its result on the device, as one list of int32.
+
+        `step_state.advance`'s [num_lines, result_width(K)], then `device_logprobs.report`'s of those who ask.
+        """
+        ops, model, stages = self._ops, self._model, kind.stages
+        state, index = self._first(kind.num_lines), self._index(kind.num_lines, kind.layout)
+        laid_out = ops.rows(state, index, self._mask_ids if kind.adapter is None else None)
+        hidden = self._forward(state, index, laid_out, kind)  # [R, hidden]
+        num_choices = index.num_drafts + 1
+        logits = model.logits(hidden[: index.num_chain_rows]).contiguous().view(kind.num_lines, num_choices, -1)
+        asking = self._asking[: kind.num_asking]
+        raw = logits.index_select(0, asking) if kind.num_asking else None
+        before = chain_choices(state, index, stages)
+        choice = ops.choose(
+            logits,
+            state.laws,
+            stages,
+            before.positions,
+            self._banned,
+            tails=before.tails,
+            num_tail=before.num_tail,
+            counts=state.counts,
+            bans=before.bans,
+        )
+        verdict = ops.judge_step(state, index, laid_out, choice)
+        drafts, num_drafts = self._drafts(state, index, kind, verdict, hidden)
+        result = ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned).flatten()
+        if raw is None:
+            return result
+        return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
+
+    def _drafts(
+        self, state: StepState, index: StepIndex, kind: StepKind, verdict: StepVerdict, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[S, K'] for the next step, and how many of them there are, [S]."""
+        if not index.most_drafts:
+            return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
+        group = self._ops.masks(state, index, verdict)
+        drafts = self._of_masks(state, index, kind, verdict, hidden, group)
+        if self._decrees is not None:
+            decrees = self._decrees(index.num_sequences)
+            drafts = self._ops.decree(decrees, state.num_known, state.num_prompt, verdict, group.first, drafts)
+        return drafts, group.count
+
+    def _of_masks(
+        self,
+        state: StepState,
+        index: StepIndex,
+        kind: StepKind,
+        verdict: StepVerdict,
+        hidden: Tensor,
+        group: MaskRows,
+    ) -> Tensor:
+        """[S, K'] that the masks of `group` make."""
+        ops, model, laws, stages = self._ops, self._model, state.laws, kind.stages
+        S, most = index.num_sequences, index.most_drafts
+        masks = hidden[group.rows]  # [S, K', hidden]
+        logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
+        before = mask_choices(state, verdict, most, stages)
+        head = model.draft_head_of(kind.adapter)
+        if head is None:
+            choice = ops.choose(
+                logits,
+                laws,
+                stages,
+                before.positions,
+                self._banned,
+                tails=before.tails,
+                num_tail=before.num_tail,
+                counts=state.counts,
+                bans=before.bans,
+            )
+            return choice.ids
+
+        def edit(raw: Tensor) -> Tensor:
+            return ops.edit(
+                raw,
+                laws,
+                stages,
+                self._banned,
+                tails=before.tails,
+                num_tail=before.num_tail,
+                counts=state.counts,
+                bans=before.bans,
+            )
+
+        ids, offsets = candidates(logits, stages, edit)
+        last = (verdict.lengths - 1).clamp(min=0)[:, None]
+        return propose(
+            masks,
+            ids,
+            offsets,
+            verdict.emitted.gather(1, last)[:, 0],
+            before.positions,
+            laws.key,
+            law_columns(laws, stages),
+            w1=head.w1,
+            w2=head.w2,
+            embedding_scale=head.embedding_scale,
+            form=head.form,
+            embed=model.embed,
+            logits_of=model.logits_of,
+            choose=ops.choose_candidates,
+        )

@@ -1,0 +1,1 @@
+"""Drafts: their sources and how likely they are accepted."""

@@ -1,0 +1,181 @@
+"""Where one sequence's output stands in its grammar, and which ids may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Run
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from space_common.grammar import is_stuck, reason
+from space_kernels.sampling.sampling_rows import IdBits
+
+from space_server.drafts.drafts import Forced
+from space_server.grammar.vocabulary import Vocabulary, bits_of, ids_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_FEW_WORDS = 8
+"""Words of a set with ids in them above which nobody looks whether the text is forced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Possible:
+    """The ids that may stand at one place of an output."""
+
+    ids: IdBits | None  # None: nobody will ask, for what stands before cannot be
+    only_end: bool = False  # the text is complete, and nothing can follow it
+
+    def __contains__(self, id_: int) -> bool:
+        return self.ids is None or bool(self.ids[id_ >> 5] >> (id_ & 31) & 1)
+
+
+_UNASKED = Possible(None)
+
+
+class GrammarState:
+    """Follows the output of a sequence, and looks ahead behind drafts.
+
+    output (final)          tail (hypothetical)
+    [0 ............. n)     [n ........ n + t)      the matcher stands behind both, and goes back as far as need be
+
+    What may come next depends on the bytes before alone. A place where the library gives up, or where no id can go on,
+    has no possible ids; it harms nobody until it is reached.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        fresh: Callable[[], LLMatcher],
+        *,
+        eos_ids: Collection[int],
+        stop_ids: Collection[int] = (),
+        ignores_eos: bool = False,
+        output: Run[int] = (),
+    ) -> None:
+        """`fresh`: a matcher of its own at the beginning. EOS ids, and stop ids without text, are possible where the
+        text may end; with `ignores_eos` the first only where it must. `output` is known already.
+        """
+        self._vocabulary, self._fresh = vocabulary, fresh
+        stops = {id_ for id_ in stop_ids if not vocabulary.texts[id_]}
+        self._end_ids = stops.union(eos_ids)
+        self._end_bits = bits_of(self._end_ids, vocabulary.size)  # where the text must end
+        self._stop_bits = bits_of(stops, vocabulary.size) if ignores_eos else self._end_bits  # where it may
+        self._text_bits = vocabulary.possible & ~self._end_bits
+        self._matcher = fresh()
+        self._output: list[int] = []
+        self._tail: list[int] = []
+        self._known: dict[tuple[int, ...], Possible] = {}  # by the tail before it
+        self.trouble: str | None = None  # why the last place without possible ids has none
+        self._is_lost = False  # the output is none of the grammar's
+        self.advance(output)
+        if self._is_lost:
+            raise ValueError(f"The {len(output)} ids generated before are no beginning of one of its texts.")
+
+    def possible(self, tail: Run[int] = ()) -> Possible:
+        """The ids that may stand behind the output and `tail`."""
+        key = tuple(tail)
+        known = self._known.get(key)
+        if known is None:
+            if self._is_lost:
+                return Possible(np.zeros_like(self._text_bits))
+            reached = self._end_ids.isdisjoint(key) and self._go_behind(key)
+            known = self._known[key] = self._look() if reached else _UNASKED
+        return known
+
+    def num_possible(self, tail: Run[int], drafts: Run[int]) -> int:
+        """How many of the first drafts may follow the output and `tail`, up to an end."""
+        behind = list(tail)
+        for count, id_ in enumerate(drafts):
+            if id_ not in self.possible(behind):
+                return count
+            if id_ in self._end_ids:
+                return count + 1
+            behind.append(id_)
+        return len(drafts)
+
+    def forced(self, tail: Run[int], most: int) -> Forced:
+        """Up to `most` ids that must follow the output and `tail`, as long as there is no choice of text: where it can
+        be cut in several ways, the longest ids.
+        """
+        behind, certain = list(tail), True
+        while len(behind) < len(tail) + most:
+            ways = self._ways(self.possible(behind))
+            if not ways:
+                break
+            behind.append(ways[0])
+            certain = certain and len(ways) == 1
+            if ways[0] in self._end_ids:
+                break
+        return Forced(tuple(behind[len(tail) :]), certain)
+
+    def _ways(self, possible: Possible) -> list[int]:
+        """The possible ids, if all are beginnings of one of them, which is the first; none if there is a choice."""
+        if possible.ids is None or not 0 < np.count_nonzero(possible.ids) <= _FEW_WORDS:
+            return []
+        texts, ids = self._vocabulary.texts, ids_of(possible.ids)
+        if len(ids) == 1:
+            return ids
+        ids.sort(key=lambda id_: -len(texts[id_]))
+        is_forced = all(texts[id_] and texts[ids[0]].startswith(texts[id_]) for id_ in ids)  # an end has no text
+        return ids if is_forced else []
+
+    def advance(self, tokens: Run[int]) -> None:
+        """The sequence emitted these."""
+        ended = len(tokens) > 0 and tokens[-1] in self._end_ids
+        text = list(tokens[:-1] if ended else tokens)
+        if not self._go_behind(text):
+            self.trouble, self._is_lost = "the library gave up behind the last id", True
+            self._known = {}
+            return
+        self._output += text
+        self._tail = self._tail[len(text) :]
+        key, count = tuple(text), len(text)
+        self._known = {tail[count:]: known for tail, known in self._known.items() if tail[:count] == key}
+
+    def _go_behind(self, tail: Run[int]) -> bool:
+        """Let the matcher stand behind `tail`; False, and it stays before the first id that cannot be."""
+        common = 0
+        for ours, theirs in zip(self._tail, tail, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        if len(self._tail) > common:
+            if not self._matcher.rollback(len(self._tail) - common):
+                self._start_again()
+                common = 0
+            del self._tail[common:]
+        rest = list(tail[common:])
+        if rest:
+            count = self._matcher.try_consume_tokens(rest)
+            if self._matcher.is_error():
+                self._start_again()
+                return False
+            self._tail += rest[:count]
+            return count == len(rest)
+        return True
+
+    def _look(self) -> Possible:
+        """The ids that may stand behind the matcher."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: len(self._text_bits)]
+        if self._matcher.is_error():
+            stuck = is_stuck(self._matcher)
+            self.trouble = "no id goes on with it" if stuck else reason(self._matcher.get_error())
+            self._start_again()
+            return Possible(np.zeros_like(self._text_bits))
+        text = found & self._text_bits
+        goes_on = bool(text.any())
+        ends = self._matcher.is_accepting()
+        if ends:
+            text |= self._stop_bits if goes_on else self._end_bits
+        if not goes_on:
+            self.trouble = "its text is complete, and no id ends it" if ends else "no id goes on with it"
+        return Possible(text, only_end=ends and not goes_on)
+
+    def _start_again(self) -> None:
+        """The matcher has given up for good where it stood; another one goes behind the output."""
+        self._matcher = self._fresh()
+        self._tail = []
+        self._matcher.try_consume_tokens(self._output)

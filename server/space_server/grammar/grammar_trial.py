@@ -1,0 +1,65 @@
+"""A grammar is compiled elsewhere first, where it may take the time, the memory and the process with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from space_common.grammar import GrammarError
+from space_common.grammar_process import GrammarProcess
+
+from space_server.grammar.vocabulary import Vocabulary
+
+START_SECONDS = 20.0
+"""Longest that the process may take to know the vocabulary: a few tenths of a second, more on a busy machine."""
+
+
+class GrammarTrial:
+    """One process, started with the first grammar. What it cannot compile in time ends with it: no thread of this
+    process ever begins it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+        """`seconds`: that one grammar may take."""
+        self._vocabulary, self._seconds = vocabulary, seconds
+        self._process: GrammarProcess | None = None
+        self._turn = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def check(self, kind: str, source: str, deadline: float) -> None:
+        """Returns where the grammar can be compiled. Raises GrammarError. `deadline`: until when, on the monotonic
+        clock, it is worth waiting for those before.
+        """
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise GrammarError("others took the time that it had to be compiled in")
+        try:
+            reasons = self._started().ask(kind, source, self._seconds)
+            if reasons is None:
+                raise GrammarError(
+                    f"it cannot be compiled within {self._seconds:g} s and the memory for it. Make it smaller"
+                )
+        except BaseException:  # of whatever a process has not answered, it cannot be asked again
+            self._end()
+            raise
+        finally:
+            self._turn.release()
+        if reasons:
+            raise GrammarError(reasons[0])
+
+    def _started(self) -> GrammarProcess:
+        if self._process is None:
+            self._process = GrammarProcess()
+            tokens, special = self._vocabulary.tokens
+            if not self._process.with_tokens(tokens, special, START_SECONDS):
+                raise GrammarError(f"the process that tries it was not ready within {START_SECONDS:g} s. Try again")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None

@@ -1,0 +1,237 @@
+"""Grammars, compiled beside the steps: whose grammar takes long, or is none, waits or fails alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Run
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from space_common.grammar import GrammarError, compile_grammar
+from space_proto import worker_pb2 as pb
+
+from space_server.grammar.grammar_state import GrammarState
+from space_server.grammar.grammar_trial import GrammarTrial
+from space_server.grammar.vocabulary import NoVocabulary, Vocabulary
+from space_server.machine.deep_stack_executor import DeepThreads
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MOST_SECONDS = 20.0
+"""Longest that a sequence waits for its grammar. One is tried for half of this time, in a process that ends with it."""
+
+MOST_AT_ONCE = 2
+"""Grammars that are compiled at the same time; the library lets other threads run meanwhile. As many sequences are put
+into known ones beside that."""
+
+MOST_KEPT = 64
+"""Compiled grammars that are kept, the last used ones."""
+
+WALK_LENGTH, WALK_SECONDS = 100, 0.5
+"""Places of a text that are looked at in advance, and the longest that this takes."""
+
+
+class Preparation:
+    """A grammar that is being compiled for a sequence."""
+
+    def __init__(self) -> None:
+        self.state: GrammarState | None = None  # where the sequence's output stands in it, once it is there
+        self.error: str | None = None  # why it never will
+        self._ended = threading.Lock()  # held from then on
+        self._over = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """There is a state or an error."""
+        return self._over.is_set()
+
+    def end(self, state: GrammarState | None = None, error: str | None = None) -> bool:
+        """This is how it ended, if it had not already."""
+        if not self._ended.acquire(blocking=False):
+            return False
+        self.state, self.error = state, error
+        self._over.set()
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Until it is over, at most so long; whether it is."""
+        return self._over.wait(seconds)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: what has not begun never will."""
+        self.end(error="Its sequence was released.")
+
+
+class Overdue:
+    """Ends what is not over in time. One thread watches all of it, as long as there is any."""
+
+    def __init__(self, most_seconds: float) -> None:
+        """`most_seconds`: that each may take, so that who began first is the first to be late."""
+        self._error = f"The grammar was not compiled within {most_seconds:g} s. Make it smaller."
+        self._watched: deque[tuple[Preparation, Callable[..., None], float]] = deque()
+        self._lock = threading.Lock()
+        self._runs = False
+
+    def watch(self, preparation: Preparation, end: Callable[..., None], deadline: float) -> None:
+        """Call end(error=…) at the deadline, on the monotonic clock, unless the preparation is over."""
+        with self._lock:
+            self._watched.append((preparation, end, deadline))
+            if not self._runs:
+                try:
+                    threading.Thread(target=self._run, name="overdue grammars", daemon=True).start()
+                    self._runs = True
+                except RuntimeError:
+                    self._watched.clear()
+                    raise
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._watched:
+                    self._runs = False
+                    return
+                preparation, end, deadline = self._watched.popleft()
+            if not preparation.wait(max(0.0, deadline - time.monotonic())):
+                end(error=self._error)
+
+
+class Grammars:
+    """Compiles each grammar once, and gives every sequence a state of its own in it."""
+
+    def __init__(
+        self,
+        read: Callable[[], Vocabulary],
+        *,
+        why_none: str | None = None,
+        most_seconds: float = MOST_SECONDS,
+        most_kept: int = MOST_KEPT,
+    ) -> None:
+        """`read` is called once, when the first grammar comes; `why_none`: no grammar can be had, and why."""
+        self.why_none = why_none
+        self._read, self._most_seconds, self._most_kept = read, most_seconds, most_kept
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning, never moved
+        self._lock = threading.Lock()  # of the compiled ones
+        self._reading = threading.Lock()  # of the vocabulary and the trial
+        self.trial: GrammarTrial | None = None  # from the first grammar on
+        self._compiling = DeepThreads("grammar", MOST_AT_ONCE)
+        self._entering = DeepThreads("grammar", MOST_AT_ONCE)  # known ones, which no slow one holds up
+        self._overdue = Overdue(most_seconds)
+
+    @classmethod
+    def of(cls, folder: Path, num_ids: int, never: Collection[int]) -> Grammars:
+        """For the checkpoint in a folder, whose vocabulary is read now: that takes seconds for a large one, in which no
+        other thread could run. Ids in `never` never come out of a grammar.
+        """
+        try:
+            vocabulary = Vocabulary.read(folder, num_ids, never)
+        except NoVocabulary as error:
+            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=str(error))
+        except ImportError:
+            why = "llguidance, which compiles them, is not installed where the worker runs: pip install llguidance"
+            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=why)
+        return cls(lambda: vocabulary)
+
+    def prepare(
+        self,
+        grammar: pb.Grammar,
+        *,
+        eos_ids: Collection[int],
+        stop_ids: Collection[int],
+        ignores_eos: bool,
+        output: Run[int],
+        done: Callable[[], None],
+    ) -> Preparation:
+        """Compile this, if it is not known; `done` is called, by another thread, when it is over.
+
+        The other arguments are those of the GrammarState.
+        """
+        preparation = Preparation()
+        stand = partial(GrammarState, eos_ids=eos_ids, stop_ids=stop_ids, ignores_eos=ignores_eos, output=output)
+
+        def end(state: GrammarState | None = None, error: str | None = None) -> None:
+            if preparation.end(state, error):
+                done()
+
+        def run() -> None:
+            if preparation.is_over:
+                return
+            try:
+                end(self._state(name, grammar, stand, deadline))
+            except (GrammarError, NoVocabulary, ValueError) as error:
+                end(error=f"The grammar cannot be used: {error}")
+            except BaseException as error:  # a panic of the library is no Exception
+                end(error=f"The grammar cannot be compiled: {type(error).__name__}: {str(error)[:200]}")
+
+        deadline = time.monotonic() + self._most_seconds
+        name = grammar.SerializeToString(deterministic=True)
+        threads = self._entering if name in self._compiled else self._compiling  # without the lock: only a guess
+        try:
+            threads.take(run)
+            self._overdue.watch(preparation, end, deadline)
+        except BaseException:
+            preparation.cancel()
+            raise
+        return preparation
+
+    def _state(
+        self,
+        name: bytes,
+        grammar: pb.Grammar,
+        stand: Callable[[Vocabulary, Callable[[], LLMatcher]], GrammarState],
+        deadline: float,
+    ) -> GrammarState:
+        vocabulary = self._known_vocabulary()
+        with self._lock:
+            known = self._compiled.get(name)
+        if known is None:
+            kind = pb.GrammarKind.Name(grammar.kind).removeprefix("GRAMMAR_KIND_").lower()
+            self._trial_with(vocabulary).check(kind, grammar.source, deadline)
+            known = compile_grammar(vocabulary.tokenizer, kind, grammar.source)
+            known = _walked(known, vocabulary)
+        with self._lock:
+            known = self._compiled.setdefault(name, known)
+            self._compiled.move_to_end(name)
+            while len(self._compiled) > self._most_kept:
+                self._compiled.popitem(last=False)
+        return stand(vocabulary, lambda: self._copy(known))
+
+    def _trial_with(self, vocabulary: Vocabulary) -> GrammarTrial:
+        with self._reading:
+            if self.trial is None:
+                self.trial = GrammarTrial(vocabulary, self._most_seconds / 2)
+            return self.trial
+
+    def _copy(self, compiled: LLMatcher) -> LLMatcher:
+        with self._lock:
+            return compiled.deep_copy()
+
+    def _known_vocabulary(self) -> Vocabulary:
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read()
+            return self._vocabulary
+
+
+def _walked(fresh: LLMatcher, vocabulary: Vocabulary) -> LLMatcher:
+    """The matcher, gone through a text of the grammar and back. What may follow is remembered by the kind of place, and
+    the first look at some kinds takes tens of milliseconds, which a step need not wait for.
+    """
+    matcher, chance, begun = fresh.deep_copy(), Random(0), time.monotonic()
+    for _ in range(WALK_LENGTH):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped() or time.monotonic() - begun > WALK_SECONDS:
+            break
+        allowed = [id_ for id_ in vocabulary.letters if mask[id_ >> 3] >> (id_ & 7) & 1]
+        if not allowed:
+            break
+        # Brackets and quotes come first, so that every other place is a new kind; letters make texts long.
+        if not matcher.consume_token(allowed[0] if chance.random() < 0.5 else chance.choice(allowed)):
+            break
+    return matcher if not matcher.is_error() and matcher.reset() else fresh

@@ -1,0 +1,1 @@
+"""The worker's gRPC service: one router session at a time."""

@@ -1,0 +1,1 @@
+"""Steps whose state is on the host."""

@@ -1,0 +1,256 @@
+"""The next step's drafts, from the masks of the group that the verdict selected."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence as Run
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from space_kernels.paging.row_pattern import Ints
+from space_kernels.sampling.choice import choose_rows
+from space_kernels.sampling.cpu_choice import best_of, takes
+from space_kernels.sampling.logits_processors import edit
+from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_rows import IdBits, Row, RowRuns
+from space_kernels.step.draft_head import NUM_CANDIDATES, propose
+from space_model.heads.draft_head_weights import DraftHeadWeights
+from torch import Tensor
+
+from space_server.batch.sampling_group import Companies, Company
+from space_server.batch.sequence import Sequence
+from space_server.host_runner.stopwatch import Stopwatch
+from space_server.step_model import StepModel
+
+NUM_GREEDY_CANDIDATES = 64
+"""Ids rescored where nobody's choice takes noise, which lifts improbable ones: drafts are the same with more."""
+
+
+@dataclass(slots=True)
+class MaskRun:
+    """The masks one sequence drafts from: consecutive rows of one group, that predict what follows the bonus."""
+
+    sequence: Sequence
+    emitted: Run[int]  # what this step emitted, the bonus last; not yet among the sequence's ids
+    first: int  # flat row number of the mask that the first draft comes from
+    count: int  # masks from there on, one for each draft; at least one
+
+    def row(self, number: int) -> Row:
+        """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
+        sequence = self.sequence
+        law, possible = (sequence.law, None) if number else bounded(sequence, self.emitted)
+        return Row(
+            law,
+            sequence.ids,
+            sequence.num_prompt,
+            tail=self.emitted,
+            counts=sequence.counts,
+            num_unknown=number,
+            possible=possible,
+        )
+
+
+@dataclass(slots=True)
+class MaskRows:
+    """The mask rows of a step."""
+
+    hidden: Tensor  # [M, hidden]
+    logits: Tensor | None  # [M, V], where they were made with the chain rows'
+    first: int  # flat row number of the first of them
+
+    def of(self, runs: Run[MaskRun], model: StepModel) -> tuple[Tensor, Tensor]:
+        """Those of the runs, one after the other: hidden, and logits that may be overwritten."""
+        if len(runs) == 1:  # without a copy
+            begin = runs[0].first - self.first
+            at: slice | Tensor = slice(begin, begin + runs[0].count)
+        else:
+            numbers = _consecutive([run.first - self.first for run in runs], [run.count for run in runs])
+            at = torch.from_numpy(numbers).to(self.hidden.device)
+        hidden = self.hidden[at]
+        return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
+
+
+def _choices(runs: Run[MaskRun], company: Company) -> RowRuns:
+    """The choices that the drafts of all runs make."""
+    return RowRuns(
+        company.laws,
+        [len(run.sequence.ids) + len(run.emitted) for run in runs],
+        [run.count for run in runs],
+        lambda run, number: runs[run].row(number),
+    )
+
+
+def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
+    """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
+    if sequence.grammar is None:
+        return sequence.law, None
+    possible = sequence.grammar.possible(tail)
+    return sequence.law.ending if possible.only_end else sequence.law, possible.ids
+
+
+def draft(
+    model: StepModel,
+    rows: MaskRows,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    companies: Companies,
+) -> list[list[int]]:
+    """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
+
+    Without a draft head a mask's draft is its own choice; with one, its best ids are rescored with the token before.
+    Each run has the head of its adapter. `computing` runs during tensor work.
+    `companies`: knows those who drafted last.
+    """
+    if not runs:
+        return []
+    with computing:
+        masks, logits = rows.of(runs, model)  # [M, hidden], [M, V]
+    company = companies.of([run.sequence for run in runs])
+    if company.is_alike:
+        return _drafts(model, masks, logits, runs, banned_ids, computing, company)
+    kinds: dict[tuple[int | None, bool], list[int]] = {}
+    for number, run in enumerate(runs):
+        kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
+    bounds = [0, *itertools.accumulate(run.count for run in runs)]
+    drafts: list[list[int]] = [[] for _ in runs]
+    for (_, in_grammar), numbers in kinds.items():
+        at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=masks.device)
+        choose = _drafts_in_grammars if in_grammar else _drafts
+        company = Company([runs[n].sequence for n in numbers])
+        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, company)
+        for n, chosen in zip(numbers, some, strict=True):
+            drafts[n] = chosen
+    return drafts
+
+
+def _consecutive(firsts: Run[int], counts: Run[int]) -> Ints:
+    """firsts[0], firsts[0]+1, … counts[0] of them, then those of the next."""
+    starts, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    behind = lengths.cumsum()
+    found: Ints = np.arange(behind[-1], dtype=np.int64) + (starts - behind + lengths).repeat(lengths)
+    return found
+
+
+def _drafts_in_grammars(
+    model: StepModel,
+    masks: Tensor,
+    logits: Tensor,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    company: Company,
+) -> list[list[int]]:
+    """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
+    starts = list(itertools.accumulate((run.count for run in runs), initial=0))
+    drafts: list[list[int]] = [[] for _ in runs]
+    going = list(range(len(runs)))
+    for depth in range(max(run.count for run in runs)):
+        going = [n for n in going if depth < runs[n].count]
+        if not going:
+            break
+        ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].first + depth, 1) for n in going]
+        at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
+        company = Company([one.sequence for one in ones])
+        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing, company)
+        for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
+            if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
+                drafts[n].append(id_)
+            else:
+                going.remove(n)
+    return drafts
+
+
+def _drafts(
+    model: StepModel,
+    masks: Tensor,
+    logits: Tensor,
+    runs: Run[MaskRun],
+    banned_ids: Tensor,
+    computing: Stopwatch,
+    company: Company,
+) -> list[list[int]]:
+    """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
+    head = model.draft_head_of(runs[0].sequence.adapter)
+    rows = _choices(runs, company)
+    if head is None:
+        with computing:
+            chosen = choose_rows(logits, rows, banned_ids).ids.tolist()
+        drafts, start = [], 0
+        for run in runs:
+            drafts.append(chosen[start : start + run.count])
+            start += run.count
+        return drafts
+    with computing:
+        ids, offsets = candidates(logits, rows, banned_ids)
+    return _rescored(model, head, masks, ids, offsets, rows, runs, company, computing)
+
+
+def candidates(logits: Tensor, rows: RowRuns, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Each mask's best ids, ascending, and what the law adds to their logits.
+
+    logits [M, V] (overwritten) -> [M, C] int64, [M, C] float32
+
+    Penalties are taken as a shift of the mask's own logit: close enough for a draft.
+    """
+    count = min(NUM_CANDIDATES if rows.run_laws.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
+    if not rows.run_laws.edits and (library := takes(logits)) is not None:
+        return best_of(library, logits, banned_ids, count)
+    raw = logits.clone() if rows.run_laws.edits else logits
+    edit(logits, rows, banned_ids)
+    best = torch.topk(logits, count, dim=1, sorted=False)
+    ids, order = best.indices.sort(dim=1)
+    allowed = best.values.gather(1, order)
+    if raw is logits:
+        return ids, torch.where(allowed > -math.inf, 0.0, -math.inf)
+    return ids, allowed - raw.gather(1, ids)
+
+
+def _rescored(
+    model: StepModel,
+    head: DraftHeadWeights,
+    masks: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    rows: RowRuns,
+    runs: Run[MaskRun],
+    company: Company,
+    computing: Stopwatch,
+) -> list[list[int]]:
+    """The draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
+    counts = rows.run_counts
+    longest = max(counts)
+    at: Tensor | None = None
+    if min(counts) < longest:
+        lengths = np.array(counts, dtype=np.int64)[:, None]
+        starts = lengths.cumsum(axis=0) - lengths
+        index = starts + np.minimum(np.arange(longest, dtype=np.int64), lengths - 1)
+        at = torch.from_numpy(index).to(masks.device)  # [S, K]
+    facts = np.empty((3, len(runs)), dtype=np.int64)
+    facts[0] = [run.emitted[-1] for run in runs]
+    facts[1], facts[2] = rows.run_positions, company.laws.keys
+    bonus, positions, keys = torch.from_numpy(facts).to(masks.device)
+
+    def by_run(of_rows: Tensor) -> Tensor:
+        """[M, …] -> [S, K, …]"""
+        return of_rows.view(len(runs), longest, -1) if at is None else of_rows[at]
+
+    laws = company.columns(masks.device)
+    with computing:
+        given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, laws
+        if head.compiled is not None and head.compiled.obeys(laws):
+            found = head.compiled.propose(*given)
+        else:
+            found = propose(
+                *given,
+                w1=head.w1,
+                w2=head.w2,
+                embedding_scale=head.embedding_scale,
+                form=head.form,
+                embed=model.embed,
+                logits_of=model.logits_of,
+            )
+        chosen = found.tolist()  # [S, K]
+    return [drafts[:count] for drafts, count in zip(chosen, counts, strict=True)]

@@ -1,0 +1,319 @@
+"""One step: layout -> rows -> forward -> chain logits -> verdict -> group logits -> drafts -> next state.
+
+A step reads the sequences and says how each of them goes on; it changes none of them, so a step that fails half-way
+can be taken again. K and V that it has written lie behind the computed ids, where the next step writes anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Run
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from space_kernels.paging.attention_plan import AttentionPlan
+from space_kernels.paging.bucket_pattern import PlanKey
+from space_kernels.sampling.choice import IdLogprobs, choose_rows, log_probabilities
+from space_kernels.sampling.sampling_rows import Row, RowRuns
+from space_kernels.step.verification import num_accepted
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
+from torch import Tensor
+
+from space_server.batch.limits import End
+from space_server.batch.sampling_group import Companies, Company
+from space_server.batch.sequence import Sequence
+from space_server.drafts.draft_source import DraftSource
+from space_server.drafts.drafts import BY_MASKS, Origin, Proposal, mask_chances
+from space_server.host_runner.drafting import MaskRows, MaskRun, bounded, draft
+from space_server.host_runner.stopwatch import Stopwatch
+from space_server.scheduling.scheduled_batch import Plan
+from space_server.speculation.proposing import Proposing
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.step_model import StepModel
+
+_LOGPROB_ROWS = 64
+"""Prompt rows whose whole vocabulary is held at once."""
+
+
+@dataclass(slots=True)
+class Advance:
+    """How one sequence goes on after a step."""
+
+    plan: Plan
+    tokens: list[int] = field(default_factory=list)  # emitted, after the cut
+    num_accepted: int = 0  # drafts among them that were accepted
+    end: End | None = None
+    drafts: list[int] = field(default_factory=list)  # for the next step
+    draft_depth: int = 1  # mask number of the first of them; 0: from no mask
+    origin: Origin = BY_MASKS  # who proposed them
+    num_predicted: Run[int] = ()  # ids of the client's prediction that appeared with each token
+    logprobs: Run[IdLogprobs] = ()
+    prompt_logprobs: Run[IdLogprobs] = ()
+    error: str | None = None  # the sequence cannot go on
+
+    def commit(self) -> None:
+        """Let the sequence go on."""
+        sequence = self.plan.sequence
+        if self.error is not None:
+            return
+        if self.plan.closes:
+            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin)
+        else:
+            sequence.advance(self.plan.num_pending)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of one step.
+
+    The first three are model computation: calls into the network and its heads, and tensor work over the vocabulary.
+    What a step takes besides is host time; the parts of it that a step knows of are told apart below.
+    """
+
+    forward: float = 0.0  # network, and the head over the chain rows
+    sample: float = 0.0  # processors, noise and choice over the vocabulary, log-probabilities
+    draft: float = 0.0  # the head over the accepted groups, candidates, draft head
+
+    pack: float = 0.0  # host: rows of the segments
+    attend: float = 0.0  # host: attention plan
+    judge: float = 0.0  # host: laws of the rows, verdict, ends
+    propose: float = 0.0  # host: whose drafts, and which rows they come from
+
+
+class Stepper:
+    """Takes steps of one model on its pages."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        kv: PagedKV,
+        *,
+        draft_source: DraftSource | None = None,
+        synthetic: SyntheticAcceptance | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.kv = model, kv
+        self.num_forwards = 0  # forward passes run; one per step
+        self._draft_source = draft_source
+        self._synthetic = synthetic
+        self._clock = clock
+        self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
+        self._choosing, self._drafting_together = Companies(), Companies()
+        self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
+        facts = model.facts
+        self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
+        self._proposing = Proposing(facts, in_grammars=synthetic is None)
+
+    @torch.inference_mode()
+    def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
+        """Run the plans in one forward pass. Adds the seconds each phase took to `times`."""
+        clock, facts = self._clock, self.model.facts
+        sampling, drafting = self._sampling.seconds, self._drafting.seconds
+        started = clock()
+        batch = ForwardBatch.build(
+            [plan.segment for plan in plans],
+            block_size=self.kv.block_size,
+            mask_ids=facts.mask_ids,
+            adapter_masks=[adapter.num_masks for adapter in facts.adapters],
+            device=facts.device,
+        )
+        packed = clock()
+        for key in self._plan_keys:
+            AttentionPlan.of(batch.rows, key)
+        advances = [Advance(plan) for plan in plans]
+        closing = [advance for advance in advances if advance.plan.closes]
+        chosen = _choosing_rows(batch, plans, len(closing))
+        planned = clock()
+        hidden = self.model.forward(batch, self.kv)  # [R, hidden]
+        self.num_forwards += 1
+        logits, of_masks = self._logits(hidden, batch, chosen)
+        forwarded = clock()
+        self._plan_keys = tuple(batch.rows.plans)
+        if closing:
+            self._judge(closing, logits)
+        for number, advance in enumerate(advances):
+            if advance.plan.sequence.num_prompt_logprobs is not None:
+                with self._sampling:
+                    advance.prompt_logprobs = self._prompt_logprobs(advance.plan, hidden, batch.chain_rows[number])
+        judged = clock()
+        self._draft(batch, hidden, of_masks, advances)
+        drafted = clock()
+        sampling, drafting = self._sampling.seconds - sampling, self._drafting.seconds - drafting
+        times.forward += forwarded - planned
+        times.sample += sampling
+        times.draft += drafting
+        times.pack += packed - started
+        times.attend += planned - packed
+        times.judge += judged - forwarded - sampling
+        times.propose += drafted - judged - drafting
+        return advances
+
+    def _logits(self, hidden: Tensor, batch: ForwardBatch, chosen: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+        """[N, V] of the rows at which an id is chosen; and, where that is cheaper than to ask for the one group that
+        the verdict will select, [M, V] of all mask rows."""
+        num_chain, num_masks = batch.num_chain_rows, batch.num_mask_rows
+        num_chosen = chosen.stop if isinstance(chosen, slice) else len(chosen)
+        if not num_chosen:
+            return hidden.new_empty(0, self.model.facts.vocab_size, dtype=torch.float32), None
+        if not num_masks or num_chosen + num_masks > self.model.facts.head_rows:
+            return self.model.logits(hidden[chosen]), None
+        masks = hidden[num_chain : num_chain + num_masks]
+        is_adjacent = isinstance(chosen, slice)
+        rows = hidden[: num_chain + num_masks] if is_adjacent else torch.cat([hidden[chosen], masks])
+        logits = self.model.logits(rows)
+        return logits[:num_chosen], logits[num_chosen:]
+
+    def _judge(self, advances: Run[Advance], logits: Tensor) -> None:
+        """Choose at every chain row, accept the drafts that agree, cut at the first end.
+
+        logits [N, V] raw, of the root and the live drafts of each in turn.
+        """
+        plans = [advance.plan for advance in advances]
+        company = self._choosing.of([plan.sequence for plan in plans])
+        rows = _choices(plans, company)
+        raw: dict[int, Tensor] = {}
+        if company.wants_logprobs:
+            first = 0
+            for n, plan in enumerate(plans):
+                count = plan.layout.num_drafts + 1
+                if plan.sequence.num_logprobs is not None:
+                    raw[n] = logits[first : first + count].clone()
+                first += count
+        with self._sampling:
+            choice = choose_rows(logits, rows, self._banned)
+            ids, usable = choice.ids.tolist(), choice.usable.tolist()
+        all_usable = all(usable)
+        first = 0
+        for n, advance in enumerate(advances):
+            sequence, num_drafts = advance.plan.sequence, advance.plan.layout.num_drafts
+            behind = first + num_drafts + 1
+            accepted = num_accepted(ids[first:behind], sequence.drafts[:num_drafts]) if num_drafts else 0
+            made = ids[first : first + accepted + 1]
+            if not all_usable:
+                fit = usable[first : first + accepted + 1]
+                if not fit[0]:
+                    advance.error = no_choice(sequence)
+                    first = behind
+                    continue
+                if not all(fit):
+                    # What stands before the row without a choice stands alone too; the next step has that row for its
+                    # root.
+                    made = made[: fit.index(False)]
+            first = behind
+            count, advance.end = sequence.limits.cut(made, sequence.num_left)
+            advance.tokens = made[:count]
+            advance.num_accepted = min(accepted, count)
+            if n in raw:
+                with self._sampling:
+                    advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
+
+    def _prompt_logprobs(self, plan: Plan, hidden: Tensor, rows: range) -> list[IdLogprobs]:
+        """Row i predicts id i+1: those of them that are prompt."""
+        sequence = plan.sequence
+        start = sequence.num_computed
+        targets = sequence.ids[start + 1 : min(start + plan.num_pending + 1, sequence.num_prompt)]
+        found: list[IdLogprobs] = []
+        for begin in range(0, len(targets), _LOGPROB_ROWS):
+            ids = targets[begin : begin + _LOGPROB_ROWS]
+            logits = self.model.logits(hidden[rows.start + begin : rows.start + begin + len(ids)])
+            found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
+        return found
+
+    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[Advance]) -> None:
+        """Propose for every sequence that goes on: by the draft source, or by its masks.
+
+        logits [M, V]: of all mask rows, where they are known already.
+        """
+        by_masks: list[tuple[Advance, Proposal | None]] = []
+        runs: list[MaskRun] = []
+        for number, advance in enumerate(advances):
+            plan, sequence = advance.plan, advance.plan.sequence
+            if self._synthetic is not None and advance.end is not None:
+                self._synthetic.ended(sequence, advance.tokens)
+            if not plan.closes or advance.error is not None:
+                continue
+            drafter = sequence.drafter
+            if drafter is not None:
+                advance.num_predicted = drafter.extend(sequence.ids, advance.tokens)
+            wanted = min(sequence.max_drafts, sequence.num_left - len(advance.tokens) - 1)
+            if advance.end is not None or wanted < 1:
+                continue
+            if self._draft_source is not None:
+                known = [*sequence.ids, *advance.tokens]
+                proposed = self._draft_source.propose(sequence.seq_id, known, wanted)
+                if proposed is not None:
+                    advance.drafts = self._proposing.valid(sequence, advance.tokens, list(proposed[:wanted]))
+                    advance.draft_depth = 0
+                    continue
+            group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
+            depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
+            proposal = self._proposing.proposal(sequence, advance.tokens, wanted) if drafter is not None else None
+            if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
+                advance.drafts, advance.draft_depth = proposal.ids, 0
+                advance.origin = proposal.origin(len(advance.drafts))
+            elif group is not None:
+                first = batch.mask_rows[number][group.group].start + depth - 1
+                advance.draft_depth = depth
+                by_masks.append((advance, proposal))
+                runs.append(MaskRun(sequence, advance.tokens, first, count))
+        rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
+        drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._drafting_together)
+        are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
+        for (advance, proposal), drafts in zip(by_masks, drafted, strict=True):
+            sequence, tokens = advance.plan.sequence, advance.tokens
+            is_valid = are_ids and sequence.grammar is None
+            advance.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
+            if self._synthetic is not None:
+                decreed = self._synthetic.drafts(sequence, tokens, advance.draft_depth, advance.drafts)
+                advance.drafts = self._proposing.valid(sequence, tokens, decreed)
+            elif proposal is not None and proposal.goes_on_behind(advance.drafts):
+                masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
+                advance.drafts = proposal.ids
+                advance.origin = proposal.origin(len(advance.drafts), masks)
+
+
+def no_choice(sequence: Sequence) -> str:
+    """Why a sequence ends whose root has no id to go on with."""
+    position = len(sequence.ids)
+    if sequence.grammar is not None:
+        possible = sequence.grammar.possible().ids
+        if possible is not None and not possible.any():
+            return f"The grammar leaves no id at position {position}: {sequence.grammar.trouble}."
+        return (
+            f"No id can be chosen at position {position}: the logits are not finite, or bad_words, allowed ids and "
+            "min_tokens forbid what the grammar allows."
+        )
+    return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
+
+
+def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> Tensor | slice:
+    """The rows of the step at which an id is chosen: roots and live drafts of the closing plans, one after the other.
+
+    They are the first ones where nobody has other pending ids.
+    """
+    num_drafts = sum(plan.layout.num_drafts for plan in plans)
+    if num_closing == len(plans) and batch.num_chain_rows == num_closing + num_drafts:
+        return slice(batch.num_chain_rows)
+    chains = zip(plans, batch.chain_rows, strict=True)
+    rows = [row for plan, chain in chains if plan.closes for row in chain[-1 - plan.layout.num_drafts :]]
+    return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
+
+
+def _choices(plans: Run[Plan], company: Company) -> RowRuns:
+    """The choices of each root and of each draft, behind the hypothetical prefix that each of them closes."""
+
+    def row(run: int, number: int) -> Row:
+        sequence = plans[run].sequence
+        tail = sequence.drafts[:number]
+        law, possible = bounded(sequence, tail)
+        return Row(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
+
+    return RowRuns(
+        company.laws,
+        [len(plan.sequence.ids) for plan in plans],
+        [plan.layout.num_drafts + 1 for plan in plans],
+        row,
+    )

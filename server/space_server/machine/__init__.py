@@ -1,0 +1,1 @@
+"""This machine: cores, memory, load, energy, threads."""

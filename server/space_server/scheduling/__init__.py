@@ -1,0 +1,1 @@
+"""Which rows each sequence gets in the next step."""

@@ -1,0 +1,1 @@
+"""How many drafts a step lays out."""

@@ -1,0 +1,48 @@
+"""What a sequence's past, its client or its grammar proposes, as far as it can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Run
+from dataclasses import replace
+
+from space_model.model_facts import ModelFacts
+
+from space_server.batch.sequence import Sequence
+from space_server.drafts.drafts import NOT_FORCED, Proposal
+
+
+class Proposing:
+    """Asks drafters, and passes on what they say up to the first id that can never stand there."""
+
+    def __init__(self, facts: ModelFacts, *, in_grammars: bool = True) -> None:
+        """`in_grammars`: what a grammar forces is a proposal, too."""
+        self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
+        self._in_grammars = in_grammars
+
+    def proposal(self, sequence: Sequence, tokens: Run[int], wanted: int) -> Proposal | None:
+        """At most so many ids behind the sequence's and `tokens`, which its drafter has read; None: there is none."""
+        assert sequence.drafter is not None
+        grammar = sequence.grammar if self._in_grammars else None
+        if grammar is None and not sequence.drafter.reads:
+            return None
+        forced = NOT_FORCED if grammar is None else grammar.forced(tokens, wanted)
+        proposal = sequence.drafter.propose(wanted, forced)
+        if proposal is None:
+            return None
+        ids = self.valid(sequence, tokens, proposal.ids)
+        if not ids:
+            return None
+        return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
+
+    def valid(self, sequence: Sequence, tokens: Run[int], drafts: list[int]) -> list[int]:
+        """The drafts behind `tokens` before the first one that can never be chosen."""
+        grammar = sequence.grammar
+        if not self.are_ids(drafts):
+            drafts = drafts[: [self.are_ids([id_]) for id_ in drafts].index(False)]
+        return drafts if grammar is None else drafts[: grammar.num_possible(tokens, drafts)]
+
+    def are_ids(self, drafts: list[int]) -> bool:
+        """All of them are of the vocabulary, and no mask."""
+        if not drafts:
+            return True
+        return min(drafts) >= 0 and max(drafts) < self._vocab_size and self._not_drafted.isdisjoint(drafts)

@@ -1,0 +1,189 @@
+"""Acceptance by decree, for models without trained masks: drafts that come true as often as one is told.
+
+A measuring aid, off unless asked for. The speed of speculation depends on how often drafts are accepted, which only
+training gives; what a given acceptance would be worth on a given machine can be measured without it. The worker
+remembers what each request gave. When the same request comes again, every draft that a mask has made is replaced: by
+the token that did follow, with the chance that belongs to the mask's depth, or else by another id. All else is as
+ever: all mask rows are computed, drafts are chosen from them before they are replaced, verdict and rollback run in
+full, and so the text is still exactly plain decoding's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Run
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # it knows torch, which a load generator that names the chances does not need
+    from space_server.batch.sequence import Sequence
+
+NAMED = {
+    0.78: (0.84, 0.81, 0.78, 0.75, 0.72),
+    0.57: (0.63, 0.60, 0.57, 0.54, 0.51),
+}
+"""The two laws of SPACE §5 by their middle: the chance of a draft from mask 1 to 5, given the drafts before it."""
+
+MAX_TOKENS = 1 << 20
+"""Tokens remembered, 12 bytes each: 12 MiB."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def parse_chances(text: str) -> tuple[float, ...]:
+    """p_1 .. p_5 from `.78`, `.57`, or five numbers separated by commas. Raises ValueError in one line."""
+    form = f"must be .78, .57, or five chances p_1,…,p_5 from 0 to 1; got {text!r}"
+    try:
+        chances = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(form) from None
+    if len(chances) == 1:
+        chances = NAMED.get(chances[0], ())
+    if len(chances) != 5 or not all(0.0 <= chance <= 1.0 for chance in chances):
+        raise ValueError(form)
+    return chances
+
+
+def label(chances: Iterable[float]) -> str:
+    """What every log line, table and figure says of it."""
+    return f"SYNTHETIC ACCEPTANCE {' '.join(f'{p:.2f}'.removeprefix('0') for p in chances)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What followed a prompt, and for every token of it what a draft needs in order to come true or not."""
+
+    ids: array[int]
+    uniforms: array[float]  # in [0, 1): a draft from depth j comes true where this lies below p_j
+    others: array[int]  # valid ids that are not `ids`
+
+
+class SyntheticAcceptance:
+    """Remembers what requests gave, and replaces their drafts when they come again.
+
+    What comes true at a position depends on the seed, the request and the position alone: runs repeat. The adapter is
+    no part of the request: it changes drafts, never the text.
+    """
+
+    def __init__(
+        self,
+        chances: Run[float],
+        *,
+        vocab_size: int,
+        mask_ids: Iterable[int] = (),
+        seed: int = 0,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """`chances[j-1]` is p_j; a deeper mask has the last.
+
+        `max_tokens` are remembered in all: the oldest request goes first.
+        """
+        self.chances = tuple(chances)
+        self.num_replaced = 0  # drafts
+        self.num_unknown = 0  # drafts left as they were: nothing is known there
+        self._seed, self._max_tokens = seed, max_tokens
+        banned = set(mask_ids)
+        self._valid_ids = np.array([id_ for id_ in range(vocab_size) if id_ not in banned], dtype=np.int64)
+        if len(self._valid_ids) < 2:
+            raise ValueError(f"A wrong draft needs a second id; of {vocab_size} ids {len(banned)} are masks.")
+        self._known: OrderedDict[bytes, Continuation] = OrderedDict()  # oldest first
+        self._num_tokens = 0
+        self._of_sequence: WeakKeyDictionary[Sequence, Continuation | None] = WeakKeyDictionary()
+
+    def ended(self, sequence: Sequence, tokens: Run[int]) -> None:
+        """Remember the output of a sequence that ends with `tokens`, which are not among its ids yet."""
+        name = self._name(sequence)
+        output = [*sequence.ids[sequence.num_prompt :], *tokens]
+        before = self._known.get(name)
+        if before is not None and len(before.ids) >= len(output):
+            self._known.move_to_end(name)
+            return
+        if before is not None:
+            self._forget(name)
+        self._known[name] = self._continuation(name, sequence.num_prompt, output)
+        self._num_tokens += len(output)
+        while self._num_tokens > self._max_tokens:
+            self._forget(next(iter(self._known)))
+
+    def drafts(self, sequence: Sequence, tokens: Run[int], first_mask: int, drafts: list[int]) -> list[int]:
+        """The drafts behind `tokens`, which this step emits, of masks `first_mask`, `first_mask`+1, …, replaced.
+
+        Those for which no continuation is known stay as they are: a request's first run, or one longer than any before.
+        """
+        number = self.drafted(sequence, tokens, len(drafts))
+        known = self.continuation_of(sequence)
+        if known is None or not number:
+            return drafts
+        at = len(sequence.ids) - sequence.num_prompt + len(tokens)
+        deepest = len(self.chances)
+        made = [
+            id_ if uniform < self.chances[min(first_mask + i, deepest) - 1] else other
+            for i, (id_, uniform, other) in enumerate(
+                zip(
+                    known.ids[at : at + number],
+                    known.uniforms[at : at + number],
+                    known.others[at : at + number],
+                    strict=True,
+                )
+            )
+        ]
+        return made + drafts[number:]
+
+    def drafted(self, sequence: Sequence, tokens: Run[int], num_drafts: int) -> int:
+        """How many of the drafts behind `tokens`, which this step emits, are replaced, here or on the device."""
+        if not num_drafts:
+            return 0
+        known = self.continuation_of(sequence)
+        begin = len(sequence.ids) - sequence.num_prompt
+        at = begin + len(tokens)
+        number = 0
+        if known is not None and known.ids[begin:at].tolist() == list(tokens):
+            number = min(num_drafts, len(known.ids) - at)
+        self.num_replaced += number
+        self.num_unknown += num_drafts - number
+        return number
+
+    def continuation_of(self, sequence: Sequence) -> Continuation | None:
+        """What is known of this request; looked up once per sequence."""
+        if sequence in self._of_sequence:
+            return self._of_sequence[sequence]
+        known = self._of_sequence[sequence] = self._known.get(self._name(sequence))
+        return known
+
+    def _continuation(self, name: bytes, num_prompt: int, output: Run[int]) -> Continuation:
+        request = np.uint64((int.from_bytes(name[:8], "little") + self._seed) % (1 << 64))
+        positions = np.arange(num_prompt, num_prompt + len(output), dtype=np.uint64)
+        streams = _mixed(request + (positions + np.uint64(1)) * _GOLDEN)
+        uniforms = (_mixed(streams + _GOLDEN) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        ids = np.array(output, dtype=np.int64)
+        places = np.searchsorted(self._valid_ids, ids)
+        steps = _mixed(streams + _GOLDEN + _GOLDEN) % np.uint64(len(self._valid_ids) - 1)
+        others = self._valid_ids[(places + 1 + steps.astype(np.int64)) % len(self._valid_ids)]
+        return Continuation(array("I", ids.tolist()), array("f", uniforms.tolist()), array("I", others.tolist()))
+
+    def _forget(self, name: bytes) -> None:
+        self._num_tokens -= len(self._known.pop(name).ids)
+
+    @staticmethod
+    def _name(sequence: Sequence) -> bytes:
+        """What the text depends on: the prompt and the law; of a greedy law not the noise."""
+        law = replace(sequence.law, key=0) if sequence.law.greedy else sequence.law
+        said = blake2b(array("I", sequence.ids[: sequence.num_prompt]).tobytes(), digest_size=16)
+        said.update(repr(law).encode())
+        return said.digest()
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser."""
+    words = (words ^ (words >> np.uint64(30))) * _MIX_1
+    words = (words ^ (words >> np.uint64(27))) * _MIX_2
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,1 @@
+"""Before the first request: checks, memory, calibration, doctor."""

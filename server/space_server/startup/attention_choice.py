@@ -1,0 +1,331 @@
+"""Which attention a worker uses: the one asked for, or the one that was measured to be fastest on the model's shapes.
+
+Each implementation that can be used is timed on one layer's attention of made-up steps: plain decoding and the
+checkpoint's whole draft layout, at short and long contexts, alone and in company, and a chunk of a prompt beside
+nothing. In each case an implementation's time is divided by the best one's, so that long cases do not outweigh short
+ones; the smallest weighted mean wins:
+
+    whole layout    1/2    what a server whose drafts pay does most
+    plain           1/4    what it falls back to in a crowd
+    prompt chunk    1/4    what decides the time to the first token
+
+A case counts as much as the others of its kind. An implementation whose result is not near the reference's, or that
+raises, is left out and named.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from space_kernels.attention.torch_backend import space_attention as reference
+from space_kernels.attention_backends import (
+    BACKENDS,
+    AttentionNeed,
+    Backend,
+    UnusableAttention,
+    installed_version,
+    named,
+    usable,
+)
+from space_kernels.dispatch import Attention, Ops, ops_for
+from space_kernels.fp8 import nearest
+from space_kernels.paging.slots import StepRows
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.model_facts import ModelFacts
+from torch import Tensor
+
+SECONDS = 0.4
+"""Of measuring one implementation, compiling apart."""
+
+NEAR = 0.03
+"""Of a score: below it the implementation that is named first is kept."""
+
+MOST_BYTES = 512 * 1024**2
+"""Of pages while measuring one case: fewer sequences where all of them need more."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A made-up step."""
+
+    kind: str  # plain, whole, prompt
+    num_sequences: int
+    context: int  # slots written before
+    num_chain: int  # rows of each sequence's chain
+    num_masks: int  # masks of each group, one group per chain row; 0: none
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.num_sequences}×{self.context}"
+
+
+WEIGHTS = {"whole": 0.5, "plain": 0.25, "prompt": 0.25}
+
+
+def cases(num_masks: int, window: int) -> list[Case]:
+    """What is measured for a model with `num_masks` masks per group, as far as its window goes."""
+    found = []
+    for num_sequences, context in ((1, 1024), (1, 8192), (16, 1024)):
+        found.append(Case("plain", num_sequences, context, 1, 0))
+        if num_masks:
+            found.append(Case("whole", num_sequences, context, num_masks + 1, num_masks))
+    found.append(Case("prompt", 1, 1024, 512, 0))
+    fits = [case for case in found if case.context + case.num_chain + 2 * case.num_masks <= window]
+    return fits or [Case("plain", 1, max(0, window - 1), 1, 0)]
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention that a worker uses, and why."""
+
+    backend: Backend
+    attention: Attention
+    seconds: Mapping[str, Mapping[Case, float]] = field(default_factory=dict)  # by name: what was measured
+    absent: Mapping[str, str] = field(default_factory=dict)  # by name: why not, and the cure
+
+    @property
+    def name(self) -> str:
+        """As /info has it."""
+        return self.backend.name
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        parts = [f"attention: {self.name}"]
+        if self.seconds:
+            measured = [
+                f"{name} " + ", ".join(f"{case} {1e6 * seconds:.0f}" for case, seconds in of.items())
+                for name, of in self.seconds.items()
+            ]
+            parts.append(f"µs per layer: {'; '.join(measured)}")
+        if self.absent:
+            parts.append("not used: " + "; ".join(f"{name} ({why})" for name, why in self.absent.items()))
+        return " | ".join(parts)
+
+
+def choose_attention(
+    asked: str,
+    facts: ModelFacts,
+    *,
+    block_size: int,
+    exact: bool = False,
+    backends: Mapping[str, Backend] = BACKENDS,
+    installed: Callable[[str], str | None] = installed_version,
+    clock: Callable[[], float] = time.perf_counter,
+    need: AttentionNeed | None = None,
+) -> AttentionChoice:
+    """What `--attention` asks for; `auto` measures where there is a choice. Raises UnusableAttention.
+
+    `need`: None asks the device.
+    """
+    if need is None:
+        need = AttentionNeed.on(
+            facts.device,
+            num_heads=facts.num_heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            dtype=facts.dtype,
+            block_size=block_size,
+            exact=exact,
+            float8_kv=facts.float8_kv,
+        )
+    if asked != "auto":
+        backend = named(asked, need, installed=installed, backends=backends)
+        try:
+            return AttentionChoice(backend, backend.load(need))
+        except Exception as error:  # a package that is installed and broken may raise anything
+            raise UnusableAttention(f"--attention {asked}: {_first_line(error)}. Or use --attention auto.") from error
+    if need.capability is None:
+        return AttentionChoice(backends["torch"], backends["torch"].load(need))
+    found, absent = usable(need, installed=installed, backends=backends)
+    candidates = [backend for backend in found if backend.name != "torch"]
+    return _fastest(candidates, absent, need, cases(facts.most_masks, facts.window), backends["torch"], clock)
+
+
+def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = False) -> Ops:
+    """The operations for a model, with the attention that `asked` stands for; said in the log.
+
+    Raises ValueError naming the cure. Where ranks share a model `auto` is not measured: they must all take the same.
+    """
+    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype, float8_kv=facts.float8_kv)
+    if asked == "auto" and facts.num_ranks > 1:
+        _log.info(
+            "attention: %s, not measured: %d ranks share the model and must agree", ops.attention, facts.num_ranks
+        )
+        return ops
+    if asked == "auto" and facts.device.type == "cpu":
+        _log.info("attention: %s", ops.attention)
+        return ops
+    choice = choose_attention(asked, facts, block_size=block_size, exact=exact)
+    _log.info("%s", choice)
+    if choice.name == ops.attention:
+        return ops
+    attend = choice.backend.attend(choice.attention)
+    return replace(ops, attention=choice.name, space_attention=choice.attention, attend=attend)
+
+
+def _fastest(
+    candidates: Sequence[Backend],
+    absent: dict[str, str],
+    need: AttentionNeed,
+    wanted: Sequence[Case],
+    fallback: Backend,
+    clock: Callable[[], float],
+) -> AttentionChoice:
+    """The candidate with the best score; the fallback where none is left. Raises UnusableAttention."""
+    loaded: dict[str, Attention] = {}
+    try:
+        steps = [MadeUpStep.of(case, need) for case in wanted]
+        expected = [step.run(reference) for step in steps]
+    except torch.OutOfMemoryError:
+        usual = next((one for one in candidates if one.name == "triton"), fallback)
+        absent |= {one.name: "no memory to try it in" for one in candidates if one is not usual}
+        _refuse_unfit(usual, need, absent)
+        return AttentionChoice(usual, usual.load(need), {}, absent)
+    for backend in candidates:
+        try:
+            attention = backend.load(need)
+            for case, step, result in zip(wanted, steps, expected, strict=True):
+                _check(case, step.run(attention), result)
+            loaded[backend.name] = attention
+        except Exception as error:  # libraries compile and load at the first call, and may raise anything
+            absent[backend.name] = f"failed: {type(error).__name__}: {_first_line(error)}"
+    seconds = _measure(loaded, absent, wanted, steps, need.device, clock)
+    if not loaded:
+        _refuse_unfit(fallback, need, absent)
+        return AttentionChoice(fallback, fallback.load(need), {}, absent)
+    scored = scores(seconds)
+    least = min(scored.values())
+    best = next(name for name in loaded if scored[name] <= (1.0 + NEAR) * least)
+    return AttentionChoice(next(one for one in candidates if one.name == best), loaded[best], seconds, absent)
+
+
+def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str]) -> None:
+    """Raise UnusableAttention where the one that is left gives less than was asked for."""
+    if need.exact and (why := last.refusal(need, installed_version)) is not None:
+        others = "; ".join(f"{name}: {what}" for name, what in absent.items() if name != last.name)
+        raise UnusableAttention(f"No attention is left. {last.name} {why}. The others: {others or 'none'}.")
+
+
+def scores(seconds: Mapping[str, Mapping[Case, float]]) -> dict[str, float]:
+    """By name: the weighted mean of its times over the best one's. 1: best in every case."""
+    measured = list(next(iter(seconds.values())))
+    best = {case: min(of[case] for of in seconds.values()) for case in measured}
+    kinds = {kind: [case for case in measured if case.kind == kind] for kind in {case.kind for case in measured}}
+    total = sum(WEIGHTS[kind] for kind in kinds)
+    return {
+        name: sum(
+            WEIGHTS[kind] / total * statistics.fmean(of[case] / best[case] for case in members)
+            for kind, members in kinds.items()
+        )
+        for name, of in seconds.items()
+    }
+
+
+def _check(case: Case, result: Tensor, expected: Tensor) -> None:
+    """Raise ArithmeticError where an implementation is wrong here: a broken build must not be the fastest."""
+    off = (result.float() - expected.float()).abs().max().item()
+    bound = 16 * torch.finfo(result.dtype).eps
+    if not off <= bound:
+        raise ArithmeticError(f"off by {off:.3g} from the reference in {case}; the bound is {bound:.3g}")
+
+
+def _measure(
+    loaded: dict[str, Attention],
+    absent: dict[str, str],
+    wanted: Sequence[Case],
+    steps: Sequence[MadeUpStep],
+    device: torch.device,
+    clock: Callable[[], float],
+) -> dict[str, dict[Case, float]]:
+    """Least seconds of a call, by name and case: each has its share of the time, and three calls at least, in turns.
+
+    One that raises moves from `loaded` to `absent`.
+    """
+    found: dict[str, dict[Case, float]] = {name: {} for name in loaded}
+    for case, step in zip(wanted, steps, strict=True):
+        until, num_rounds = clock() + len(loaded) * SECONDS / len(wanted), 0
+        while num_rounds < 3 or (num_rounds < 50 and clock() < until):
+            num_rounds += 1
+            for name, attention in list(loaded.items()):
+                begun = clock()
+                try:
+                    step.run(attention)
+                    _wait(device)
+                except Exception as error:  # as above
+                    absent[name] = f"failed: {type(error).__name__}: {_first_line(error)}"
+                    del loaded[name], found[name]
+                    continue
+                taken = clock() - begun
+                found[name][case] = min(found[name].get(case, taken), taken)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class MadeUpStep:
+    """One layer's attention of a case; the values mean nothing."""
+
+    rows: StepRows
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [R, G, D]
+    value: Tensor
+    key_pages: Tensor  # [num_blocks, G, block_size, D]
+    value_pages: Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, case: Case, need: AttentionNeed) -> MadeUpStep:
+        """As many of the case's sequences as `MOST_BYTES` of pages are enough for, each with pages of its own."""
+        size, device = need.block_size, need.device
+        each = -(-(case.context + case.num_chain) // size)
+        page_bytes = 2 * need.kv_heads * size * need.head_dim * (1 if need.float8_kv else need.dtype.itemsize)
+        num_sequences = max(1, min(case.num_sequences, MOST_BYTES // (each * page_bytes)))
+        num_blocks = each * num_sequences
+        layout = DraftLayout.full(case.num_masks, case.num_masks) if case.num_masks else DraftLayout.plain()
+        firsts = range(0, num_blocks, each)
+        batch = ForwardBatch.build(
+            [Segment([0] * case.num_chain, case.context, range(first, first + each), layout) for first in firsts],
+            block_size=size,
+            mask_ids=[0] * case.num_masks,
+            device=device,
+        )
+        generator = torch.Generator(device).manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, need.head_dim, generator=generator, device=device, dtype=need.dtype)
+
+        def pages() -> Tensor:
+            made = drawn(num_blocks, need.kv_heads, size)
+            return nearest(made) if need.float8_kv else made
+
+        num_rows = len(batch.ids)
+        return cls(
+            batch.rows,
+            drawn(num_rows, need.num_heads),
+            drawn(num_rows, need.kv_heads),
+            drawn(num_rows, need.kv_heads),
+            pages(),
+            pages(),
+            batch.num_rows,
+        )
+
+    def run(self, attention: Attention) -> Tensor:
+        """[rows, H, D] without padding."""
+        scale = self.query.shape[-1] ** -0.5
+        out = attention(self.query, self.key, self.value, self.key_pages, self.value_pages, self.rows, scale=scale)
+        return out[: self.num_rows]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().partition("\n")[0] or "no reason given")[:160]

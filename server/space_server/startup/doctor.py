@@ -1,0 +1,293 @@
+"""`python -m space_server.startup.doctor` with a worker's flags: what it would meet at its start, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from space_common import default_model
+from space_common.finding import Finding
+from space_common.hub import Hub, HubError, Missing, is_hub_id, split_hub_file
+from space_common.progress import size_text
+from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
+from space_kernels.build import cpu_library
+from space_kernels.build.cache_folder import cache_folder
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
+from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.space_section import SpaceSection
+from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
+from space_model.model_facts import number_format
+from space_model.precision import choose_device, choose_dtype
+
+from space_server.config import WorkerConfig, parse
+from space_server.machine.cores import num_cores
+from space_server.machine.energy import Meter, find_sensors
+from space_server.machine.free_memory import FreeMemory
+from space_server.machine.memory import NotEnoughMemory
+from space_server.startup.machine_check import (
+    TorchBuild,
+    check_compiler,
+    check_cpu_kernels,
+    check_gpu,
+    check_shared_memory,
+)
+from space_server.startup.model_need import ModelNeed, num_blocks_of, num_weights, shown
+from space_server.startup.model_source import ModelSource
+
+OLDEST_CAPABILITY = (8, 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    config = parse(arguments)
+    json.dump([asdict(finding) for finding in examine(config)], sys.stdout)
+    return 0
+
+
+def examine(config: WorkerConfig) -> Iterator[Finding]:
+    """Part by part; what cannot be known for want of something before is left out."""
+    yield from _environment()
+    build = TorchBuild.here()
+    gpu = check_gpu(config.device, build)
+    yield gpu
+    try:
+        device = choose_device(config.device)
+    except ModelError as error:
+        if gpu.state != "fail":
+            yield Finding("gpu", "fail", str(error))
+        return
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        yield from _capability(config, device)
+    yield check_compiler(on_gpu)
+    shared = check_shared_memory(config.tensor_parallel, on_gpu)
+    if shared is not None:
+        yield shared
+    yield from _model(config, device)
+    yield _cache()
+    yield _energy(config)
+
+
+def _environment() -> Iterator[Finding]:
+    yield Finding("environment", "ok", f"Python {platform.python_version()}, {platform.platform()}")
+    yield Finding(
+        "environment",
+        "ok",
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {num_cores()} cores to use, "
+        f"{shown(FreeMemory.on(torch.device('cpu')).num_bytes)} of memory free",
+    )
+
+
+def _capability(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+    capability = torch.cuda.get_device_capability(device)
+    shown = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < OLDEST_CAPABILITY:
+        yield Finding(
+            "gpu", "fail", f"{shown}: the kernels need 8.0 (A100, RTX 30) or newer.", "Serve on the CPU: --device cpu."
+        )
+    found = torch.cuda.device_count()
+    if config.tensor_parallel > found:
+        yield Finding(
+            "gpu",
+            "fail",
+            f"--tensor-parallel {config.tensor_parallel} needs as many GPUs; torch sees {found}.",
+            f"Lower it to {found}, or give the container more GPUs.",
+        )
+
+
+def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+    hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
+    missing: Missing | None = None
+    try:
+        own = default_model.packaged(config.model)
+        if config.model == default_model.NAME and own is not None:
+            missing = default_model.missing(hub)
+            if missing.num_files:
+                yield _download(config.model, missing)
+                checkpoint = _without_weights(config.model, own)
+            else:
+                checkpoint = ModelSource(config).checkpoint()
+        elif is_hub_id(config.model) and not Path(config.model).exists():
+            missing = hub.missing(config.model)
+            if missing.num_files:
+                yield _download(config.model, missing)
+                if split_hub_file(config.model)[1] is not None:
+                    return  # what a GGUF file holds is known when it is here
+                checkpoint = _without_weights(config.model, hub.fetch(config.model, weights=False))
+            else:
+                checkpoint = Checkpoint.open(config.model, hub.fetch)
+        else:
+            checkpoint = Checkpoint.open(config.model, hub.fetch)
+        model = family.read_config(checkpoint)
+        dtype, reason = choose_dtype(
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
+            kept=checkpoint.kept_as,
+        )
+        section = SpaceSection.parse(
+            checkpoint.config,
+            mask_ids=config.space_mask_ids,
+            num_masks=config.space_num_masks,
+            vocab_size=int(model.vocab_size),
+        )
+        form = read_format(checkpoint.config, checkpoint.name)
+    except (ModelError, HubError) as error:
+        yield Finding("model", "fail", str(error))
+        return
+    held = number_format(dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
+    kept = "" if form is None else f", quantised ({form.name})"
+    if checkpoint.gguf is not None:
+        kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
+    drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
+    yield Finding(
+        "model",
+        "ok",
+        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in {held} ({reason}){kept}; "
+        f"{drafts}",
+    )
+    num_heads, kv_heads, head_dim = family.sizes(model)
+    yield _attention(config, device, dtype, num_heads, kv_heads, head_dim)
+    trained = int(getattr(model, "max_position_embeddings", 0) or 0)
+    window = config.max_model_len or trained
+    if window < 1:
+        cure = "Give --max-model-len."
+        yield Finding("memory", "fail", "config.json does not say how many positions the model has.", cure)
+        return
+    if trained and window > trained:
+        yield Finding("memory", "fail", f"--max-model-len {window}: the model has {trained} positions.", "Lower it.")
+        return
+    try:
+        unread = missing.num_bytes if missing else 0
+        if unread and config.model == default_model.NAME:  # four bits in the file
+            unread = num_weights(model) * torch.bfloat16.itemsize
+        need = ModelNeed.asked(config, checkpoint, unread=unread)
+    except ModelError as error:
+        yield Finding("model", "fail", str(error))
+        return
+    yield _memory(config, need)
+
+
+def _without_weights(name: str, folder: Path) -> Checkpoint:
+    """What can be known of a model before its weights are here."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointNotFound(f"{name} has no config.json.")
+    return Checkpoint(name, folder, with_quantization(folder, read_object(file)), (), folder)
+
+
+def _download(model: str, missing: Missing) -> Finding:
+    what = f"{missing.num_files} files, " if missing.num_files > 1 else ""
+    fact = (
+        f"{model} is not here yet: {what}{size_text(missing.num_bytes)}, are fetched at the first start; "
+        f"{missing.folder} has {size_text(missing.free)} free."
+    )
+    if missing.num_bytes > missing.free:
+        return Finding("model", "fail", fact, "Make room, or choose another folder with --download-folder.")
+    return Finding("model", "note", fact)
+
+
+def _attention(
+    config: WorkerConfig, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
+) -> Finding:
+    need = AttentionNeed.on(
+        device,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+        exact=config.exact,
+        float8_kv=config.kv_dtype == "fp8",
+    )
+    try:
+        check_cpu_kernels(config, device, dtype)
+    except InvalidSetting as error:
+        return Finding("kernels", "fail", str(error))
+    if config.attention != "auto":
+        try:
+            return Finding("kernels", "ok", f"attention: {named(config.attention, need).name}, as asked.")
+        except UnusableAttention as error:
+            return Finding("kernels", "fail", str(error))
+    if device.type == "cpu":
+        return _cpu_kernels(dtype, config.cpu_kernels)
+    can, cannot = usable(need)
+    others = "; ".join(f"{name} {why}" for name, why in cannot.items() if name != "torch")
+    fact = f"attention: the fastest at start of {', '.join(backend.name for backend in can)}."
+    return Finding("kernels", "ok", fact, f"Not used: {others}." if others else "")
+
+
+def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
+    """Whether a model in this dtype is computed by what is compiled here."""
+    if dtype != torch.bfloat16 or asked == "torch":
+        why = "as asked" if asked == "torch" else f"as for every {str(dtype).removeprefix('torch.')} model"
+        return Finding("kernels", "ok", f"torch's own operations, {why}.")
+    kinds = cpu_library.own_kinds()
+    if asked not in ("auto", "compiled") and asked not in kinds:
+        return Finding(
+            "kernels", "fail", f"this processor is no {asked}.", f"--cpu-kernels {', '.join(['auto', *kinds])}."
+        )
+    kind = asked if asked in kinds else next(iter(kinds), "")
+    cure = "Debian, Ubuntu: apt-get install g++."
+    if not kind:
+        fact, cure = "torch's own operations: there are none of ours for this processor.", ""
+    else:
+        try:
+            return Finding("kernels", "ok", f"our own operations for {kind}, in {cpu_library.library_file(kind)}.")
+        except OSError as error:
+            fact = f"torch's own operations, which are slower: {error}."
+    return Finding("kernels", "note" if asked == "auto" else "fail", fact, cure)
+
+
+def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:
+    """What a worker would say before it loads the model, or what it would have."""
+    free = FreeMemory.on(need.device)
+    try:
+        blocks = num_blocks_of(config, need, free)
+    except NotEnoughMemory as error:
+        return Finding("memory", "fail", str(error))
+    used = blocks * config.block_size * need.kv_bytes_per_token
+    return Finding(
+        "memory",
+        "ok",
+        f"{shown(free.num_bytes)} are free on {need.device} ({free.bound}); the model takes {shown(need.fixed)}, "
+        f"{need.parts(windows=False)}. {blocks} pages of {config.block_size} tokens take {shown(used)}: "
+        f"{blocks * config.block_size / need.window:.1f} whole windows of {need.window}"
+        + ("." if need.device.type == "cpu" else ", less what the largest step needs."),
+    )
+
+
+def _cache() -> Finding:
+    """Measured costs of steps are kept there."""
+    folder = cache_folder()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if os.access(there, os.W_OK):
+        return Finding("environment", "ok", f"Measured costs are kept in {folder}.")
+    cure = "Set XDG_CACHE_HOME to a folder that may be written."
+    return Finding("environment", "note", f"{there} may not be written: costs are measured at every start.", cure)
+
+
+def _energy(config: WorkerConfig) -> Finding:
+    devices = Meter(find_sensors([], powercap=config.powercap)).devices
+    if devices:
+        return Finding("energy", "ok", f"Counted of {', '.join(devices)}.")
+    return Finding(
+        "energy",
+        "ok",
+        f"No counter of a processor may be read in {config.powercap}; a GPU's is asked at start.",
+        "docker/README.md, Energy." if config.powercap.is_dir() and any(config.powercap.glob("intel-rapl:*")) else "",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

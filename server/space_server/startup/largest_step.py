@@ -1,0 +1,106 @@
+"""The largest step a worker can take, taken once before pages are given out: what it needs is then known.
+
+The sequences are made up; their keys and values mean nothing, and lie on a few pages of their own that go away again.
+What torch took for activations it keeps, so the memory that is free afterwards is free for good.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from space_model.geometry.draft_layout import DraftLayout
+from space_proto import worker_pb2 as pb
+
+from space_server.device_runner.device_stepper import DeviceStepper
+from space_server.machine.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
+from space_server.speculation.controller import FixedLayout
+from space_server.step_model import StepModel
+from space_server.worker import Worker
+from space_server.worker_messages.hello import PROTOCOL_MAJOR
+
+
+def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows: int, block_size: int) -> int:
+    """Every sequence decodes with whole mask groups, sampling, while a prompt of `max_prefill_rows` is read; the rows.
+
+    Raises NotEnoughMemory if that does not fit beside the weights.
+    """
+    facts = model.facts
+    k = facts.most_masks
+    layout = DraftLayout.full(k, k) if k else DraftLayout.plain()
+    prompt = max(1, min(max_prefill_rows, facts.window - 2 * k - 4))
+    # A sequence: one id of prompt, the drafts of two steps, and what those may emit.
+    own, large = -(-(2 * k + 4) // block_size), -(-(prompt + k + 3) // block_size)
+    num_blocks = (max_sequences - 1) * own + large
+    rng = random.Random(0)
+    allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
+    try:
+        worker = Worker(
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_sequences=max_sequences,
+            controller=FixedLayout(lambda room: layout),
+        )
+        start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=k, max_prefill_rows=1 << 20)
+        worker.apply(pb.Command(start=start))
+        for number in range(max_sequences - 1):
+            _admit(worker, number + 1, rng.choices(allowed, k=1), range(number * own, (number + 1) * own), k)
+        errors = _errors(worker.step())
+        _admit(worker, max_sequences, rng.choices(allowed, k=prompt), range(num_blocks - large, num_blocks), k)
+        report = worker.step()
+        errors += _errors(report)
+        if worker.num_forwards != 1 + (max_sequences > 1):
+            errors.append("Its sequences had to be stepped one by one.")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        errors, report = [str(error).partition("\n")[0]], None
+    if errors:
+        give_back_unused()
+        raise NotEnoughMemory(
+            f"The largest step, {max_sequences} sequences with {k} drafts each and {prompt} rows of prompts, cannot be "
+            f"taken beside the weights on {facts.device}: {errors[0]} Lower --max-sequences or --speculation."
+        )
+    stats = pb.StepStats() if report is None else report.stats
+    return stats.chain_rows + stats.mask_rows + stats.prefill_rows
+
+
+def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, available: Callable[[], int]) -> int:
+    """What steps on the device take beside weights and pages: their state, and the memory of the largest graph, which
+    the others share. Whoever gives out pages has to leave that.
+
+    `available`: bytes that are free now.
+    """
+    before = available()
+    kv = model.allocate_kv(1, block_size)
+    stepper = DeviceStepper(model, kv, max_sequences=max_sequences)
+    try:
+        stepper.take_largest()
+        taken = max(0, before - available())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        taken = 0  # such steps are launched without a graph, or from the host
+    del stepper, kv
+    give_back_unused()
+    return taken
+
+
+def _admit(worker: Worker, seq_id: int, ids: list[int], pages: range, num_drafts: int) -> None:
+    admit = pb.Admit(
+        seq_id=seq_id,
+        ids=ids,
+        num_prompt=len(ids),
+        pages=pages,
+        sampling=pb.Sampling(seed=seq_id, temperature=1.0, top_p=0.95),
+        limits=pb.Limits(max_tokens=2 * num_drafts + 3),
+        max_draft_length=num_drafts,
+    )
+    worker.apply(pb.Command(admit=admit))
+
+
+def _errors(report: pb.StepReport | None) -> list[str]:
+    """What failed, unless the model's numbers did: made-up ids may well have no next one."""
+    sequences = report.sequences if report is not None else ()
+    return [sequence.error for sequence in sequences if sequence.error.startswith(("The step failed", "There is not"))]

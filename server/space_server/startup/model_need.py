@@ -1,0 +1,319 @@
+"""What memory a model takes, told from its config and the headers of its weights: before any of them is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.space_section import SpaceSection
+from space_model.model_error import CheckpointNotFound, InvalidSetting
+from space_model.precision import choose_device, choose_dtype
+from space_model.quantization.fp8_model import check_plain
+from space_model.quantization.quantized_model import stays_packed
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from space_server.config import WorkerConfig
+from space_server.machine.free_memory import FreeMemory
+from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks
+
+PROMPT_ROWS = 512
+"""Of the largest step: rows of prompts in it."""
+
+SAMPLING_BYTES = 16
+"""Of each logit while it is chosen from: the number itself, its law in float64, its order."""
+
+_NUMBERS = {"F64", "F32", "F16", "BF16"}
+_OTHERS = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class ModelNeed:
+    """Bytes, by what they are for. `PageNeed` of memory.py is met: pages are counted by what is here."""
+
+    weights: int  # as they are held: one copy, for originals go as their packed ones come
+    head: int  # the output head again, packed, on a CPU
+    drafting: int  # draft heads and adapters
+    step: int  # activations of one sequence's largest step
+    kv_bytes_per_token: int
+    window: int
+    dtype: torch.dtype
+    device: torch.device
+    small: tuple[str, int, int] | None = None  # as --weights calls linears in eight bits: weights and head with them
+    held: str = "plain"  # one of precision.WEIGHTS
+    float8_kv: bool = False
+
+    @property
+    def fixed(self) -> int:
+        """All but keys and values."""
+        return self.weights + self.head + self.drafting + self.step
+
+    @property
+    def keys_and_values(self) -> int:
+        """Of one window."""
+        return self.window * self.kv_bytes_per_token
+
+    @property
+    def least(self) -> int:
+        """With this much it serves one sequence of a whole window."""
+        return self.fixed + self.keys_and_values
+
+    @classmethod
+    def asked(cls, config: WorkerConfig, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
+        """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
+        model = family.read_config(checkpoint)
+        device = choose_device(config.device)
+        dtype, _ = choose_dtype(
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
+            kept=checkpoint.kept_as,
+        )
+        section = SpaceSection.parse(
+            checkpoint.config,
+            mask_ids=config.space_mask_ids,
+            num_masks=config.space_num_masks,
+            vocab_size=int(model.vocab_size),
+        )
+        form = read_format(checkpoint.config, checkpoint.name)
+        if config.weights == "fp8":
+            check_plain(form)
+            if device.type == "cpu":
+                raise InvalidSetting(
+                    "fp8 weights are for GPUs, and the device is cpu, where they save nothing; take --weights int8."
+                )
+        if config.kv_dtype == "fp8" and device.type == "cpu":
+            raise InvalidSetting(
+                "fp8 keys and values are for GPUs, and the device is cpu, where attention would be several times "
+                "slower; leave out --kv-dtype fp8: --kv-memory makes room."
+            )
+        need = cls.of(
+            checkpoint,
+            model,
+            dtype,
+            device,
+            window=_window(model, config.max_model_len),
+            num_masks=section.num_masks or 0,
+            drafting=list(_drafting(checkpoint.home, section)),
+            form=form,
+            float8_kv=config.kv_dtype == "fp8",
+            num_ranks=config.tensor_parallel,
+            unread=unread,
+        )
+        return need if config.weights == "plain" else need.in_eight_bits() or need
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int,
+        num_masks: int = 0,
+        drafting: Sequence[Path] = (),
+        form: QuantizedFormat | None = None,
+        float8_kv: bool = False,
+        num_ranks: int = 1,
+        unread: int = 0,
+    ) -> ModelNeed:
+        """`drafting`: files beside the weights; `form`: of a quantised checkpoint; `num_ranks` share the model: what
+        one needs; `unread`: bytes of weights whose headers are not here yet.
+        """
+        num_heads, kv_heads, head_dim = family.sizes(config)
+        layers, hidden, vocab = int(config.num_hidden_layers), int(config.hidden_size), int(config.vocab_size)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+        if form is not None and not stays_packed(form, device):
+            weights = num_weights(config) * dtype.itemsize
+        elif form is None:
+            weights = _held(stored(checkpoint), config, dtype)
+        else:
+            weights = sum(file.stat().st_size for file in checkpoint.weights)
+        own = getattr(config, "dtype", None)
+        weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
+        on_cpu = device.type == "cpu"
+        small = None
+        has_experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
+        if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts):
+            kinds = {"BF16"} if on_cpu else _NUMBERS
+            linears = _in_linears(stored(checkpoint), kinds)
+            packed = vocab * hidden if on_cpu else 0
+            small = "int8" if on_cpu else "fp8", 2 * weights // dtype.itemsize - linears, packed
+        rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
+        row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
+        return cls(
+            weights=weights // num_ranks,
+            head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
+            drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
+            step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
+            kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if float8_kv else dtype.itemsize) // num_ranks,
+            window=window,
+            dtype=dtype,
+            device=device,
+            small=small,
+            float8_kv=float8_kv,
+        )
+
+    def in_eight_bits(self) -> ModelNeed | None:
+        """The same with linears in eight bits; None: it cannot be told here, or is so already."""
+        if self.small is None:
+            return None
+        name, weights, head = self.small
+        return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
+
+    def with_float8_kv(self) -> ModelNeed | None:
+        """The same with keys and values of eight bits; None: they are, or the device does not have such."""
+        if self.float8_kv or self.device.type == "cpu":
+            return None
+        return replace(self, float8_kv=True, kv_bytes_per_token=self.kv_bytes_per_token // self.dtype.itemsize)
+
+    def parts(self, *, windows: bool = True) -> str:
+        """In words; `windows`: keys and values too."""
+        of_linears = "" if self.held == "plain" else f", linears in {self.held},"
+        named = [
+            (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}{of_linears}"),
+            (self.head, "the output head's packed copy"),
+            (self.drafting, "what drafts"),
+            (self.keys_and_values if windows else 0, f"keys and values of one window of {self.window}"),
+            (self.step, "a step"),
+        ]
+        return ", ".join(f"{what} {shown(size)}" for size, what in named if size)
+
+    def held_in(self, dtype: torch.dtype) -> ModelNeed:
+        """The same in another dtype."""
+        by = dtype.itemsize / self.dtype.itemsize
+        sizes = ("weights", "head", "drafting", "step", *(() if self.float8_kv else ("kv_bytes_per_token",)))
+        return replace(self, dtype=dtype, **{name: int(getattr(self, name) * by) for name in sizes})  # type: ignore[arg-type]
+
+    def longest(self, available: int) -> int:
+        """The longest window that fits; 0: not even a short one does."""
+        length = (available - self.fixed) // max(1, self.kv_bytes_per_token)
+        return max(0, min(self.window, length // 16 * 16))
+
+
+def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
+    """Raises NotEnoughMemory where the model cannot serve one window: what it needs, what there is, what fits."""
+    if need.least > free.num_bytes:
+        raise NotEnoughMemory(
+            f"{name} needs {shown(need.least)} on {need.device} ({need.parts()}); {free.bound} leaves "
+            f"{shown(free.num_bytes)}. {cure(need, free.num_bytes)}"
+        )
+
+
+def num_blocks_of(config: WorkerConfig, need: ModelNeed, free: FreeMemory) -> int:
+    """Pages that there will be beside the model. Raises NotEnoughMemory, with the cure, where it does not fit."""
+    check_fits(need, free, config.model)
+    left, size = free.num_bytes - need.fixed, config.block_size
+    if config.num_blocks is not None:
+        return check_num_blocks(need, num_blocks=config.num_blocks, block_size=size, available=left)
+    return choose_num_blocks(need, block_size=size, amount=config.kv_memory, available=left)
+
+
+def cure(need: ModelNeed, available: int) -> str:
+    """Which dtype or length fits."""
+    found = []
+    if length := need.longest(available):
+        found.append(f"--max-model-len {length}")
+    if need.dtype is torch.float32:
+        half = need.held_in(torch.bfloat16)
+        if half.least <= available:
+            found.append(f"--dtype bfloat16 ({shown(half.least)})")
+        elif not length and (length := half.longest(available)):
+            found.append(f"--dtype bfloat16 --max-model-len {length}")
+    if (small := need.in_eight_bits()) is not None:
+        if small.least <= available:
+            found.append(f"--weights {small.held} ({shown(small.least)})")
+        elif not found and (length := small.longest(available)):
+            found.append(f"--weights {small.held} --max-model-len {length}")
+    if (short := need.with_float8_kv()) is not None and short.least <= available:
+        found.append(f"--kv-dtype fp8 ({shown(short.least)})")
+    if found:
+        return f"It fits with {' or '.join(found)}."
+    least = need.held_in(torch.bfloat16)
+    bytes_ = least.fixed + 16 * least.kv_bytes_per_token
+    return (
+        f"No dtype and no length fits: even in bfloat16 with a short window it needs {shown(bytes_)}. End what else "
+        "uses the memory, raise the limit, take a smaller or quantised checkpoint, or share it among GPUs with "
+        "--tensor-parallel."
+    )
+
+
+def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
+    """Name, dtype and number of elements of each tensor of the model's weights."""
+    if checkpoint.gguf is None:
+        for file in checkpoint.weights:
+            yield from tensors(file)
+        return
+    from space_model.checkpoint.gguf_weights import entries  # only here: other formats need no gguf package
+
+    yield from entries(checkpoint.gguf, checkpoint.config)
+
+
+def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
+    """Name, dtype as safetensors calls it, and number of elements of each tensor, from the header alone."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header: Mapping[str, Any] = json.loads(stream.read(min(length, file.stat().st_size)))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, str(entry["dtype"]), math.prod(entry["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointNotFound(f"{file} cannot be read: no safetensors file, or cut short ({error}).") from error
+
+
+def num_weights(config: PreTrainedConfig) -> int:
+    """Of a model in plain numbers, each shared matrix once; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def shown(num_bytes: int) -> str:
+    """Such as 1.4 GiB or 350 MiB."""
+    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.0f} MiB"
+
+
+def _window(model: PreTrainedConfig, asked: int | None) -> int:
+    """Positions of the longest sequence; what cannot be is refused where the model is loaded."""
+    trained = int(getattr(model, "max_position_embeddings", 0) or 0)
+    return min(asked or trained, trained or asked or 0) or 1
+
+
+def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
+    """Files of the checkpoint's own draft head and adapter."""
+    if section.draft_head is not None:
+        yield home / section.draft_head.file
+    if section.adapter is not None:
+        place = home / section.adapter
+        yield from [place] if place.is_file() else place.glob("adapter_model*.safetensors")
+
+
+def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:
+    """Weights of a file that are held in eight bits only, where they are of these kinds: those of linears, but of the
+    output head. On a CPU bfloat16 ones: others are in memory as they are until they are packed.
+    """
+    names = ("embed", "lm_head", "norm", "bias")
+    return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
+
+
+def _held(stored: Iterator[tuple[str, str, int]], config: PreTrainedConfig | None, dtype: torch.dtype) -> int:
+    """Bytes of a file's tensors once they are in memory: numbers in `dtype`, the rest as it is."""
+    tied = config is not None and bool(getattr(config, "tie_word_embeddings", False))
+    total = 0
+    for name, kind, count in stored:
+        if tied and name == "lm_head.weight":
+            continue  # some write the shared matrix twice
+        total += count * (dtype.itemsize if kind in _NUMBERS else _OTHERS.get(kind, 1))
+    return total

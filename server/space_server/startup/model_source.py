@@ -1,0 +1,55 @@
+"""Where the worker's models come from: folders, and ids of the hub, each fetched once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from space_common import default_model
+from space_common.default_model import DEFAULT_BASE
+from space_common.hub import Hub, HubError, is_hub_id
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.model_error import CheckpointNotFound
+
+from space_server.config import WorkerConfig
+
+
+class ModelSource:
+    """The model that a config names, its base and its adapters."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._model = config.model
+        self._adapters = config.adapters
+        self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
+        self._folders: dict[str, Path] = {}
+
+    def checkpoint(self) -> Checkpoint:
+        """The model, fetched if need be. Raises a ModelError."""
+        return Checkpoint.open(self._model, self.fetch)
+
+    def adapters(self) -> dict[str, str]:
+        """The folder of each adapter, by name, fetched if need be. Raises a ModelError."""
+        return {
+            name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).exists() else place
+            for name, place in self._adapters
+        }
+
+    def fetch(self, model: str) -> Path:
+        """The folder of an id, or the file of the default model's weights.
+
+        A revision is the model's own, not its base's or an adapter's.
+        """
+        if model not in self._folders:
+            hub = self._hub if model == self._model else replace(self._hub, revision=None)
+            try:
+                self._folders[model] = default_model.fetch(hub) if model == DEFAULT_BASE else hub.fetch(model)
+            except HubError as error:
+                raise CheckpointNotFound(str(error)) from error
+        return self._folders[model]
+
+
+def say(line: str) -> None:
+    """To whoever waits for this worker: it is busy, and has not failed."""
+    sys.stdout.write(f"busy {line}\n")
+    sys.stdout.flush()

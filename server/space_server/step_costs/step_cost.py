@@ -1,0 +1,353 @@
+"""What a step costs on this machine, by what it lays out. Torch-free.
+
+Measured points give a sum of parts that each only grow: a fixed part, one for each sequence, for each sampled row, for
+each sequence that drafts, for keys that are read, and a part for the rows that bends where the machine's ridge is.
+While the server runs, every step corrects it: the whole (the machine is slower today), and the place (this shape is
+cheaper than its neighbours say). When the machine becomes much slower or faster all at once, because other work begins
+or ends on it, the whole follows alone, so that shapes which no step has had since are not taken for what they cost
+then. Steps with prompt rows correct what is expected of the next ones (`PrefillPace`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from space_server.step_costs.prefill_pace import PrefillPace
+
+BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Rows at which the cost of a row may change."""
+
+CROWDS = (0, 2, 8, 32)
+"""Sequences at which the cost of a sequence may change."""
+
+DEPTHS = (1024, 4096, 16384)
+"""Ids before a prompt row behind which one more of them may cost more: keys that no cache holds."""
+
+DRIFT_RATE, PLACE_RATE = 0.02, 0.06
+"""How fast the whole, and the place, follow what is measured, per step; a place that is new follows at once."""
+
+KNOWN = 8
+"""Steps of a place after which it is no longer new; those that were measured at start are not."""
+
+SURPRISE = 1.1
+"""A place that has become so many times dearer, or cheaper, is news: who chose by it should look again. A single step
+of a place that is well known makes none: on a restless machine every tenth is off by a quarter, and says nothing.
+"""
+
+SMOOTHNESS = 0.1
+"""How much a bend in the cost of a row costs in the fit, against the points: where nothing was measured is none."""
+
+LEAK = 0.002
+"""Share of what a place is off that is forgotten with each of its steps, so that what all have in common becomes the
+drift's."""
+
+NEAR, CAUTION = 3, 0.02
+"""Eighths of a doubling that a place may be larger than one that is known; for each beyond, a step is feared to cost so
+much more: what nobody has seen is tried where it promises much, not where it promises a little."""
+
+TURN, TURN_RATE, TURN_STEPS = math.log(1.5), 0.1, 32
+"""The machine has turned slower or faster where steps of known places are off by so much, as followed at this rate;
+then so many steps correct the whole alone. A place that is known does not change so much by itself."""
+
+FOLLOW_RATE = 0.25
+"""How fast the whole follows in these steps."""
+
+STILL_KNOWN = 2
+"""Steps that a place counts as known from after a turn: what it costs beside others may have changed as well."""
+
+OUTLIER, NEW_OUTLIER = 2.0, 4.0
+"""A step that took more than so many times what was expected teaches no more than this: the machine was away. The
+second for the first step of a place, where what is expected is a guess: it counts for none, and the next is believed.
+"""
+
+_KEYS = 1024.0
+
+
+class StepShape(NamedTuple):
+    """What one step lays out, over all sequences."""
+
+    num_sequences: int  # that reach their root: an id is chosen for each
+    num_chain_rows: int  # roots and drafts
+    num_mask_rows: int = 0
+    num_drafting: int = 0  # sequences with masks: drafts are chosen for each
+    num_prefill_rows: int = 0
+    num_prefill_pairs: int = 0  # of a prefill row and an id computed before
+    num_context: int = 0  # ids computed before, over the sequences that reach their root
+    num_noisy_rows: int = 0  # chain rows whose choice takes noise: their sequence is not greedy
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.num_chain_rows + self.num_mask_rows + self.num_prefill_rows
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a row and an id computed before, about: rows are spread evenly over the sequences."""
+        rows = self.num_chain_rows + self.num_mask_rows
+        return self.num_prefill_pairs + rows * self.num_context // max(self.num_sequences, 1)
+
+    @property
+    def num_before(self) -> float:
+        """Ids computed before a prompt row, on average."""
+        return self.num_prefill_pairs / self.num_prefill_rows if self.num_prefill_rows else 0.0
+
+    @classmethod
+    def plain(cls, num_sequences: int, num_context: int = 0, num_noisy: int = 0) -> StepShape:
+        """A root each; `num_noisy` of the sequences are not greedy."""
+        return cls(num_sequences, num_sequences, num_context=num_context, num_noisy_rows=num_noisy)
+
+
+Point = tuple[StepShape, float]
+Place = tuple[int, int, bool, int]
+
+
+class StepCost:
+    """Seconds of a step."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """`weights`: seconds for one of each of the parts."""
+        self._weights = [float(weight) for weight in weights]
+        self._crowd = _BentLine(CROWDS, self._weights[1 : 1 + len(CROWDS)])
+        self._rows = _BentLine(BENDS, self._weights[-len(BENDS) :])
+        self._drift = 0.0  # log of measured / expected
+        self._places: dict[Place, float] = {}  # the same, beyond the drift, by sequences and rows
+        self._num_steps: dict[Place, int] = {}  # learnt from, by place
+        self._unsaid: dict[Place, float] = {}  # what a place became dearer by since its last surprise
+        self._fears: dict[Place, float] = {}  # by place, as long as no other becomes known
+        self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
+        self.num_surprises = 0  # times that a place became much dearer or cheaper
+        self.num_turns = 0  # times that the machine became much slower or faster, or may have since it was measured
+        self._off = 0.0  # by how much steps of known places were off lately
+        self._blamed: dict[Place, float] = {}  # what known places have learnt since they are off together
+        self._num_to_follow = 0  # steps of a turn that still correct the whole alone
+        self._drift_before = 0.0  # the turn
+
+    @classmethod
+    def from_points(cls, points: Sequence[Point], *, are_sure: bool = True) -> StepCost:
+        """The parts that come nearest to the measured `points` (at least one), by relative distance.
+
+        Where these are not sure the first steps that are learnt from correct the whole, as if the machine had turned
+        since, and the first ones of each place count for more than what was measured of it.
+        """
+        parts = np.array([_parts(shape) for shape, _ in points])
+        seconds = np.array([seconds for _, seconds in points])
+        rows = np.array([shape.num_rows for shape, _ in points])
+        smooth = _bends(len(parts[0])) * (SMOOTHNESS * np.median(rows / seconds))
+        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth))))
+        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth)), wanted))
+        beyond: dict[Place, list[float]] = {}
+        for shape, taken in points:
+            error = math.log(taken / cost._base(shape))
+            if shape.num_prefill_rows:
+                cost._prompts.learn(error, shape.num_before)
+            else:
+                beyond.setdefault(_place(shape), []).append(error)
+        cost._places = {place: sum(found) / len(found) for place, found in beyond.items()}
+        cost._num_steps = dict.fromkeys(beyond, KNOWN if are_sure else 0)
+        if not are_sure:
+            cost._num_to_follow, cost.num_turns = TURN_STEPS, 1
+        return cost
+
+    @classmethod
+    def typical(cls, device_type: str) -> StepCost:
+        """Before anything is measured: a small model on two cores, or a device that is never short of rows."""
+        per_row = 1.2e-4 if device_type == "cpu" else 2e-6
+        row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
+        crowd_parts = [1e-5] * len(CROWDS)
+        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *(0.0 for _ in DEPTHS), *row_parts])
+
+    def seconds(self, shape: StepShape) -> float:
+        """Expected, as things stand now."""
+        if shape.num_prefill_rows:
+            beyond = self._prompts.mean
+        else:
+            place = _place(shape)
+            known = self._places.get(place)
+            beyond = self._fear(place) if known is None else known
+        return self._base(shape) * math.exp(self._drift + beyond)
+
+    def feared(self, shape: StepShape) -> float:
+        """Seconds that a step hardly ever exceeds: for those whom it keeps waiting."""
+        seconds = self.seconds(shape)
+        return seconds * math.exp(self._prompts.fear(shape.num_before)) if shape.num_prefill_rows else seconds
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        """One measured step."""
+        seconds = max(seconds, 1e-9)
+        if shape.num_prefill_rows:
+            self._prompts.learn(math.log(seconds / self._base(shape)) - self._drift, shape.num_before)
+            return
+        place = _place(shape)
+        is_new, num_steps = place not in self._num_steps, self._num_steps.get(place, 0)
+        if place not in self._places:
+            self._places[place] = 0.0
+            self._fears.clear()
+        elif self._num_to_follow:
+            self._follow(
+                max(-math.log(NEW_OUTLIER), min(math.log(NEW_OUTLIER), math.log(seconds / self.seconds(shape))))
+            )
+            return
+        surprise = math.log(seconds / self.seconds(shape))
+        doubted = is_new and surprise > math.log(NEW_OUTLIER)
+        if doubted:
+            surprise = math.log(NEW_OUTLIER)
+        if num_steps >= KNOWN:
+            surprise = max(-math.log(OUTLIER), min(math.log(OUTLIER), surprise))
+            self._drift += DRIFT_RATE * surprise
+            self._off += TURN_RATE * (surprise - self._off)
+            if abs(self._off) > TURN:
+                self._begin_turn()
+                return
+            if abs(self._off) < TURN / 4:
+                self._blamed.clear()
+        change = max(PLACE_RATE, 1.0 / (num_steps + 1.1)) * surprise - LEAK * self._places[place]
+        self._places[place] += change
+        if num_steps >= KNOWN:
+            self._blamed[place] = self._blamed.get(place, 0.0) + change
+        self._unsaid[place] = unsaid = self._unsaid.get(place, 0.0) + change
+        if abs(unsaid) > math.log(SURPRISE):
+            self._unsaid[place] = 0.0
+            self.num_surprises += 1
+        self._num_steps[place] = num_steps + (not doubted)
+
+    def _begin_turn(self) -> None:
+        """What places were blamed for since their steps are off was the machine's."""
+        self._num_to_follow, self._drift_before = TURN_STEPS, self._drift
+        for place, change in self._blamed.items():
+            self._places[place] -= change
+        self._blamed.clear()
+
+    def _follow(self, surprise: float) -> None:
+        """One of the steps of a turn: what they have in common is the machine's."""
+        self._drift += FOLLOW_RATE * max(-math.log(NEW_OUTLIER), min(math.log(NEW_OUTLIER), surprise))
+        self._num_to_follow -= 1
+        if self._num_to_follow:
+            return
+        self._off = 0.0
+        if abs(self._drift - self._drift_before) > TURN:
+            self._num_steps = {place: min(count, STILL_KNOWN) for place, count in self._num_steps.items()}
+            self.num_turns += 1
+            self.num_surprises += 1
+
+    def _fear(self, place: Place) -> float:
+        """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""
+        if place not in self._fears:
+            sequences, rows, *_ = place
+            distances = (max(sequences - other, rows - far) for other, far, *_ in self._places)
+            self._fears[place] = CAUTION * max(0, min(distances, default=0) - NEAR)
+        return self._fears[place]
+
+    def as_json(self) -> list[float]:
+        """What `StepCost` is made of, for a file."""
+        return list(self._weights)
+
+    def _base(self, shape: StepShape) -> float:
+        # The weights times `_parts`, without listing them: a controller asks some hundred times a second.
+        weights, first = self._weights, 1 + len(CROWDS)
+        total = (
+            weights[0]
+            + self._crowd.at(shape.num_sequences)
+            + weights[first] * (shape.num_chain_rows - shape.num_sequences)
+            + weights[first + 1] * shape.num_drafting
+            + (weights[first + 2] * shape.num_context + weights[first + 3] * shape.num_pairs) / _KEYS
+            + weights[first + 4] * shape.num_noisy_rows
+            + self._rows.at(shape.num_rows)
+        )
+        if shape.num_prefill_pairs > DEPTHS[0] * shape.num_prefill_rows:
+            total += sum(w * part for w, part in zip(weights[first + 5 :], _deep_pairs(shape), strict=False))
+        return max(total, 1e-6)
+
+
+class _BentLine:
+    """A line from 0 whose slope changes at bends."""
+
+    def __init__(self, bends: Sequence[int], slopes: Sequence[float]) -> None:
+        self._bends, self._slopes = bends, slopes
+        self._heights = [0.0]  # at the bends
+        for (begin, end), slope in zip(pairwise(bends), slopes, strict=False):
+            self._heights.append(self._heights[-1] + slope * (end - begin))
+
+    def at(self, number: int) -> float:
+        piece = bisect_right(self._bends, number) - 1
+        return self._heights[piece] + self._slopes[piece] * (number - self._bends[piece])
+
+
+def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
+    """Points as `write_points` wrote them."""
+    return [(StepShape(*map(int, numbers)), float(seconds)) for *numbers, seconds in values]
+
+
+def write_points(points: Iterable[Point]) -> list[list[float]]:
+    """Points as plain numbers: the shape's, then the seconds."""
+    return [[*shape, seconds] for shape, seconds in points]
+
+
+def _parts(shape: StepShape) -> list[float]:
+    return [
+        1.0,
+        *_between(shape.num_sequences, CROWDS),
+        shape.num_chain_rows - shape.num_sequences,
+        shape.num_drafting,
+        shape.num_context / _KEYS,
+        shape.num_pairs / _KEYS,
+        shape.num_noisy_rows,
+        *_deep_pairs(shape),
+        *_between(shape.num_rows, BENDS),
+    ]
+
+
+def _deep_pairs(shape: StepShape) -> list[float]:
+    """Pairs of a prompt row and an id before it, behind each of the depths; in thousands."""
+    rows, pairs = shape.num_prefill_rows, shape.num_prefill_pairs
+    return [max(0, pairs - depth * rows) / _KEYS for depth in DEPTHS]
+
+
+def _bends(num_parts: int) -> np.ndarray[Any, Any]:
+    """Rows that take the difference between each two neighbours among the parts of the rows, and of the sequences."""
+    first_row = num_parts - len(BENDS)
+    pairs = [(at, at + 1) for at in (*range(1, len(CROWDS)), *range(first_row, num_parts - 1))]
+    found = np.zeros((len(pairs), num_parts))
+    for row, (one, other) in enumerate(pairs):
+        found[row, one], found[row, other] = -1.0, 1.0
+    return found
+
+
+def _between(number: int, bends: Sequence[int]) -> list[float]:
+    """How much of `number` lies between each two of the bends, and behind the last."""
+    return [max(0.0, min(number, end) - begin) for begin, end in zip(bends, (*bends[1:], math.inf), strict=True)]
+
+
+def _place(shape: StepShape) -> Place:
+    """Shapes of about the same size, to an eighth of a doubling; those that draw noise apart from those that do not.
+
+    Of one sequence also by its chain: 2 rows with 2 masks and 1 row with 3 take different times, and a layout is made
+    of steps of one kind or the other. In a crowd they are mixed.
+    """
+    sequences = shape.num_sequences
+    chain = shape.num_chain_rows if sequences == 1 else 0
+    return _eighths(sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0, chain
+
+
+@lru_cache(maxsize=4096)
+def _eighths(number: int) -> int:
+    return round(8 * math.log2(max(number, 1)))
+
+
+def _least_squares(parts: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> list[float]:
+    """Weights of 0 or more that bring parts·weights nearest to `wanted`: coordinate descent, which cannot diverge."""
+    scale = np.maximum(np.linalg.norm(parts, axis=0), 1e-12)
+    scaled = parts / scale
+    gram, target = scaled.T @ scaled, scaled.T @ wanted
+    gram += 1e-9 * np.eye(len(gram))
+    weights = np.zeros(len(gram))
+    for _ in range(2000):
+        for at in range(len(weights)):
+            weights[at] = max(0.0, weights[at] + (target[at] - gram[at] @ weights) / gram[at, at])
+    return [float(weight) for weight in weights / scale]

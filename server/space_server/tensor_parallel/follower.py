@@ -1,0 +1,52 @@
+"""A rank that is not the first: it computes the rows that it is told, and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+
+from space_server.tensor_parallel.plan_message import Kind, MessageLost, PlanReader
+from space_server.tensor_parallel.ranks import RankGroup
+
+
+@torch.inference_mode()
+def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda: 0) -> None:
+    """Do what rank 0 says until it says END. `free`: bytes that this rank can still give."""
+    facts, reader = model.facts, PlanReader()
+    kv: PagedKV | None = None
+    while True:
+        try:
+            message = reader.read(group.receive())
+        except MessageLost as error:
+            group.lost(str(error))
+        match message.kind:
+            case Kind.PAGES:
+                num_blocks, block_size = message.figures
+                kv = None  # the old ones go first
+                kv = model.allocate_kv(num_blocks, block_size)
+            case Kind.ROWS:
+                if kv is None:
+                    group.lost("Rank 0 sent rows before pages.")
+                batch = ForwardBatch.build(
+                    message.segments,
+                    block_size=kv.block_size,
+                    mask_ids=facts.mask_ids,
+                    adapter_masks=[adapter.num_masks for adapter in facts.adapters],
+                    device=facts.device,
+                )
+                if len(batch.ids) != message.figures[0]:
+                    group.lost(f"Rank 0 lays out {message.figures[0]} rows, rank {group.rank} {len(batch.ids)}.")
+                model.forward(batch, kv)
+            case Kind.HEAD:
+                room = torch.empty(message.figures[0], facts.hidden_size, dtype=facts.dtype, device=facts.device)
+                model.logits(group.share(room))
+            case Kind.MEMORY:
+                group.least(free())
+            case Kind.BEAT:
+                group.answer()
+            case Kind.END:
+                return

@@ -1,0 +1,141 @@
+"""Rank 0's model: a step of it is a step of every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.model_facts import ModelFacts
+from space_model.networks.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
+from torch import Tensor
+
+from space_server.tensor_parallel.plan_message import Kind, PlanWriter
+from space_server.tensor_parallel.ranks import GroupLost, RankGroup
+
+BEATS_PER_WATCHDOG = 4
+"""Signs of life in the time after which a silent rank is given up."""
+
+
+class LeadModel:
+    """A StepModel that tells the followers what to compute before it computes its own part.
+
+    The worker above it is the only one there is: it admits, plans, chooses and drafts; followers see rows. A step that
+    fails between ranks cannot be taken again, for nobody knows how far the others are: it ends the group.
+    """
+
+    def __init__(
+        self,
+        model: SpaceModel,
+        group: RankGroup,
+        *,
+        free: Callable[[], int] = lambda: 0,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`free`: bytes that this rank can still give; `alive` is asked between beats, and does not return where
+        another rank's process is gone.
+        """
+        self._model, self._group, self._free, self._alive = model, group, free, alive
+        self._writer = PlanWriter()
+        self._turn = threading.Lock()  # a message, and all that every rank does about it
+        self._last = time.monotonic()  # when the last message was sent
+        self._kv: PagedKV | None = None
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="rank beats", daemon=True)
+        self._beats.start()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Of the model; heads, keys and values are those of a rank."""
+        return self._model.facts
+
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        """Rank 0 alone drafts."""
+        return self._model.draft_head_of(adapter)
+
+    def free_bytes(self) -> int:
+        """Memory that every rank can still give to keys and values."""
+        with self._ordered(Kind.MEMORY):
+            return self._group.least(self._free())
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        """Pages on every rank, in place of those that were there: a step runs on the last ones."""
+        with self._ordered(Kind.PAGES, num_blocks, block_size):
+            self._kv = self._model.allocate_kv(num_blocks, block_size)
+            return self._kv
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden] after the final norm."""
+        if kv is not self._kv:
+            raise ValueError("These pages are not the last that were allocated on all ranks.")
+        if not batch.segments:
+            raise ValueError("These rows were laid out on a device; several ranks take rows that the host lays out.")
+        with self._saying(lambda: self._writer.rows(batch.segments, len(batch.ids))):
+            return self._model.forward(batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V] float32."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.facts.vocab_size).float()
+        with self._ordered(Kind.HEAD, len(hidden)):
+            return self._model.logits(self._group.share(hidden))
+
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, hidden], ids [N, M] -> [N, M] float32: by rank 0's own copy of the head."""
+        return self._model.logits_of(hidden, ids)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return self._model.embed(ids)
+
+    def end(self) -> None:
+        """Let the followers go."""
+        if not self._ended.is_set():
+            with self._ordered(Kind.END):
+                self._ended.set()
+            self._beats.join()
+
+    def abandon(self) -> None:
+        """Say nothing more, not even that it ends."""
+        self._ended.set()
+
+    @contextmanager
+    def _ordered(self, kind: Kind, *figures: int) -> Iterator[None]:
+        with self._saying(lambda: self._writer.simple(kind, *figures)):
+            yield
+
+    @contextmanager
+    def _saying(self, message: Callable[[], bytes]) -> Iterator[None]:
+        """Send a message and do one's own part, with nothing in between."""
+        with self._turn:
+            said = message()  # fails, if it fails, before anybody has heard of it
+            try:
+                self._group.send(said)
+                yield
+                self._last = time.monotonic()
+            except GroupLost:
+                raise
+            except Exception as error:
+                self._group.lost(f"Rank 0 failed in the middle of a step: {type(error).__name__}: {error}")
+
+    def _beat(self) -> None:
+        """Say something where there is nothing to say, so that silence means a rank that is gone."""
+        pause = self._group.watchdog / BEATS_PER_WATCHDOG
+        while not self._ended.wait(min(0.5, pause)):
+            self._alive()
+            if time.monotonic() - self._last < pause or not self._turn.acquire(blocking=False):
+                continue
+            try:
+                if self._ended.is_set():
+                    return
+                self._group.send(self._writer.simple(Kind.BEAT))
+                self._group.answer()
+                self._last = time.monotonic()
+            except GroupLost:
+                return  # said already
+            finally:
+                self._turn.release()

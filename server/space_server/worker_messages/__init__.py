@@ -1,0 +1,1 @@
+"""What the worker reports: its hello, steps and sequences."""

@@ -1,0 +1,238 @@
+"""Operations and bytes of a training run, computed from the model's sizes and the plan: nothing here is measured.
+
+Operations are those of `space_train.costs.flops` (a product of a row with n weights: 2n forward, 2n for the row's
+gradient, 2n for the weights'), so a run's own counter can be held against them. Time is operations over the GPU's
+datasheet rate at a stated utilisation; what is computed twice to save memory takes time too. Bytes are counted tensor
+by tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from space_train.costs.model_shape import ModelShape
+from space_train.networks.losses import CHUNK
+from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
+
+UTILISATION = 0.4
+"""Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
+ALLOWANCE = 2.0e9
+"""Bytes for the CUDA context, workspaces and what the allocator cannot use."""
+FILL = 0.95
+"""Share of a GPU's memory that may be planned for: an estimate is no measurement."""
+GB = 1e9
+LOGIT_BYTES = 20
+"""Of one row and id while a loss is differentiated: teacher's chances, log-chances, and their gradients in float32, and
+the product's in half precision."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, by its datasheet."""
+
+    name: str
+    flops: float  # dense bf16, per second
+    memory: float  # bytes
+
+
+GPUS = {
+    "a100": Gpu("A100 80GB", 312e12, 80 * GB),
+    "h100": Gpu("H100", 989e12, 80 * GB),
+    "h200": Gpu("H200", 989e12, 141 * GB),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan costs for a model."""
+
+    shape: ModelShape
+    plan: TrainPlan
+    masks_per_token: float
+    num_trained: int  # weights that move
+    flops: dict[str, float]  # operations for one real token, by part
+    recomputed: float  # operations for one real token that are done again to save memory
+    memory: dict[str, float]  # bytes at the peak, by part
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the model, over all rows: what a run's own counter says."""
+        return sum(self.flops.values())
+
+    @property
+    def bytes(self) -> float:
+        """Peak."""
+        return sum(self.memory.values())
+
+    def fits(self, memory: float) -> bool:
+        """Whether a GPU of so many bytes has room, and a little to spare."""
+        return self.bytes <= FILL * memory
+
+    def seconds(self, num_tokens: float, gpu: Gpu, utilisation: float = UTILISATION) -> float:
+        """For so many real tokens."""
+        return num_tokens * (self.flops_per_token + self.recomputed) / (gpu.flops * utilisation)
+
+
+def masks_per_token(plan: TrainPlan) -> float:
+    """Mask rows for one real token of a text that has masks."""
+    if not plan.has_masks:
+        return 0.0
+    if plan.anchors is Anchors.ONE:
+        return plan.num_masks / (plan.length / 2)  # a text is cut in its middle, on average
+    return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
+
+
+def estimate(shape: ModelShape, plan: TrainPlan) -> Estimate:
+    """Operations and bytes of `plan` for a model of `shape`, every token being a target."""
+    head = _head_weights(shape, plan)
+    adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
+    trained = {
+        Method.FULL: shape.num_parameters + head,
+        Method.SFT: shape.num_parameters,
+        Method.GATED_LORA: adapters + private + head,
+        Method.HEAD: head,
+    }[plan.method]
+    flops, recomputed = _flops(shape, plan, adapters, head)
+    memory = _memory(shape, plan, trained, adapters, head)
+    return Estimate(shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory)
+
+
+def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
+    """`plan` in as few parts an update as fit in a GPU's `memory`, layers computed twice only if nothing else does.
+
+    None if nothing does.
+    """
+    parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
+    for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
+        for accumulate in parts:
+            tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
+            if estimate(shape, tried).fits(memory):
+                return tried
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ operations
+
+
+def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
+    """Operations of one real token by part, and those done twice."""
+    masked, masks = _masked_share(plan), _masked_share(plan) * masks_per_token(plan)
+    keys = plan.length / 2  # that a row sees, on average
+    row = 2 * shape.body + shape.attention * keys
+    # 1: forward alone; 2: and the rows' gradients; 3: and the weights'.
+    real_passes = 3 if plan.trains_base else 1
+    mask_passes = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
+    num_real = 1.0 if plan.trains_base else masked  # a frozen base reads no text without masks
+    num_losses = _num_losses(plan)
+    teachers = int(plan.distill) + int(plan.survival) if plan.has_masks else 0
+    forward = 2 * shape.output
+    flops = {
+        "real rows": real_passes * row * num_real,
+        "mask rows": mask_passes * row * masks,
+        "adapters": (6 if plan.method is Method.GATED_LORA else 2) * adapters * masks,
+        "draft head": 6.0 * head * masks,
+        "next-token logits": 3.0 * forward if plan.trains_base else 0.0,
+        "mask logits": num_losses * (3 if plan.trains_base else 2) * forward * masks,
+        "teacher logits": teachers * forward * masks,
+    }
+    if plan.scheduled_drafting and head:
+        flops["own drafts"] = (2 * head + forward) * masks
+    # Each loss asks the teacher again; logits of many rows are computed again going back.
+    recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
+    if masks * _tokens_at_once(plan) > CHUNK:
+        recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
+    if plan.trains_base and _tokens_at_once(plan) > CHUNK:
+        recomputed += forward
+    if plan.activation_checkpointing and plan.trains_base:
+        recomputed += row * (1 + masks)
+    return {part: value for part, value in flops.items() if value}, recomputed
+
+
+def _num_losses(plan: TrainPlan) -> int:
+    """Losses of mask rows: masks alone, masks with the draft head."""
+    if not plan.has_masks:
+        return 0
+    return int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
+
+
+def _masked_share(plan: TrainPlan) -> float:
+    """Of the real tokens, those in texts with masks."""
+    if not plan.has_masks:
+        return 0.0
+    whole = plan.ar_share
+    masked = (1 - plan.ar_share) * (0.5 if plan.anchors is Anchors.ONE else 1.0)  # a cut text is half as long
+    return masked / (whole + masked) if whole + masked else 0.0
+
+
+def _head_weights(shape: ModelShape, plan: TrainPlan) -> int:
+    if not plan.has_head:
+        return 0
+    return plan.head_hidden * shape.hidden_size * (3 if plan.head is HeadForm.MLP else 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+
+def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
+    """What one row keeps of one layer until it is differentiated: attention without its scores, products in half
+    precision.
+
+    Trained base: a float32 residual stream, and a half-precision copy of it for each product that reads it. Frozen
+    base: all in half precision but the norms' input; the products' inputs are kept for the adapters.
+    """
+    E, D = shape.hidden_size, shape.head_dim
+    heads = 2 * (shape.num_heads + 2 * shape.num_kv_heads) * D + 2 * shape.num_heads * D + 4 * shape.num_heads
+    mlp = 8 * shape.intermediate_size  # gate, its activation, up, and their product
+    if plan.trains_base:
+        # two norms: input and normalised, float32; five copies for q k v, gate up
+        return 2 * (4 + 4) * E + 5 * 2 * E + heads + mlp
+    # two norms: input float32, output once; what the adapters' first products give
+    return 2 * (4 + 2) * E + heads + mlp + len(shape.linears) * 2 * plan.lora_rank
+
+
+def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, head: int) -> dict[str, float]:
+    """Bytes at the peak: where the backward pass begins, or where the optimiser works."""
+    frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
+    num_real = _tokens_at_once(plan)
+    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    learning = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}.get(
+        plan.method, 0.0
+    )
+    per_layer = activation_bytes(shape, plan)
+    if plan.activation_checkpointing and plan.trains_base:
+        activations = learning * (4.0 * shape.hidden_size * shape.num_layers + per_layer)
+    else:
+        activations = learning * per_layer * shape.num_layers
+    passing = 0.0 if plan.trains_base else num_real * per_layer  # rows without gradients keep one layer at a time
+    kv = 0.0 if plan.trains_base else num_real * 2.0 * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    rows = max(num_masks if plan.has_masks else 0.0, num_real if plan.trains_base else 0.0)
+    kept = 1 if rows > CHUNK else max(1, _num_losses(plan) + int(plan.trains_base))
+    states = 2.0 if plan.optimiser == "adamw" else 2.0 - _matrix_share(shape, plan, trained, head)
+    memory = {
+        "frozen weights": 2.0 * frozen,
+        "trained weights": 4.0 * trained,
+        "half-precision copies": 2.0 * trained if plan.precision != "no" else 0.0,
+        "gradients": 4.0 * trained,
+        "optimiser": 4.0 * states * trained,
+        "activations": max(activations, passing),
+        "keys and values": kv,
+        "logits": min(rows, CHUNK) * shape.vocab_size * LOGIT_BYTES * (1 + 0.5 * (kept - 1)),
+        "allowance": ALLOWANCE,
+    }
+    # The optimiser works when activations are gone, on a copy of its own of what moves.
+    gone = sum(memory[part] for part in ("half-precision copies", "activations", "keys and values", "logits"))
+    memory["optimiser at work"] = max(0.0, 4.0 * trained - gone)
+    return {part: size for part, size in memory.items() if size}
+
+
+def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -> float:
+    """Of the trained weights, those Muon moves: it keeps one state each, AdamW two."""
+    matrices = shape.body if plan.trains_base else 0
+    matrices += shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    return (matrices + head) / trained
+
+
+def _tokens_at_once(plan: TrainPlan) -> float:
+    """Real tokens of one part of an update."""
+    return plan.length * plan.rows_per_step / plan.accumulate

@@ -1,0 +1,264 @@
+"""The forms training data comes in, and what a record of each says: a conversation with answers, or plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from space_train.data.data_error import BadRecord
+from space_train.data.data_source import Record
+
+Fields = Mapping[str, object]
+
+
+class Role(StrEnum):
+    """Who speaks."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says; `learned` where the model learns to say it."""
+
+    role: Role
+    content: str
+    learned: bool
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order; every assistant's turn is learned (but where an OpenAI message has `weight` 0)."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def content(self) -> str:
+        """All that is said, for hashing."""
+        return "\0".join(f"{turn.role}\0{turn.content}" for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text that is learned whole."""
+
+    text: str
+
+    @property
+    def content(self) -> str:
+        """All of it, for hashing."""
+        return self.text
+
+
+Document = Conversation | PlainText
+
+
+@dataclass(frozen=True)
+class DataForm:
+    """One way to write a record."""
+
+    name: str
+    fields: tuple[tuple[str, ...], ...]  # a record is in this form if it has every field of one of these
+    read: Callable[[Fields, str], Document]
+
+    def fits(self, record: Fields) -> bool:
+        """Whether the record has the fields of this form."""
+        return any(all(name in record for name in names) for names in self.fields)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({' or '.join('+'.join(names) for names in self.fields)})"
+
+
+ROLES = {
+    Role.SYSTEM: ("system", "developer"),
+    Role.USER: ("user", "human"),
+    Role.ASSISTANT: ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "bard"),
+    Role.TOOL: ("tool", "function", "observation", "function_response"),
+}
+"""The names each role goes by."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+_ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+_QUESTION_AND_ANSWER = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("query", "response"),
+)
+
+
+def documents(records: Iterable[Record]) -> Iterator[tuple[Record, str, Document]]:
+    """Each record with the name of its form and what it says. The first record of a file sets the file's form."""
+    form_of: dict[str, tuple[DataForm, str]] = {}
+    for record in records:
+        fields = _fields(record)
+        if record.file not in form_of:
+            form_of[record.file] = (_form(fields, record.where), record.where)
+        form, since = form_of[record.file]
+        if not form.fits(fields):
+            raise BadRecord(
+                f"{record.where} has the fields {_listed(fields)}, but since {since} the form is {form}. "
+                f"Put records of different forms into different files; the known forms are {known_forms()}."
+            )
+        document = form.read(fields, record.where)
+        _check_characters(document, record.where)
+        yield record, form.name, document
+
+
+def known_forms() -> str:
+    """Every form with its fields, in words."""
+    return "; ".join(map(str, FORMS))
+
+
+def _fields(record: Record) -> Fields:
+    """The fields of a record that say something; a null is none (tables fill up missing fields with nulls)."""
+    if not isinstance(record.value, Mapping):
+        raise BadRecord(
+            f"{record.where} is {_kind(record.value)}, not an object with fields. The known forms are {known_forms()}."
+        )
+    return {str(name): value for name, value in record.value.items() if value is not None}
+
+
+def _form(fields: Fields, where: str) -> DataForm:
+    for form in FORMS:
+        if form.fits(fields):
+            return form
+    raise BadRecord(f"{where} has the fields {_listed(fields)}, which is no known form: {known_forms()}.")
+
+
+def _check_characters(document: Document, where: str) -> None:
+    """JSON can escape half a character, which no tokenizer takes."""
+    found = _HALF.search(document.content)
+    if found is not None:
+        raise BadRecord(
+            f"{where} has half a character, \\u{ord(found[0]):x}: a surrogate without the other one of its pair. "
+            "Remove it, or write the whole character; a text was perhaps cut inside one."
+        )
+
+
+def _messages(fields: Fields, where: str) -> Conversation:
+    return _conversation(fields, "messages", ("role", "content"), where)
+
+
+def _sharegpt(fields: Fields, where: str) -> Conversation:
+    name = "conversations" if "conversations" in fields else "conversation"
+    turns = fields[name]
+    if isinstance(turns, Sequence) and turns and all(isinstance(turn, str) for turn in turns):
+        # As LIMA has it: bare strings, the user first, then in turns.
+        roles = (Role.USER, Role.ASSISTANT)
+        return Conversation(
+            tuple(Turn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns)),
+        )
+    if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
+        return _conversation(fields, name, ("role", "content"), where)
+    return _conversation(fields, name, ("from", "value"), where)
+
+
+def _alpaca(fields: Fields, where: str) -> Conversation:
+    turns = _system(fields, where)
+    for pair in _list(fields, "history", where):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise BadRecord(f"{where}: each entry of history must be a pair [question, answer]; got {_kind(pair)}.")
+        turns += _asked(_string(pair[0], "history", where), _string(pair[1], "history", where))
+    question, context = _text(fields, "instruction", where), _text(fields, "input", where)
+    return Conversation((*turns, *_asked(_joined(question, context), _text(fields, "output", where))))
+
+
+def _question_and_answer(fields: Fields, where: str) -> Conversation:
+    asked, answered = next(names for names in _QUESTION_AND_ANSWER if all(name in fields for name in names))
+    if isinstance(fields[asked], list) and isinstance(fields[answered], list):
+        both = {"messages": [*_list(fields, asked, where), *_list(fields, answered, where)]}
+        return _conversation(both, "messages", ("role", "content"), where)
+    question = _joined(_text(fields, asked, where), _text(fields, "context", where))
+    return Conversation((*_system(fields, where), *_asked(question, _text(fields, answered, where))))
+
+
+def _plain_text(fields: Fields, where: str) -> PlainText:
+    return PlainText(_text(fields, "text" if "text" in fields else "content", where))
+
+
+FORMS: tuple[DataForm, ...] = (
+    DataForm("OpenAI messages", (("messages",),), _messages),
+    DataForm("ShareGPT", (("conversations",), ("conversation",)), _sharegpt),
+    DataForm("alpaca", (("instruction", "output"),), _alpaca),
+    DataForm("prompt and completion", _QUESTION_AND_ANSWER, _question_and_answer),
+    DataForm("plain text", (("text",), ("content",)), _plain_text),
+)
+"""In the order they are tried: Alpaca's own files have a `text` field too."""
+
+
+def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) -> Conversation:
+    who, what = keys
+    turns = list(_system(fields, where))
+    for number, turn in enumerate(_list(fields, name, where), start=1):
+        place = f"{where}: turn {number} of {name}"
+        if not isinstance(turn, Mapping):
+            raise BadRecord(f"{place} must be an object with {who} and {what}; got {_kind(turn)}.")
+        role = _ROLE_OF.get(str(turn.get(who)).lower())
+        if role is None:
+            raise BadRecord(f"{place} has {who}={turn.get(who)!r}; known are {', '.join(_ROLE_OF)}.")
+        if turn.get("tool_calls") or turn.get("function_call"):
+            raise BadRecord(f"{place} calls a tool, and calls are not learned. Write the call into {what} as text.")
+        weight = turn.get("weight", 1)
+        content = _content(turn.get(what), f"{place}: {what}")
+        turns.append(Turn(role, content, learned=role is Role.ASSISTANT and weight != 0))
+    return Conversation(tuple(turns))
+
+
+def _content(content: object, place: str) -> str:
+    """A string, or OpenAI's list of text parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+        raise BadRecord(f"{place} has a part that is no text; only text is learned.")
+    raise BadRecord(f"{place} must be text; got {_kind(content)}.")
+
+
+def _asked(question: str, answer: str) -> tuple[Turn, Turn]:
+    return Turn(Role.USER, question, learned=False), Turn(Role.ASSISTANT, answer, learned=True)
+
+
+def _system(fields: Fields, where: str) -> tuple[Turn, ...]:
+    system = _text(fields, "system", where)
+    return (Turn(Role.SYSTEM, system, learned=False),) if system else ()
+
+
+def _joined(question: str, context: str) -> str:
+    """As the published loader joins them."""
+    return f"{question}\n{context}" if context else question
+
+
+def _text(fields: Fields, name: str, where: str) -> str:
+    return _string(fields.get(name, ""), name, where)
+
+
+def _string(value: object, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f"{where}: {name} must be text; got {_kind(value)}.")
+    return value
+
+
+def _list(fields: Fields, name: str, where: str) -> Sequence[object]:
+    value = fields.get(name, ())
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise BadRecord(f"{where}: {name} must be a list; got {_kind(value)}.")
+    return value
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, in JSON's words."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", dict: "an object"}
+    return names.get(type(value), "a list" if isinstance(value, Sequence) else type(value).__name__)
+
+
+def _listed(fields: Fields) -> str:
+    return ", ".join(fields) or "(none)"

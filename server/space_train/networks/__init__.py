@@ -1,0 +1,1 @@
+"""What is trained: decoder, masks, adapters, draft head, and their losses."""

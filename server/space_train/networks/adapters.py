@@ -1,0 +1,97 @@
+"""Gated adapters, as they are trained: low-rank deltas on the linears of the decoder layers, for mask rows alone.
+
+Training runs mask rows in a pass of their own, so the gate is a switch: on in their pass, off in every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from space_model.adapters.gated_lora import GatedLora
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class AdaptedLinear(nn.Module):
+    """W·x, and where the gate is on + scale·B·A·x."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, gate: Gate) -> None:
+        super().__init__()
+        self.linear, self.scale, self.gate = linear, scale, gate
+        self.a = nn.Parameter(torch.zeros(rank, linear.in_features, device=linear.weight.device))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=linear.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if not self.gate.is_on:
+            return y
+        # The weights of a frozen base may be half as wide as these, which learn.
+        return y + self.scale * F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
+
+
+class Gate:
+    """Whether the rows of the running pass are masks."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Mask rows inside."""
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+
+class Adapters(nn.Module):
+    """The adapters of one model, and the inputs of its masks."""
+
+    def __init__(self, model: PreTrainedModel, *, rank: int, alpha: float, num_masks: int) -> None:
+        """Puts an adapter on every linear of the decoder layers of `model`, in place."""
+        super().__init__()
+        self.gate, self.rank, self.alpha = Gate(), rank, alpha
+        hidden, device = int(model.config.hidden_size), model.get_input_embeddings().weight.device
+        self.mask_embeddings = nn.Parameter(torch.zeros(num_masks, hidden, device=device))
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and ".layers." in f".{name}"
+        }
+        self._adapted: dict[str, AdaptedLinear] = {}
+        for name, linear in linears.items():
+            parent, _, leaf = name.rpartition(".")
+            adapted = AdaptedLinear(linear, rank, alpha / rank, self.gate)
+            setattr(model.get_submodule(parent), leaf, adapted)
+            self._adapted[name] = adapted
+        self.pairs = nn.ParameterList([part for adapted in self._adapted.values() for part in (adapted.a, adapted.b)])
+
+    def initialise(self, generator: torch.Generator, mean: Tensor, spread: float) -> None:
+        """Random A, zero B; mask inputs near `mean` [E]."""
+        with torch.no_grad():
+            for adapted in self._adapted.values():
+                noise = torch.randn(adapted.a.shape, generator=generator)
+                adapted.a.copy_(noise * adapted.a.shape[1] ** -0.5)
+            noise = torch.randn(self.mask_embeddings.shape, generator=generator)
+            self.mask_embeddings.copy_(mean + spread * noise.to(mean.device))
+
+    def export(self, dtype: torch.dtype) -> GatedLora:
+        """As it is served."""
+        pairs = {
+            name: (adapted.a.detach().to(dtype), adapted.b.detach().to(dtype))
+            for name, adapted in self._adapted.items()
+        }
+        masks = self.mask_embeddings.detach().to(dtype)
+        return GatedLora(mask_embeddings=masks, pairs=pairs, scale=self.alpha / self.rank)
+
+    def take(self, adapter: GatedLora) -> None:
+        """Go on from the weights of a trained adapter, whatever its alpha was."""
+        with torch.no_grad():
+            self.mask_embeddings.copy_(adapter.mask_embeddings)
+            for name, (a, b) in adapter.pairs.items():
+                self._adapted[name].a.copy_(a)
+                self._adapted[name].b.copy_(b * (adapter.scale * self.rank / self.alpha))

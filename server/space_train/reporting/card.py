@@ -1,0 +1,167 @@
+"""The model card, written from what the run left behind: data, recipe, losses, acceptance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from space_train.networks.network import NetworkShape
+from space_train.training.stage import Measures
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One training stage, as its checkpoint tells it."""
+
+    name: str
+    minutes: float
+    num_tokens: int
+    history: Sequence[Measures]
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything the card states."""
+
+    command: str
+    commit: str
+    seed: int
+    threads: int
+    shape: NetworkShape
+    num_masks: int
+    characters_per_token: float
+    num_own_texts: int
+    remark: str  # what else a reader should know of this run
+    stages: Sequence[StageRecord]
+    final: Measures  # of the weights as shipped: loss, bits_per_byte, mask_j, head_j
+    corpus: Sequence[Mapping[str, Any]]  # `corpus.json`
+
+
+def current_commit() -> str:
+    """The commit of the working tree, or `unknown` outside of one."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """One paragraph, filled."""
+    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
+
+
+def card(facts: CardFacts) -> str:
+    """The text of `README.md`."""
+    shape, final = facts.shape, facts.final
+    trained = [entry for entry in facts.corpus if not entry["held_out"] and entry["num_files"]]
+    held_out = [entry for entry in facts.corpus if entry["held_out"]]
+    own_text = f"{facts.num_own_texts} texts written by the model itself; " if facts.num_own_texts else ""
+    architecture = paragraph(
+        f"""Llama architecture, {shape.num_parameters / 1e6:.2f} M parameters ({shape.num_layers} layers, hidden size
+        {shape.hidden_size}, {shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} key/value heads, tied
+        embeddings), bf16, window {shape.window}; byte-level BPE of {shape.vocab_size} ids,
+        {facts.characters_per_token:.2f} characters per token on held-out code; {facts.num_masks} mask tokens, one id
+        each. Code is completed as it is; a chat turn in words becomes the docstring of a function whose body is the
+        answer."""
+    )
+    recipe = paragraph(
+        f"""Commit `{facts.commit}`, seed {facts.seed}, {facts.threads} CPU threads. Next-token training by Muon and
+        AdamW on windows of 256 to {shape.window} ids; {own_text}SAR-SFT with many anchors per sequence, soft labels
+        from the model's own next-token distribution, the next-token loss kept, masks and draft head together. Budgets
+        are minutes on the clock of a machine that other work may share: another run sees more or fewer tokens.
+        {facts.remark}"""
+    )
+    num_functions = sum(entry["num_functions"] for entry in trained)
+    depths = range(1, facts.num_masks + 1)
+    acceptance = table(
+        ["greedy agreement of draft", *map(str, depths)],
+        [
+            ["masks alone", *(f"{final[f'mask_{depth}']:.2f}" for depth in depths)],
+            ["with the draft head", *(f"{final[f'head_{depth}']:.2f}" for depth in depths)],
+        ],
+    )
+    stages = table(
+        ["stage", "minutes", "tokens", "held-out loss", "bits per byte"],
+        [
+            [
+                stage.name,
+                f"{stage.minutes:.0f}",
+                f"{stage.num_tokens / 1e6:.1f} M",
+                *(f"{stage.history[-1][key]:.3f}" for key in ("loss", "bits_per_byte")),
+            ]
+            for stage in facts.stages
+        ],
+    )
+    curves = "\n".join(
+        f"- {stage.name}: " + ", ".join(f"{entry['tokens'] / 1e6:.1f} M {entry['loss']:.2f}" for entry in stage.history)
+        for stage in facts.stages
+    )
+
+    def sources(entries: Sequence[Mapping[str, Any]]) -> str:
+        keys = ("name", "version", "licence", "num_files")
+        rows = [[*(str(entry[key]) for key in keys), f"{entry['num_bytes']:,}"] for entry in entries]
+        return table(["source", "version", "licence (SPDX, from its metadata)", "files", "bytes"], rows)
+
+    return f"""\
+---
+license: apache-2.0
+language: [code]
+tags: [python, space, speculative-decoding]
+---
+# The embedded model
+
+A very small Python-code model with SPACE masks and a draft head, trained from nothing by this repository. It exists so
+that the server can be tried, tested and measured anywhere, offline. **It is not a useful programmer**: it knows the
+look of Python, not what a program means, and it repeats itself when decoded greedily.
+
+{architecture}
+
+## Recipe
+
+    {facts.command}
+
+{recipe}
+
+{stages}
+
+Held-out loss (nats per token) by tokens seen:
+
+{curves}
+
+## Figures of the shipped weights (held-out packages, float32 arithmetic)
+
+Next-token loss {final["loss"]:.3f} nats, {final["bits_per_byte"]:.3f} bits per byte.
+
+{acceptance}
+
+Teacher-forced: the share of places at which draft j equals the model's own most likely token, given that everything
+before it is right; the head is told the token before its target. Real decoding differs: it accepts more where text
+repeats and less where the model's own text leaves what it was trained on.
+
+## Data
+
+Python files as published; tests, vendored copies, generated files, tables, over-long lines and near-duplicates (by
+lines) dropped; at most a few MB of one source. {num_functions:,} short documented functions appear a second time, as
+documents of their own. No evaluation set is part of it.
+
+{sources(trained)}
+
+Held out as whole packages, with everything in the other sources that repeats one of their files, exactly or nearly:
+
+{sources(held_out)}
+"""
+
+
+def read_corpus(path: Path) -> list[dict[str, Any]]:
+    """The reports of `corpus.json`."""
+    reports: list[dict[str, Any]] = json.loads(path.read_text())
+    return reports

@@ -1,0 +1,1 @@
+"""Text that the model writes for its own training."""

@@ -1,0 +1,117 @@
+"""Teach a small model to leave its own loops, beside whatever else it learns: what it repeats becomes unlikely.
+
+Sequence-level unlikelihood (arXiv 1908.04319): the model writes greedily, and an id that closes a 4-gram which its text
+already holds costs -log(1 - p). Only texts that loop count: code repeats itself, and should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from space_train.data.anchors import causal
+from space_train.data.packed_tokens import PackedTokens
+from space_train.networks.trainee import Trainee
+
+GRAM = 4
+"""Ids of a repetition: the measure of looping outputs counts the same."""
+
+
+@dataclass
+class LoopsToUnlearn:
+    """Texts that the model writes now and then, and what their repetitions cost it."""
+
+    streams: Sequence[tuple[PackedTokens, int]]  # where prompts come from, and how many from each
+    end_id: int
+    pad_id: int
+    banned_ids: Sequence[int]
+    weight: float = 0.5
+    updates_each: int = 2  # before new texts are written
+    prompt: int = 48
+    written: int = 112
+    loops_from: float = 0.3  # share of repeated 4-grams from which a text counts
+
+    def __post_init__(self) -> None:
+        self._texts = self._closed = torch.empty(0)
+
+    def loss(self, trainee: Trainee, step: int) -> Tensor:
+        """The cost at update number `step`, of the ordinary rows; 0 where no text loops."""
+        if step % self.updates_each == 0 or not len(self._texts):
+            round_number = step // self.updates_each
+            prompts = torch.cat(
+                [
+                    stream.windows(round_number * count * self.prompt, count, self.prompt)
+                    for stream, count in self.streams
+                ]
+            )
+            self._texts = greedy_texts(
+                trainee.decoder.model, prompts, self.written, self.end_id, self.pad_id, self.banned_ids
+            )
+            self._closed = repeats(self._texts, self.prompt, self.pad_id)
+            share = self._closed.sum(1) / (self._texts[:, self.prompt :] != self.pad_id).sum(1).clamp(min=1)
+            self._closed &= (share >= self.loops_from)[:, None]
+        return self.weight * unlikelihood(trainee, self._texts, self._closed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """For a run that goes on."""
+        return {"texts": self._texts, "closed": self._closed}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """As `state_dict` gave it."""
+        self._texts, self._closed = state["texts"], state["closed"]
+
+    @property
+    def looping(self) -> float:
+        """Share of the last texts that loop."""
+        return float(self._closed.any(1).float().mean())
+
+
+@torch.no_grad()
+def greedy_texts(
+    model: PreTrainedModel, prompts: Tensor, num_new: int, end_id: int, pad_id: int, banned_ids: Sequence[int]
+) -> Tensor:
+    """`prompts` [B, P] continued greedily, [B, P + num_new]; behind an end of text stands padding."""
+    was_training = model.training
+    model.eval()
+    texts = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=num_new,
+        do_sample=False,
+        bad_words_ids=[[number] for number in banned_ids],
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+    )
+    model.train(was_training)
+    whole = torch.full((len(prompts), prompts.shape[1] + num_new), pad_id)
+    whole[:, : texts.shape[1]] = texts
+    return whole
+
+
+def repeats(texts: Tensor, num_prompt: int, pad_id: int) -> Tensor:
+    """[B, L] bool: the id closes a 4-gram that what was written before, behind the prompt, already holds."""
+    closed = torch.zeros_like(texts, dtype=torch.bool)
+    for row, text in enumerate(texts.tolist()):
+        seen: set[tuple[int, ...]] = set()
+        for end in range(num_prompt + GRAM, len(text) + 1):
+            if text[end - 1] == pad_id:
+                break
+            gram = tuple(text[end - GRAM : end])
+            closed[row, end - 1] = gram in seen
+            seen.add(gram)
+    return closed
+
+
+def unlikelihood(trainee: Trainee, texts: Tensor, closed: Tensor) -> Tensor:
+    """-log(1 - p), averaged over the ids of `texts` [B, L] that `closed` marks (0 where it marks none)."""
+    positions = torch.arange(texts.shape[1]).expand_as(texts)
+    hidden = trainee.decoder.rows(texts, positions, causal(torch.zeros_like(texts)))[:, :-1]
+    marked = closed[:, 1:]
+    logits = trainee.decoder.logits(hidden[marked])
+    chance = logits.log_softmax(-1).gather(1, texts[:, 1:][marked][:, None])[:, 0].exp()
+    losses = -torch.log1p(-chance.clamp(max=1 - 1e-4))
+    return losses.sum() / closed.sum().clamp(min=1)

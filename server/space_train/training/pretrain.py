@@ -1,0 +1,134 @@
+"""Next-token training of the small Llama."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from space_train.data.packed_tokens import PackedTokens
+from space_train.networks.network import Network
+from space_train.schedule import Budget, LearningRate, between
+from space_train.self_generation.repetition import loop_loss, looped
+from space_train.training.optimiser import Optimiser
+from space_train.training.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
+
+
+@dataclass(frozen=True)
+class PretrainPlan:
+    """What next-token training does, apart from its budget."""
+
+    seed: int = 0
+    tokens_per_step: int = 8192
+    # Mostly short windows (cheaper attention, more documents a step), some as long as the window that is served.
+    lengths: tuple[int, ...] = (256, 256, 512, 256, 256, 1024)
+    # Share of stand-alone documented functions; it grows as the learning rate falls.
+    function_share: tuple[float, float] = (0.2, 0.4)
+    muon_rate: float = 0.02
+    adam_rate: float = 3e-3
+    learning_rate: LearningRate = field(default_factory=lambda: LearningRate(decay_from=0.4, final=0.1))
+    # Of so many steps, one also takes a batch of loops to unlearn (0: none does).
+    loops_every: int = 0
+    loop_tokens: int = 2048
+    loop_length: int = 256
+    compile: bool = True
+    autocast: bool = True
+
+
+def can_compile() -> bool:
+    """Whether torch.compile finds a C++ compiler; it doubles the rate on a CPU."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def autocast(enabled: bool) -> AbstractContextManager[object]:
+    """bf16 products with float32 weights and residual stream."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def next_token_loss(network: Network, ids: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of ids[:, 1:] given what is before them; `ids` [B, R]."""
+    hidden = network(ids)[:, :-1].reshape(-1, network.shape.hidden_size)
+    return F.cross_entropy(network.logits(hidden).float(), ids[:, 1:].reshape(-1))
+
+
+def draw(
+    streams: Mapping[str, PackedTokens], counters: Counters, length: int, num_tokens: int, function_share: float
+) -> Tensor:
+    """The next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
+    count = max(1, num_tokens // length)
+    num_functions = round(function_share * count) if streams["functions"].holds(length) else 0
+    windows = []
+    for name, some in (("files", count - num_functions), ("functions", num_functions)):
+        if some:
+            drawn = counters.drawn.get(name, 0)
+            # Rounded up to a whole window, so that no window of this length is drawn twice in an epoch.
+            drawn = -(-drawn // length) * length
+            windows.append(streams[name].windows(drawn, some, length))
+            counters.drawn[name] = drawn + some * length
+    return torch.cat(windows)
+
+
+def bits_per_byte(network: Network, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False) -> Measures:
+    """Held-out next-token loss in nats per token, and in bits per byte of text; `held_out` [N, length]."""
+    nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
+    with torch.no_grad(), autocast(use_autocast):
+        for ids in torch.split(held_out, 8):
+            nats += float(next_token_loss(network, ids)) * ids[:, 1:].numel()
+    return {"loss": nats / held_out[:, 1:].numel(), "bits_per_byte": nats / math.log(2) / num_bytes}
+
+
+def pretrain(
+    network: Network,
+    streams: Mapping[str, PackedTokens],
+    evaluate: Callable[[], Measures],
+    plan: PretrainPlan,
+    budget: Budget,
+    checkpoint: Path,
+    *,
+    ends_line: NDArray[np.bool_] | None = None,
+    pace: Pace = DEFAULT_PACE,
+    stop_after_steps: int | None = None,
+) -> Counters:
+    """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`).
+
+    `ends_line` [V]: which ids hold a line end; without it no loops are unlearnt.
+    """
+    optimiser = Optimiser.of([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
+    compiled = plan.compile and can_compile()
+    loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
+    loop_loss_of = torch.compile(loop_loss, dynamic=False) if compiled else loop_loss
+
+    def step(counters: Counters, progress: float) -> Measures:
+        length = plan.lengths[counters.step % len(plan.lengths)]
+        ids = draw(streams, counters, length, plan.tokens_per_step, between(*plan.function_share, progress))
+        num_ids = ids.numel()
+        with autocast(plan.autocast):
+            loss = loss_of(network, ids)
+        loss.backward()  # type: ignore[no-untyped-call]
+        measures = {"loss": float(loss.detach())}
+        if ends_line is not None and plan.loops_every and counters.step % plan.loops_every == 0:
+            share = between(*plan.function_share, progress)
+            ids = draw(streams, counters, plan.loop_length, plan.loop_tokens, share)
+            windows = looped(ids, ends_line, np.random.default_rng([plan.seed, counters.step]))
+            with autocast(plan.autocast):
+                loops = loop_loss_of(network, *windows)
+            loops.backward()  # type: ignore[no-untyped-call]
+            measures["loops"] = float(loops.detach())
+            counters.num_tokens += ids.numel()
+        optimiser.step(plan.learning_rate.at(progress))
+        counters.num_tokens += num_ids
+        return measures
+
+    parts: dict[str, Stateful] = {"network": network, "optimiser": optimiser}
+    return run_stage(
+        "next-token", budget, parts, step, evaluate, checkpoint, pace=pace, stop_after_steps=stop_after_steps
+    )

@@ -1,0 +1,382 @@
+"""The one training loop of `spaceserve train`: updates until the budget is used, on one process or many.
+
+accelerate spreads it over processes (torchrun, `accelerate launch`, FSDP); what an update computes depends on the plan
+and the row numbers alone, so that a resumed run, and a run on several processes, go the same way as one that was never
+cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import parse_flag_from_env
+from safetensors import SafetensorError
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.whole_folder import whole_folder
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from space_train.costs.flops import ModelCost, flops_of
+from space_train.data.mixed_rows import MixedRows
+from space_train.data.train_batch import Texts, train_batch
+from space_train.networks.trainee import Trainee
+from space_train.run_folder import MODEL, STATE_FILE, check_may_write
+from space_train.run_identity import check_same, identity_of
+from space_train.schedule import LearningRate
+from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.training import sharding
+from space_train.training.agreement import draft_agreement, held_out_figures, tokens_per_step
+from space_train.training.checkpoint_writer import write_checkpoint
+from space_train.training.interruption import GO_ON, Interrupted, interruptions
+from space_train.training.optimiser import Optimiser
+from space_train.training.stage import Measures, load_checkpoint, save_atomically
+from space_train.training.starting_point import starting_point
+from space_train.training.train_result import Counters, TrainResult
+
+
+class Beside(Protocol):
+    """Something that every update learns besides its rows: a function of the weights, the update's number, and what it
+    keeps between updates."""
+
+    def loss(self, trainee: Trainee, step: int) -> Tensor: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+def train(
+    model: PreTrainedModel,
+    source: Path,
+    data: MixedRows,
+    plan: TrainPlan,
+    out: Path,
+    *,
+    tokenizer_size: int,
+    given_mask_ids: list[int] | None = None,
+    held_out: Texts | None = None,
+    dtype: torch.dtype | None = None,
+    chat_template: str | None = None,
+    before: Mapping[str, float] | None = None,
+    beside: Beside | None = None,
+    export: bool = True,
+    progress: bool = True,
+    stop_after_steps: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TrainResult:
+    """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
+
+    `given_mask_ids`: for methods that use ids; `chat_template`: of the checkpoint, else its source's; `before`: `flops`
+    and `seconds` that writing own texts took. `beside`: what else every update learns. A run that `out` holds is
+    resumed. `stop_after_steps` ends this call early and leaves the run resumable.
+    """
+    run = Run(
+        model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
+    )
+    if before and run.counters.step == 0:
+        plan.check_own_texts_leave_some(**before)
+        run.counters = Counters(**asdict(run.counters) | dict(before))
+    with interruptions(says=run.accelerator.is_main_process) as told_to_stop:
+        finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
+    folder = run.export(dtype, chat_template) if finished and export else None
+    return TrainResult(folder, run.counters, run.peak_bytes(), run.accelerator.num_processes)
+
+
+def on_cpu() -> bool:
+    """Whether to compute on the CPU. accelerate must be told, or several processes would not know of each other."""
+    return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
+
+
+class Run:
+    """One run: what is trained, its optimiser, and how far it has come."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: Path,
+        data: MixedRows,
+        plan: TrainPlan,
+        out: Path,
+        *,
+        tokenizer_size: int,
+        given_mask_ids: list[int] | None,
+        beside: Beside | None = None,
+    ) -> None:
+        self.plan, self.data, self.out, self.beside = plan, data, out, beside
+        self.checkpoint = Checkpoint.open(source)
+        check_may_write(out, self.checkpoint)
+        is_asked_to_shard = sharding.take_request()
+        AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
+        self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
+        self.device = self.accelerator.device
+        self.num_parts = plan.accumulate * self.accelerator.num_processes
+        if plan.rows_per_step % self.num_parts:
+            raise InvalidPlan(
+                f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {self.accelerator.num_processes} "
+                f"processes times the {plan.accumulate} parts of an update."
+            )
+        if beside is not None and self.accelerator.num_processes > 1:
+            raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
+        generator = torch.Generator().manual_seed(plan.seed)
+        trainee = starting_point(model, self.checkpoint, plan, generator, tokenizer_size, given_mask_ids)
+        self.cost = ModelCost.of(trainee)
+        if plan.trains_base:
+            trainee.train()
+        else:
+            trainee.eval()
+        self.trainee = trainee
+        self.is_sharded = is_asked_to_shard and self.accelerator.num_processes > 1
+        if self.is_sharded:
+            sharding.check_can_shard(plan)
+            sharding.shard(trainee, self.device, self.accelerator.num_processes)
+            self.wrapped: nn.Module = trainee
+        else:
+            self.wrapped = self.accelerator.prepare(trainee.to(self.device))
+        self.optimiser = Optimiser(
+            trainee.trained,
+            adam_rate=plan.peak_rate,
+            muon_rate=plan.muon_rate if plan.optimiser == "muon" else None,
+            weight_decay=plan.weight_decay,
+            clip_norm=plan.clip_norm,
+        )
+        self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
+        self.counters = Counters()
+        self.identity = identity_of(plan, self.checkpoint, data, trainee.mask_ids)
+        self._resume()
+
+    def steps(
+        self,
+        held_out: Texts | None,
+        progress: bool,
+        stop_after_steps: int | None,
+        clock: Callable[[], float],
+        told_to_stop: list[int],
+    ) -> bool:
+        """Updates until the budget is used (True), or until told to stop."""
+        counters, main = self.counters, self.accelerator.is_main_process
+        held_out = held_out and held_out.to(self.device)
+        writer: SummaryWriter | None = None
+        if main and progress:
+            # Figures of updates that a kill undid are forgotten.
+            writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=counters.step)
+        bar = tqdm(
+            total=100.0,
+            unit="%",
+            desc=str(self.plan.method),
+            disable=not (main and progress),
+            bar_format=BAR,
+            initial=0,
+        )
+        last = clock()
+        saved_at, saved_step = counters.seconds, counters.step  # of what the state in `out` holds
+        here, stopping = 0, False
+        # A run that had ended has looked once more than it would have by now, with a longer budget.
+        looks = min(len(counters.curve), math.ceil(self._progress() * self.plan.evaluations))
+        with contextlib.ExitStack() as open_things:
+            open_things.callback(bar.close)
+            if writer is not None:
+                open_things.callback(writer.close)
+            while (done := self._progress()) < 1.0:
+                if stopping or (stop_after_steps is not None and here >= stop_after_steps):
+                    self.save()
+                    if stopping:
+                        raise Interrupted(
+                            f"Stopped behind update {counters.step} ({100 * done:.0f} %). The run is kept in "
+                            f"{self.out}: {GO_ON}."
+                        )
+                    return False
+                if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
+                    if not self._has_looked:
+                        self._look(held_out, done, writer)
+                    looks, last = looks + 1, clock()
+                measures = self.update(self.rate.at(done))
+                here, now = here + 1, clock()
+                stopping, seconds = self._agreed(bool(told_to_stop), now - last)
+                counters.seconds, last = counters.seconds + seconds, now
+                bar.set_postfix_str("  ".join(f"{name} {value:.3f}" for name, value in measures.items()))
+                bar.update(100 * self._progress() - bar.n)
+                if writer is not None:
+                    for name, value in measures.items():
+                        writer.add_scalar(f"train/{name}", value, counters.step)
+                by_steps, by_time = self.plan.checkpoint_steps, self.plan.checkpoint_seconds
+                if counters.step % by_steps == 0 if by_steps else counters.seconds - saved_at >= by_time:
+                    self.save()
+                    saved_at, saved_step, last = counters.seconds, counters.step, clock()
+            if held_out is not None and not self._has_looked:
+                self._look(held_out, 1.0, writer)
+                saved_step = -1
+            if counters.step != saved_step:
+                self.save()
+        return True
+
+    def _agreed(self, stopping: bool, seconds: float) -> tuple[bool, float]:
+        """What all processes hold: whether one of them was told to stop, and their mean time. Else one would wait for
+        ever for another that went on."""
+        if self.accelerator.num_processes == 1:
+            return stopping, seconds
+        own = torch.tensor([float(stopping), seconds], device=self.device)
+        told, total = self.accelerator.reduce(own, reduction="sum").tolist()
+        return told > 0, total / self.accelerator.num_processes
+
+    def update(self, multiplier: float) -> Measures:
+        """One update of `rows_per_step` rows, each process taking its share."""
+        plan, accelerator, counters = self.plan, self.accelerator, self.counters
+        rows = plan.rows_per_step // self.num_parts
+        first = counters.step * plan.rows_per_step
+        # Every process sees all parts' sizes, so that means are over the whole update.
+        starts = range(first, first + plan.rows_per_step, rows)
+        parts = [train_batch(self.data, plan, start, rows) for start in starts]
+        if self.is_sharded:
+            sharding.check_parts(parts)
+        num_targets = max(1, sum(part.num_targets for part in parts))
+        num_masks = max(1, sum(part.num_learning_masks for part in parts))
+        mine = range(self.num_parts)[accelerator.process_index * plan.accumulate :][: plan.accumulate]
+        sums = torch.zeros(3, device=self.device)
+        for number in mine:
+            torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # of the base's dropout, where it has some
+            with self._adding_up(is_last=number == mine[-1]), self._in_precision():
+                losses = self.wrapped(parts[number].to(self.device))
+                total = losses.next_token / num_targets
+                total = total + plan.mask_loss_weight * losses.masks / num_masks
+                total = total + plan.head_loss_weight * losses.head / num_masks
+            if total.requires_grad:
+                # Gradients are averaged over processes; these losses are to be added.
+                accelerator.backward(total * accelerator.num_processes)
+            sums += torch.stack((losses.next_token, losses.masks, losses.head)).detach().float()
+        extra = 0.0
+        if self.beside is not None:
+            with self._in_precision():
+                other = self.beside.loss(self.trainee, counters.step)
+            if other.requires_grad:
+                accelerator.backward(other)
+            extra = float(other.detach())
+        self.optimiser.step(multiplier)
+        sums = accelerator.reduce(sums, reduction="sum").cpu()
+        counters.step += 1
+        counters.num_tokens += sum(part.num_tokens for part in parts)
+        counters.num_masks += sum(part.num_learning_masks for part in parts)
+        counters.flops += sum(flops_of(self.trainee, self.cost, part) for part in parts)
+        measures: Measures = {}
+        if plan.trains_base:
+            measures["loss"] = float(sums[0]) / num_targets
+        if plan.has_masks and plan.method is not Method.HEAD:
+            measures["masks"] = float(sums[1]) / num_masks
+        if plan.has_head:
+            measures["head"] = float(sums[2]) / num_masks
+        weights = {"loss": 1.0, "masks": plan.mask_loss_weight, "head": plan.head_loss_weight}
+        counters.losses.append(sum(weights[name] * value for name, value in measures.items()) + extra)
+        return measures if self.beside is None else measures | {"beside": extra}
+
+    def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """A part of an update: gradients are added up between processes in the last one alone."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(is_last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.wrapped)
+
+    def _in_precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.precision == "bf16")
+
+    def save(self) -> None:
+        """Write the run's state; the old one stays until the new one is whole."""
+        weights = {name: parameter.detach() for name, parameter in self.trainee.trained.items()}
+        state: dict[str, Any] = {"trained": weights, "optimiser": self.optimiser.state_dict()}
+        if self.is_sharded:
+            state = sharding.whole(state, keep=self.accelerator.is_main_process)
+        if self.accelerator.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            run = {"counters": asdict(self.counters), "plan": json.dumps(self.identity)}
+            beside = {} if self.beside is None else {"beside": self.beside.state_dict()}
+            save_atomically(run | state | beside, self.out / STATE_FILE)
+
+    def export(self, dtype: torch.dtype | None, chat_template: str | None) -> Path:
+        """Write the checkpoint to `out/model`, from the main process; an old one stays until the new one is whole."""
+        weights = self.trainee.state_dict()
+        if self.is_sharded:
+            weights = sharding.whole(weights, keep=self.accelerator.is_main_process)
+        folder = self.out / MODEL
+        if self.accelerator.is_main_process:
+            acceptance = draft_agreement(self.counters.curve[-1]) if self.counters.curve else ()
+            try:
+                with whole_folder(folder) as new:
+                    write_checkpoint(
+                        self.trainee,
+                        weights,
+                        self.checkpoint,
+                        new,
+                        dtype=dtype,
+                        acceptance=acceptance,
+                        chat_template=chat_template,
+                    )
+            except SafetensorError as error:  # how it says that a write failed
+                raise OSError(f"{folder} cannot be written: {error}") from error
+        self.accelerator.wait_for_everyone()
+        return folder
+
+    def peak_bytes(self) -> int:
+        """Most memory so far: of the GPU, or of this process."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _progress(self) -> float:
+        counters = self.counters
+        epoch = counters.step * self.plan.rows_per_step / len(self.data)
+        return self.plan.budget.progress(
+            counters.seconds, counters.num_tokens, step=counters.step, epoch=epoch, flops=counters.flops
+        )
+
+    @property
+    def _has_looked(self) -> bool:
+        """Whether the curve ends with the figures of these weights."""
+        return bool(self.counters.curve) and self.counters.curve[-1]["step"] == self.counters.step
+
+    def _look(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
+        """Add the held-out figures to the curve."""
+        counters = self.counters
+        was_training = self.trainee.training
+        self.trainee.eval()
+        with self._in_precision():
+            figures = self.trainee.reading(lambda: held_out_figures(self.trainee, held_out))
+        if isinstance(self.trainee, FSDPModule):
+            self.trainee.reshard()
+        self.trainee.train(was_training)
+        if self.plan.has_masks:
+            figures["tokens_per_step"] = tokens_per_step(figures)
+        place = {"progress": progress, "step": float(counters.step), "tokens": float(counters.num_tokens)}
+        counters.curve.append(place | {"flops": counters.flops, "seconds": counters.seconds} | figures)
+        if writer is not None:
+            for name, value in figures.items():
+                writer.add_scalar(f"held_out/{name}", value, counters.step)
+
+    def _resume(self) -> None:
+        file = self.out / STATE_FILE
+        if not file.is_file():
+            return
+        state = load_checkpoint(file)
+        check_same(json.loads(state["plan"]), self.identity, self.out)
+        self.counters = Counters(**state["counters"])
+        if self.beside is not None and "beside" in state:
+            self.beside.load_state_dict(state["beside"])
+        own = self.trainee.trained
+        with torch.no_grad():
+            for name, tensor in state["trained"].items():
+                own[name].copy_(sharding.shard_like(tensor, own[name]))
+        if self.is_sharded:
+            sharding.shard_moments(state["optimiser"], self.optimiser)
+        self.optimiser.load_state_dict(state["optimiser"])
+
+
+BAR = "{desc}: {n:5.1f} % |{bar:20}| {elapsed} of about {remaining} more  {postfix}"
