@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from space_model.model_error import ModelError
 
-from space_eval.bench_server import unwind_when_told_to_end
+from space_eval.bench.server_process import unwind_when_told_to_end
 from space_eval.prompts import PromptError
 
 COMMANDS = {

@@ -25,12 +25,12 @@ from typing import Any
 from space_server.machine.memory import NotEnoughMemory, parse_amount
 from space_server.startup.model_need import shown
 
-from space_eval.bench_facts import commit, machine
-from space_eval.bench_prompts import built_in
-from space_eval.bench_server import ServerError, ServerProcess
+from space_eval.bench.facts import commit, machine
+from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.flag_values import whole
 from space_eval.installed_size import installed
 from space_eval.process_memory import Held, MemoryWatch
+from space_eval.prompts import built_in
 from space_eval.written import write
 
 ROUTERS_SHARE = 0.25

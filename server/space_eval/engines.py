@@ -20,13 +20,13 @@ from space_server.speculation.synthetic_acceptance import label, parse_chances
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from space_eval.bench_facts import commit, machine
-from space_eval.bench_prompts import long_text
+from space_eval.bench.facts import commit, machine
 from space_eval.engines_point import Point
 from space_eval.engines_process import BUILT_IN, OURS, EngineFailed, EngineProcess, EngineSpec
 from space_eval.engines_report import ModelResult, PointResult, to_markdown, write
 from space_eval.engines_rounds import measure
 from space_eval.flag_values import whole
+from space_eval.prompts import long_text
 
 TRANSFORMERS = "transformers"
 CHANCES = (".78", ".57")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from space_eval.bench_statistics import Ratio
+from space_eval.bench.estimates import Ratio
 from space_eval.engines_point import Point
 from space_eval.engines_process import OURS
 from space_eval.engines_rounds import Cell

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from space_eval.bench_facts import commit, machine
+from space_eval.bench.facts import commit, machine
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python", "grpcio")
 

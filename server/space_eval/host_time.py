@@ -26,7 +26,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import ModelError
 from space_server.machine.host_memory import keep_freed_memory
 
-from space_eval.bench_facts import commit, machine
+from space_eval.bench.facts import commit, machine
 from space_eval.host_time_run import PARTS, Cell, Clock, HostSeconds, HostTimeError, run_cell
 from space_eval.plots import PlotError, histogram_plot
 

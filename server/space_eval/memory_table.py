@@ -20,7 +20,7 @@ from space_model.testing import tiny_checkpoint
 from space_server.startup.model_need import shown
 from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
 
-from space_eval.bench_facts import commit, machine
+from space_eval.bench.facts import commit, machine
 from space_eval.flag_values import whole
 from space_eval.make_model import SIZES, Size
 from space_eval.memory_measured import measure

@@ -26,14 +26,14 @@ from space_server.startup.calibration import SECONDS
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from space_eval.bench_facts import commit, machine
-from space_eval.bench_prompts import built_in
+from space_eval.bench.facts import commit, machine
 from space_eval.flag_values import whole
 from space_eval.overhead_arms import PLAIN, PRUNED, Arm, arms
 from space_eval.overhead_curve import MOST_ROWS, measure_pass
 from space_eval.overhead_report import Measured, Subject, draw, row, to_markdown, write
 from space_eval.overhead_turns import TAIL, Bench, Load, OverheadError, Turn
 from space_eval.plots import PlotError
+from space_eval.prompts import built_in
 
 DEMO = "demo"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from space_server.speculation.synthetic_acceptance import label
 
-from space_eval.bench_statistics import Ratio
+from space_eval.bench.estimates import Ratio
 from space_eval.overhead_arms import AUTO, PLAIN
 from space_eval.overhead_curve import PassCost, crossing
 from space_eval.overhead_turns import Parts, Turn

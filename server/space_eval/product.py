@@ -23,7 +23,7 @@ from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_eval.bench_facts import commit, machine
+from space_eval.bench.facts import commit, machine
 
 SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)

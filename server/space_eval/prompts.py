@@ -1,6 +1,9 @@
-"""Prompts to measure with: JSONL of several well-known shapes, or plain text."""
+"""Prompts to measure with: JSONL of several well-known shapes, plain text, or built-in ones."""
 
+import importlib.util
+import itertools
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,33 +28,68 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     `turns`), or the whole file as one prompt if it does not end in `.jsonl`."""
     if not path.is_file():
         raise PromptError(f"There is no prompt file at {path}. Give --prompts a JSONL or text file.")
-    text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
-        return [Prompt(path.stem, text)]
+        return [Prompt(path.stem, path.read_text(encoding="utf-8"))]
     prompts = []
-    # Not splitlines: it also cuts at U+2028 and U+0085, which may stand in a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            prompts.append(_prompt_of(line, f"{path}:{number}", fallback=f"{path.stem}/{number}"))
-        if limit is not None and len(prompts) >= limit:
-            break
+    for number, record in itertools.islice(json_lines(path), limit):
+        text = text_of(record)
+        if text is None:
+            raise PromptError(f"{path}:{number} has none of the fields {', '.join(FIELDS)}, turns.")
+        name = record.get("task_id") or record.get("question_id") or f"{path.stem}/{number}"
+        prompts.append(Prompt(str(name), text))
     if not prompts:
         raise PromptError(f"{path} holds no prompt. Give at least one JSON line with one of {', '.join(FIELDS)}.")
     return prompts
 
 
-def _prompt_of(line: str, where: str, fallback: str) -> Prompt:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise PromptError(f"{where} is not a JSON object.")
-    name = str(record.get("task_id") or record.get("question_id") or fallback)
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and object of each line that is not empty. Raises PromptError."""
+    # Not splitlines: it also cuts at U+2028 and U+0085, which may stand in a JSON string.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{path}:{number} is not JSON: {error}.") from error
+        if not isinstance(record, dict):
+            raise PromptError(f"{path}:{number} is not a JSON object.")
+        yield number, record
+
+
+def text_of(record: Mapping[str, Any]) -> str | None:
+    """The prompt in a line's object, under any of the known names."""
     turns = record.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):
-        return Prompt(name, turns[0])
-    for field in FIELDS:
-        if isinstance(record.get(field), str):
-            return Prompt(name, record[field])
-    raise PromptError(f"{where} has none of the fields {', '.join(FIELDS)}, turns.")
+    texts = [turns[0]] if isinstance(turns, list) and turns else []
+    texts += [record[name] for name in FIELDS if name in record]
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+_TASKS = (
+    ("count_vowels", "text: str", "int", "The number of vowels in `text`, whatever their case."),
+    ("running_mean", "values: list[float]", "list[float]", "The mean of all values up to each place."),
+    ("is_palindrome", "text: str", "bool", "Whether `text` reads the same from both ends, spaces aside."),
+    ("merge_sorted", "left: list[int], right: list[int]", "list[int]", "One ascending list from two."),
+    ("parse_header", "line: bytes", "tuple[str, str]", "Name and value of a `name: value` line."),
+    ("fibonacci", "count: int", "list[int]", "The first `count` numbers, each the sum of the two before it."),
+    ("group_by_length", "words: list[str]", "dict[int, list[str]]", "Words under their number of letters."),
+    ("read_config", "path: str", "dict[str, str]", "The `key = value` lines of a file; `#` starts a comment."),
+)
+
+
+def built_in() -> list[Prompt]:
+    """Eight function heads with a docstring."""
+    return [
+        Prompt(name, f'def {name}({arguments}) -> {result}:\n    """{doc}"""\n')
+        for name, arguments, result, doc in _TASKS
+    ]
+
+
+_MODULES = ("heapq", "textwrap", "difflib", "argparse", "statistics", "ast", "csv", "string")
+
+
+def long_text(num_characters: int = 1 << 17) -> str:
+    """Source code of Python's own library: a long text that does not repeat, for prompts of a given length."""
+    specs = [importlib.util.find_spec(name) for name in _MODULES]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return "".join(file.read_text(encoding="utf-8") for file in files)[:num_characters]

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from space_common.python_process import module_command
 from tokenizers import Tokenizer
 
-from space_eval.bench_facts import commit, machine
-from space_eval.bench_server import ServerError, ServerProcess, cpu_seconds
+from space_eval.bench.facts import commit, machine
+from space_eval.bench.server_process import ServerError, ServerProcess, cpu_seconds
 from space_eval.process_figures import ProcessFigures
 from space_eval.streams_reader import LETTER, StreamReader, request
 from space_eval.streams_report import Point, figures, markdown, record

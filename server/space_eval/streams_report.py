@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from space_eval.bench_statistics import percentile
+from space_eval.bench.estimates import percentile
 from space_eval.process_figures import ProcessFigures
 
 if TYPE_CHECKING:

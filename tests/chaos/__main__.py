@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from space_eval.bench_server import ServerError, unwind_when_told_to_end
-from space_eval.load_client import LoadError
+from space_eval.bench.client import LoadError
+from space_eval.bench.server_process import ServerError, unwind_when_told_to_end
 from space_eval.written import write
 
 from chaos.harness import FlagError, Report

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from space_eval.bench_facts import facts
-from space_eval.bench_server import ServerError, ServerProcess
-from space_eval.load_client import Endpoint, get_json, get_text
+from space_eval.bench.client import Endpoint, get_json, get_text
+from space_eval.bench.facts import facts
+from space_eval.bench.server_process import ServerError, ServerProcess
 
 from chaos.harness import Report
 from chaos.requests import PATH

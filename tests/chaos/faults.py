@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from space_eval.bench_facts import facts
-from space_eval.bench_server import ServerProcess
-from space_eval.load_client import get_json
+from space_eval.bench.client import get_json
+from space_eval.bench.facts import facts
+from space_eval.bench.server_process import ServerProcess
 from space_eval.process_figures import ProcessFigures
 
 from chaos.harness import RECOVERY_SECONDS, Report, StreamCounts, StreamLoad, num_leaked_pages, say, stream_table

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_eval.bench_server import ServerProcess
-from space_eval.bench_watch import idle
-from space_eval.load_client import Endpoint, LoadError, get_json
+from space_eval.bench.client import Endpoint, LoadError, get_json
+from space_eval.bench.polling import idle
+from space_eval.bench.server_process import ServerProcess
 
 from chaos.requests import StreamAnswer, ask
 

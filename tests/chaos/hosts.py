@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from space_eval.bench_facts import facts
-from space_eval.bench_server import ServerProcess
-from space_eval.load_client import Endpoint, LoadError, get_json
+from space_eval.bench.client import Endpoint, LoadError, get_json
+from space_eval.bench.facts import facts
+from space_eval.bench.server_process import ServerProcess
 
 from chaos.harness import Report, StreamCounts, StreamLoad, say, stream_table
 from chaos.machines import Host, can_have_namespaces, scripted, served

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 import grpc.aio
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 from space_proto import worker_pb2
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

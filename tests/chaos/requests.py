@@ -8,9 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_eval.bench_prompts import built_in
-from space_eval.load_client import Endpoint, LoadError, stream_events
-from space_eval.load_dialect import parsed
+from space_eval.bench.client import Endpoint, LoadError, parsed, stream_events
+from space_eval.prompts import built_in
 
 PATH = "/v1/completions"
 

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from space_eval.bench_facts import facts
-from space_eval.bench_prompts import built_in, long_text
-from space_eval.bench_server import ServerProcess
-from space_eval.bench_watch import idle
-from space_eval.load_client import Endpoint, get_json, get_text
+from space_eval.bench.client import Endpoint, get_json, get_text
+from space_eval.bench.facts import facts
+from space_eval.bench.polling import idle
+from space_eval.bench.server_process import ServerProcess
 from space_eval.process_figures import ProcessFigures
+from space_eval.prompts import built_in, long_text
 
 from chaos.harness import FlagError, Report, num_leaked_pages, say
 from chaos.requests import StreamAnswer, ask

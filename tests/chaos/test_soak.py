@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from space_eval.load_client import Endpoint
+from space_eval.bench.client import Endpoint
 
 from chaos.__main__ import main
 from chaos.soak import SERIES, Observation, report, slope, slopes

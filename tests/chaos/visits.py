@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from space_eval.load_client import Endpoint, LoadError, post_json, stream_events
-from space_eval.load_dialect import parsed
+from space_eval.bench.client import Endpoint, LoadError, parsed, post_json, stream_events
 
 from chaos.requests import PATH
 

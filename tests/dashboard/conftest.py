@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 
 SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))
 """Of load, before anybody looks."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 from space_model.testing import tiny_adapter
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]

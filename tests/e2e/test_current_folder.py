@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import space_router
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 from space_router.commands.programs import PROGRAMS
 
 COMMANDS = ("serve", "router", "doctor", *PROGRAMS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from space_eval.bench_server import ServerError, ServerProcess
+from space_eval.bench.server_process import ServerError, ServerProcess
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 from space_proto import generate_pb2, generate_pb2_grpc
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from space_eval.bench_server import ServerProcess, free_port
+from space_eval.bench.server_process import ServerProcess, free_port
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]
 LONG = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}

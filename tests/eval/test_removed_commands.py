@@ -1,8 +1,8 @@
 """A command that was removed answers with one line that says what to use instead."""
 
 import pytest
-from space_eval import bench
 from space_eval.__main__ import COMMANDS, MOVED, main
+from space_eval.bench import command as bench
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from space_eval.bench import COMMANDS as BENCHMARKS
-from space_eval.bench_server import ServerProcess, free_port
+from space_eval.bench.command import COMMANDS as BENCHMARKS
+from space_eval.bench.server_process import ServerProcess, free_port
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROGRAMS = Path(sys.executable).parent

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
-from space_eval.bench import COMMANDS as BENCHMARKS
-from space_eval.bench import parse as parse_bench
+from space_eval.bench.command import COMMANDS as BENCHMARKS
+from space_eval.bench.options import parse as parse_bench
 from space_model.convert.convert import _parser as convert_parser
 from space_model.geometry.draft_layout import DraftLayout
 from space_router.commands.programs import PROGRAMS

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from space_eval.bench_server import ServerProcess
+from space_eval.bench.server_process import ServerProcess
 from space_model.testing import tiny_checkpoint
 
 pytestmark = pytest.mark.e2e

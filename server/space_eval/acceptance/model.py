@@ -13,7 +13,7 @@ from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.space_model import SpaceModel
 from tokenizers import Tokenizer
 
-from space_eval.bench_facts import commit, machine
+from space_eval.bench.facts import commit, machine
 from space_eval.prompts import Prompt
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from space_eval.acceptance.paired_decoding import rates, speedup, tokens_per_step
-from space_eval.bench_report import Spread
+from space_eval.bench.estimates import Spread
 from space_eval.paper.protocol import MeasuredQuestion
 from space_eval.paper.published import PublishedFigure, PublishedModel
 from space_eval.paper.tasks import PaperTask

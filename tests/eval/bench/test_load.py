@@ -7,36 +7,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from space_eval.bench_measure import Measured, Plan, figures, take
-from space_eval.bench_round import Round, run_round
-from space_eval.bench_swing import halves, moments
-from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer
-from space_eval.bench_watch import Watch, draft_figures, idle
-from space_eval.load_arm import Arm
-from space_eval.load_client import Endpoint, LoadError
-from space_eval.load_dialect import DIALECTS, Ask, Sampling
-from space_eval.load_file import Recorded
-from space_eval.load_lengths import Lengths
-from space_eval.load_shape import Closed, Open, Shape, Swing
-from space_eval.load_work import Work
+from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer
+from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.client import Endpoint, LoadError
+from space_eval.bench.exchange import Exchange, LoadRequest
+from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
+from space_eval.bench.options import BenchSettings
+from space_eval.bench.polling import DraftSample, draft_figures, idle
+from space_eval.bench.report import BenchResult, summarize
+from space_eval.bench.rounds import LoadRun, Round, run_round
+from space_eval.bench.swing import half_ratios, timelines
+from space_eval.bench.workload import Lengths, Recorded, Workload
 
 TEN = openai_answer([(1.0, 1), *[(0.5, 2)] * 4, (1.0, 1)], ids=True)  # 10 tokens in 4 seconds
 
 
-GREEDY = Sampling(0.0, seed=1)
+def arm(server: ScriptedServer, name: str = "a", **more: Any) -> Arm:
+    return Arm(name, Endpoint.parse(server.url), APIS["openai"], **more)
 
 
-def arm(server: ScriptedServer, name: str = "a", sampling: Sampling = GREEDY, **more: Any) -> Arm:
-    return Arm(name, Endpoint.parse(server.url), DIALECTS["openai"], sampling, **more)
-
-
-def asks(num: int, arrivals: Iterator[float] | None = None) -> Iterator[Ask]:
+def asks(num: int, arrivals: Iterator[float] | None = None) -> Iterator[LoadRequest]:
     times = itertools.repeat(0.0) if arrivals is None else arrivals
-    return (Ask(number, "x", 10, arrival) for number, arrival in zip(range(num), times, strict=False))
+    return (LoadRequest(number, "x", 10, arrival) for number, arrival in zip(range(num), times, strict=False))
 
 
 def a_round(
-    shape: Shape, script: Callable[[str, Any], Reply], asked: Iterator[Ask], seconds: float | None = None, **more: Any
+    shape: LoadShape,
+    script: Callable[[str, Any], Reply],
+    asked: Iterator[LoadRequest],
+    seconds: float | None = None,
+    **more: Any,
 ) -> tuple[Round, ScriptedServer]:
     async def run() -> tuple[Round, ScriptedServer]:
         async with ScriptedServer(script).serving() as server:
@@ -107,11 +107,9 @@ def test_an_open_loop_of_some_time_waits_for_what_came_in_it() -> None:
 def test_what_a_late_client_sends_late_is_counted_against_the_answer() -> None:
     async def run() -> Any:
         async with ScriptedServer(always(TEN)).serving() as server:
-            from space_eval.load_exchange import Exchange
-
             exchange = Exchange()
             await asyncio.sleep(2.0)
-            await arm(server).answer(Ask(0, "x", 1), None, exchange, begun=0.5)  # due at 0.5, sent at 2.0
+            await arm(server).answer(LoadRequest(0, "x", 1), None, exchange, begun=0.5)  # due at 0.5, sent at 2.0
             return exchange
 
     made = jumping(run())
@@ -128,9 +126,9 @@ def test_a_swing_has_so_many_streams_in_each_half() -> None:
     assert line[1] == (8 + 2 * 7) / 4
     assert line[2] == 8 / 4
     assert line[3] == (8 + 2 * 7) / 4
-    (phase,) = [halves(Swing(1, 3, 4.0), [made], [made])]
+    (phase,) = [half_ratios(Swing(1, 3, 4.0), [made], [made])]
     assert {name: ratio.median for name, ratio in phase.items()} == {"low": 1.0, "high": 1.0}
-    quiet, again = moments(Swing(1, 3, 4.0), [[made, made]])
+    quiet, again = timelines(Swing(1, 3, 4.0), [[made, made]])
     assert quiet.ratios == ()
     assert set(again.ratios) == {1.0}
     assert again.share_below == 0.0
@@ -146,8 +144,8 @@ def test_the_chosen_draft_length_is_read_from_the_servers_figures() -> None:
         text = f"spaceserve_draft_length_count {steps}.0\nspaceserve_draft_length_sum {drafted}.0\nother 3\n"
         return Reply([(0.0, text.encode())])
 
-    made, _ = a_round(Closed(1), script, asks(1), watch_every=1.0)
-    assert [(look.seconds, look.draft_length) for look in made.watch] == [(1.0, 3.0), (2.0, 0.0)]
+    made, _ = a_round(Closed(1), script, asks(1), poll_seconds=1.0)
+    assert [(sample.seconds, sample.draft_length) for sample in made.drafts] == [(1.0, 3.0), (2.0, 0.0)]
 
 
 def test_the_next_round_waits_until_a_server_is_idle() -> None:
@@ -167,18 +165,19 @@ def test_a_server_without_such_figures_has_no_draft_lengths() -> None:
 
 def test_the_draft_length_in_time_is_of_all_rounds_and_its_change_within_halves() -> None:
     swing = Swing(1, 2, 2.0)
-    watches = [
-        [Watch(0.5 * n + 0.01, drafts) for n, drafts in enumerate(line, 1)] for line in ((4, 2, 2, 4, 0), (0, 2, 2, 0))
-    ]
+    lines = ((4, 2, 2, 4, 0), (0, 2, 2, 0))
+    watches = [[DraftSample(0.5 * n + 0.01, drafts) for n, drafts in enumerate(line, 1)] for line in lines]
     made = [[Round("off", 4.0, [], {}), Round("auto", 4.0, [], {}, watch)] for watch in watches]
-    quiet, auto = moments(swing, made)
+    quiet, auto = timelines(swing, made)
     assert (quiet.draft_lengths, quiet.draft_change) == ((), None)
     assert auto.draft_lengths[:2] == ((0.25, 2, 0, 4), (0.75, 2, 2, 2))
     assert auto.draft_lengths[4] == (2.25, 0, 0, 0)
     assert auto.draft_change == pytest.approx((2 + 0 + 2 + 2 + 0 + 2) / 6)  # the last 4 to 0 is from half to half
 
 
-def run_of(scripts: dict[str, Reply], plan: Plan, work: Work, **more: Any) -> tuple[Measured, list[tuple[str, Any]]]:
+def run_of(
+    scripts: dict[str, Reply], settings: BenchSettings, work: Workload, **more: Any
+) -> tuple[BenchResult, list[tuple[str, Any]]]:
     """All arms' figures, and what was asked of whom in order."""
     asked: list[tuple[str, Any]] = []
 
@@ -189,46 +188,46 @@ def run_of(scripts: dict[str, Reply], plan: Plan, work: Work, **more: Any) -> tu
 
         return script
 
-    async def run() -> Measured:
+    async def run() -> BenchResult:
         servers = [ScriptedServer(noting(name, reply)) for name, reply in scripts.items()]
         async with servers[0].serving(), servers[-1].serving() if len(servers) > 1 else servers[0].serving():
-            arms = [arm(server, name, **more) for name, server in zip(scripts, servers, strict=True)]
-            return figures(arms, plan, await take(arms, work, plan, lambda _: dict))
+            named = zip(scripts, servers, strict=True)
+            arms = [arm(server, name, is_baseline=not place, **more) for place, (name, server) in enumerate(named)]
+            return summarize(settings, arms, await LoadRun(settings, arms, work, lambda _: dict).measure())
 
     return jumping(run()), asked
 
 
-def plan(*shapes: Shape, num_rounds: int = 2, **more: Any) -> Plan:
-    figures = {"num_requests": 1, "seconds": None, "num_warm_up": 0, "limits": None, "baselines": 1}
-    return Plan(shapes, num_rounds, **{**figures, **more})
+def one_stream(**more: Any) -> BenchSettings:
+    return BenchSettings(**{"concurrency": (1,), "num_rounds": 2, "num_requests": 1, "num_warm_up": 0, **more})
 
 
-WORK = Work([Recorded("x")], Lengths.parse("10"))
+WORK = Workload([Recorded("x")], Lengths.parse("10"))
 
 
 def test_arms_take_turns_and_the_one_that_begins_changes() -> None:
     slow, fast = openai_answer([(4.0, 1)]), openai_answer([(2.0, 1)])
-    made, asked = run_of({"slow": slow, "fast": fast}, plan(Closed(1), num_rounds=3), WORK)
+    made, asked = run_of({"slow": slow, "fast": fast}, one_stream(num_rounds=3), WORK)
     assert [name for name, _ in asked] == ["slow", "fast", "fast", "slow", "slow", "fast"]
     assert made.rows[1].ratios["slow"].median == 2.0
     assert made.rows[1].ratios["slow"].num == 3
 
 
 def test_arms_are_asked_the_same_in_a_round_and_prompts_differ_between_rounds() -> None:
-    _, asked = run_of({"a": TEN, "b": TEN}, plan(Closed(1)), WORK)
+    _, asked = run_of({"a": TEN, "b": TEN}, one_stream(), WORK)
     prompts = [body["prompt"] for _, body in asked]
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
     assert all(prompt.endswith("\nx") for prompt in prompts)
 
 
 def test_our_servers_get_a_salt_for_each_round_and_prompts_as_they_are() -> None:
-    _, asked = run_of({"a": TEN, "b": TEN}, plan(Closed(1)), WORK, is_ours=True)
+    _, asked = run_of({"a": TEN, "b": TEN}, one_stream(), WORK, is_spaceserve=True)
     assert {body["prompt"] for _, body in asked} == {"x"}
     assert len({body["cache_salt"] for _, body in asked}) == 4
 
 
 def test_warm_up_is_not_measured() -> None:
-    made, asked = run_of({"a": TEN}, plan(Closed(1), num_rounds=1, num_warm_up=3), WORK)
+    made, asked = run_of({"a": TEN}, one_stream(num_rounds=1, num_warm_up=3), WORK)
     assert len(asked) == 4
     assert made.rows[0].num_requests == 1
 
@@ -240,21 +239,22 @@ def drafting(made: list[tuple[str, Any]]) -> list[tuple[str, int, bool]]:
 
 def test_drafts_by_decree_are_asked_for_only_where_the_answer_was_written_without_them_before() -> None:
     recorded = [Recorded(text, output_tokens=length) for text, length in (("x", 5), ("y", 7), ("x", 6))]
-    known = Work(recorded, Lengths.parse("10"))
-    twice = plan(Closed(1), num_requests=3)
-    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, is_decreed=True, speculation="auto")
+    known = Workload(recorded, Lengths.parse("10"))
+    twice = one_stream(num_requests=3)
+    _, asked = run_of({"a": TEN}, twice, known, is_spaceserve=True, has_synthetic_acceptance=True, speculation="auto")
     plainly = [("x", 5, False), ("y", 7, False), ("x", 6, False)]
     drafted = [("x", 5, True), ("y", 7, True), ("x", 6, True)]
     assert drafting(asked)[:2] == [("x", 6, False), ("y", 7, False)]  # each once, as long as it will be
     assert drafting(asked)[2:] == drafted * 2
-    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, is_decreed=True, speculation="off")
+    _, asked = run_of({"a": TEN}, twice, known, is_spaceserve=True, has_synthetic_acceptance=True, speculation="off")
     assert drafting(asked) == plainly * 2
-    _, asked = run_of({"a": TEN}, twice, known, is_ours=True, speculation="auto")
+    _, asked = run_of({"a": TEN}, twice, known, is_spaceserve=True, speculation="auto")
     assert drafting(asked) == drafted * 2
 
 
 def test_seeded_answers_are_written_beforehand_for_each_seed() -> None:
-    drawn = Sampling(0.8, seed=1)
-    two = plan(Closed(1), num_requests=2)
-    _, asked = run_of({"a": TEN}, two, WORK, is_ours=True, is_decreed=True, speculation=3, sampling=drawn)
+    two = one_stream(num_requests=2)
+    _, asked = run_of(
+        {"a": TEN}, two, WORK, is_spaceserve=True, has_synthetic_acceptance=True, speculation=3, temperature=0.8
+    )
     assert [(body["seed"], body["speculation"]) for _, body in asked] == [(1, "off"), (2, "off"), *[(1, 3), (2, 3)] * 2]

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
-from space_eval.load_client import LoadError
-from space_eval.load_dialect import Ask
+from space_eval.bench.client import LoadError
+from space_eval.bench.exchange import LoadRequest
 
-Send = Callable[[Ask, float | None], Awaitable[None]]
+Send = Callable[[LoadRequest, float | None], Awaitable[None]]
 """Sends a request and waits for its end; the number: when it was due, after the round's begin (None: now)."""
 
 
-class Shape(Protocol):
+class LoadShape(ABC):
     """How a round's requests follow one another."""
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
-    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
-        """Until `asks` end, or for `seconds`: what still runs then is cut off. Raises LoadError."""
+    @property
+    def default_requests(self) -> int | None:
+        """Of a round; None if time ends it."""
+        return None
+
+    @property
+    def default_seconds(self) -> float | None:
+        """Of a round; None if the number of requests ends it."""
+        return None
+
+    @property
+    def warm_up_streams(self) -> int:
+        """Concurrent requests before the first round."""
+        return 4
+
+    @abstractmethod
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        """Until `requests` end, or for `seconds`: what still runs then is cut off. Raises LoadError."""
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(LoadShape):
     """Each of `num_streams` takes the next request as soon as it is done with one."""
 
     num_streams: int
@@ -35,15 +52,23 @@ class Closed:
     def name(self) -> str:
         return f"{self.num_streams} stream" + "s" * (self.num_streams > 1)
 
-    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+    @property
+    def default_requests(self) -> int:
+        return 2 * self.num_streams
+
+    @property
+    def warm_up_streams(self) -> int:
+        return self.num_streams
+
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), _first_failure(), asyncio.TaskGroup() as group:
                 for _ in range(self.num_streams):
-                    group.create_task(_stream(asks, send))
+                    group.create_task(_stream(requests, send))
 
 
 @dataclass(frozen=True)
-class Open:
+class Open(LoadShape):
     """Requests come when they are due, whatever the server does. A refused one is counted, and the rest go on."""
 
     rate: float | None  # per second, Poisson; None: as the file says
@@ -52,25 +77,29 @@ class Open:
     def name(self) -> str:
         return "as recorded" if self.rate is None else f"{self.rate:g}/s"
 
-    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+    @property
+    def default_seconds(self) -> float:
+        return 10.0  # of arrivals: a few hundred requests at common rates
+
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
         """`seconds`: of arrivals; every request that came is waited for."""
         clock = asyncio.get_running_loop().time
         begun = clock()
 
-        async def one(ask: Ask) -> None:
+        async def send_one(request: LoadRequest) -> None:
             with suppress(LoadError):  # its exchange says so
-                await send(ask, ask.arrival)
+                await send(request, request.arrival)
 
         async with asyncio.TaskGroup() as group:
-            for ask in asks:
-                if seconds is not None and ask.arrival >= seconds:
+            for request in requests:
+                if seconds is not None and request.arrival >= seconds:
                     break
-                await asyncio.sleep(max(0.0, begun + ask.arrival - clock()))
-                group.create_task(one(ask))
+                await asyncio.sleep(max(0.0, begun + request.arrival - clock()))
+                group.create_task(send_one(request))
 
 
 @dataclass(frozen=True)
-class Swing:
+class Swing(LoadShape):
     """`low` streams and `high` streams in turn, `period` seconds each; a stream that is too many is cut off."""
 
     low: int
@@ -81,6 +110,19 @@ class Swing:
     def name(self) -> str:
         return f"{self.low}–{self.high} streams every {self.period:g} s"
 
+    @property
+    def default_seconds(self) -> float:
+        return 6 * self.period
+
+    @property
+    def warm_up_streams(self) -> int:
+        return self.high
+
+    @property
+    def moment_seconds(self) -> float:
+        """Of one point of a timeline: a second, or less where a half is short."""
+        return min(1.0, self.period / 4)
+
     @classmethod
     def parse(cls, text: str, seconds_of: Callable[[str], float]) -> Swing:
         """`1:64:5s`. Raises ValueError."""
@@ -89,7 +131,7 @@ class Swing:
             raise ValueError(f"{text!r} is no swing: give LOW:HIGH:PERIOD, such as 1:64:5s")
         return cls(int(parts[0]), int(parts[1]), seconds_of(parts[2]))
 
-    async def run(self, asks: Iterator[Ask], send: Send, seconds: float | None) -> None:
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
         """For `seconds`, which a swing needs, the low half first."""
         clock = asyncio.get_running_loop().time
         begun, number = clock(), 0
@@ -97,20 +139,20 @@ class Swing:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(end), _first_failure(), asyncio.TaskGroup() as group:
                 for _ in range(self.low):
-                    group.create_task(_stream(asks, send))
+                    group.create_task(_stream(requests, send))
                 while True:
                     number += 1
                     await asyncio.sleep(begun + number * self.period - clock())
                     if number % 2:
-                        extra = [group.create_task(_stream(asks, send)) for _ in range(self.high - self.low)]
+                        extra = [group.create_task(_stream(requests, send)) for _ in range(self.high - self.low)]
                     else:
                         for task in extra:
                             task.cancel()
 
 
-async def _stream(asks: Iterator[Ask], send: Send) -> None:
-    for ask in asks:
-        await send(ask, None)
+async def _stream(requests: Iterator[LoadRequest], send: Send) -> None:
+    for request in requests:
+        await send(request, None)
 
 
 @asynccontextmanager

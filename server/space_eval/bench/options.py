@@ -1,19 +1,20 @@
-"""The flags of `spaceserve bench`."""
+"""The flags of `spaceserve bench`, durations, and the limits that make a request a good one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from space_eval.bench_limits import Limits, seconds_of
-from space_eval.load_dialect import DIALECTS
-from space_eval.load_lengths import FORMS, LengthError, Lengths
-from space_eval.load_shape import Closed, Open, Shape, Swing
+from space_eval.bench.arms import APIS
+from space_eval.bench.exchange import Exchange
+from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
+from space_eval.bench.workload import FORMS, Lengths
 
 Read = TypeVar("Read")
 
@@ -55,7 +56,7 @@ class BenchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What is measured, and of whom. `None`: as it is best for what is found."""
 
     urls: tuple[tuple[str, str], ...] = ()  # (name, address); empty: a server is started
@@ -86,23 +87,38 @@ class Settings:
     out: Path | None = None
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[LoadShape]:
         if self.swing is not None:
             return [self.swing]
         if self.rate:
             return [Open(rate) for rate in self.rate]
         return [Closed(num_streams) for num_streams in self.concurrency]
 
+    def requests_of(self, shape: LoadShape) -> int | None:
+        """Requests of a round; None if time ends it."""
+        return None if self.duration is not None else self.num_requests or shape.default_requests
+
+    def seconds_of(self, shape: LoadShape) -> float | None:
+        """Duration of a round; None if the number of requests ends it."""
+        return shape.default_seconds if self.duration is None and self.num_requests is None else self.duration
+
+    def warm_up_of(self, shape: LoadShape) -> int:
+        """Requests of each arm before the first round."""
+        return shape.warm_up_streams if self.num_warm_up is None else self.num_warm_up
+
 
 _SMOKE: Mapping[str, Any] = {"concurrency": (1, 4), "num_rounds": 1, "output_tokens": Lengths.parse("16")}
 
 
-def parse(argv: Sequence[str], commands: str) -> tuple[Settings, list[str]]:
+def parse(argv: Sequence[str], commands: str) -> tuple[BenchSettings, list[str]]:
     """Our settings, and the flags for `serve` behind `--`. `commands`: the end of the help."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     options = _parser(commands).parse_args(argv[:cut])
-    given = {one.name: value for one in fields(Settings) if (value := getattr(options, one.name, None)) is not None}
-    settings = Settings(**{**(_SMOKE if options.smoke else {}), **given})
+    given = {
+        one.name: value for one in fields(BenchSettings) if (value := getattr(options, one.name, None)) is not None
+    }
+    preset = _SMOKE if options.smoke else {}
+    settings = BenchSettings(**{**preset, **given, "urls": tuple(options.urls or ())})
     serve_flags = list(argv[cut + 1 :])
     if settings.urls and serve_flags:
         raise BenchError("Flags behind `--` are for a server that is started here; leave them out, or leave out --url.")
@@ -123,6 +139,7 @@ def parse(argv: Sequence[str], commands: str) -> tuple[Settings, list[str]]:
     return settings, serve_flags
 
 
+# fmt: off
 def _parser(commands: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spaceserve bench",
@@ -134,107 +151,69 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("servers")
     where = group.add_mutually_exclusive_group()
-    where.add_argument(
-        "--url",
-        dest="urls",
-        action=_Urls,
-        type=_url,
-        metavar="[NAME=]URL",
-        help="a running server, such as http://127.0.0.1:8080; may be given several times",
-    )
+    _add(where, "--url", "[NAME=]URL", _url,
+         "a running server, such as http://127.0.0.1:8080; may be given several times",
+         dest="urls", action="append")
     where.add_argument("--model", help="start a server for this model and stop it [demo]")
-    group.add_argument(
-        "--plain-server",
-        action="store_const",
-        const=True,
-        help="compare with a second server, started with --speculation off: slowing plain decoding cannot help",
-    )
-    group.add_argument(
-        "--starts", dest="num_starts", type=_number, metavar="N",
-        help="start the servers so many times anew, --rounds on each: two of a kind differ for as long as they run [1]",
-    )  # fmt: skip
-    group.add_argument("--api", choices=list(DIALECTS), help="completions, chat completions or TGI [openai]")
-    group.add_argument("--served-model", metavar="NAME", help="`model` of every request [the first that is served]")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file whose first word is the servers' key")
-    group.add_argument("--body", type=_object, metavar="JSON", help="fields of every request: '{\"ignore_eos\": true}'")
-    group.add_argument(
-        "--speculation",
-        type=_speculations,
-        metavar="auto|K[,...]",
-        help="of each arm compared with plain, such as auto,1,3 [auto]; of several servers: said to ours, one only"
-        " [their default]",
-    )
-    group.add_argument(
-        "--control",
-        action="store_const",
-        const=True,
-        help="measure plain decoding twice, on two arms: what their ratio lies off 1 is the machine's, not the drafts'",
-    )
+    _switch(group, "--plain-server", "compare with a second server, started with --speculation off: slowing plain "
+            "decoding cannot help")
+    _add(group, "--starts", "N", _number,
+         "start the servers so many times anew, --rounds on each: two of a kind differ "
+         "for as long as they run [1]", dest="num_starts")
+    group.add_argument("--api", choices=list(APIS), help="completions, chat completions or TGI [openai]")
+    _add(group, "--served-model", "NAME", str, "`model` of every request [the first that is served]")
+    _add(group, "--api-key-file", "FILE", Path, "file whose first word is the servers' key")
+    _add(group, "--body", "JSON", _object, "fields of every request: '{\"ignore_eos\": true}'")
+    _add(group, "--speculation", "auto|K[,...]", _speculations,
+         "of each arm compared with plain, such as auto,1,3 [auto]; "
+         "of several servers: said to ours, one only [their default]")
+    _switch(group, "--control", "measure plain decoding twice, on two arms: what their ratio lies off 1 is the "
+            "machine's, not the drafts'")
     group = parser.add_argument_group("load")
     shape = group.add_mutually_exclusive_group()
-    shape.add_argument("--concurrency", type=_numbers, metavar="N[,N...]", help="closed loop: streams at once [1,8,32]")
-    shape.add_argument(
-        "--rate", type=_rates, metavar="R[,R...]|file", help="open loop: requests/s, Poisson; file: as --prompts says"
-    )
-    shape.add_argument(
-        "--swing", type=_told(lambda text: Swing.parse(text, seconds_of)), metavar="LOW:HIGH:PERIOD",
-        help="streams that swing between two numbers, such as 1:64:5s",
-    )  # fmt: skip
-    group.add_argument("--rounds", dest="num_rounds", type=_number, metavar="N", help="of every arm, in turn [4]")
+    _add(shape, "--concurrency", "N[,N...]", _numbers, "closed loop: streams at once [1,8,32]")
+    _add(shape, "--rate", "R[,R...]|file", _rates, "open loop: requests/s, Poisson; file: as --prompts says")
+    _add(shape, "--swing", "LOW:HIGH:PERIOD", _checked(lambda text: Swing.parse(text, seconds_of)),
+         "streams that swing between two numbers, such as 1:64:5s")
+    _add(group, "--rounds", "N", _number, "of every arm, in turn [4]", dest="num_rounds")
     how_long = group.add_mutually_exclusive_group()
-    how_long.add_argument(
-        "--requests", dest="num_requests", type=_number, metavar="N", help="per round and arm [two for each stream]"
-    )
-    how_long.add_argument(
-        "--duration",
-        type=_told(seconds_of),
-        metavar="TIME",
-        help="of a round, such as 30s; in closed loop what still runs is cut off [open loop: 10s; swing: 6 periods]",
-    )
-    group.add_argument(
-        "--warm-up", dest="num_warm_up", type=_count, metavar="N", help="requests before [one for each stream]"
-    )
-    group.add_argument(
-        "--output-tokens",
-        "--max-tokens",
-        type=_told(Lengths.parse),
-        metavar="LENGTHS",
-        help=f"of answers: {FORMS} [128]",
-    )
-    group.add_argument(
-        "--prompt-tokens", type=_told(Lengths.parse), metavar="LENGTHS",
-        help="of prompts, cut from a long text; as token ids where the server tokenizes [each prompt as it is]",
-    )  # fmt: skip
-    group.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="JSONL (prompt, question, turns; prompt_tokens, output_tokens, arrival) or text [function heads]",
-    )  # fmt: skip
-    group.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy; requests are seeded [0]")
-    group.add_argument("--seed", type=_count, metavar="N", help="of lengths, arrivals and the first request [1]")
-    group.add_argument(
-        "--stop-at-eos", action="store_const", const=True, help="ours only: answers may end early [full length]"
-    )
+    _add(how_long, "--requests", "N", _number, "per round and arm [two for each stream]", dest="num_requests")
+    _add(how_long, "--duration", "TIME", _checked(seconds_of),
+         "of a round, such as 30s; in closed loop what still runs "
+         "is cut off [open loop: 10s; swing: 6 periods]")
+    _add(group, "--warm-up", "N", _count, "requests before [one for each stream]", dest="num_warm_up")
+    lengths = _checked(Lengths.parse)
+    words = f"of answers: {FORMS} [128]"
+    group.add_argument("--output-tokens", "--max-tokens", metavar="LENGTHS", type=lengths, help=words)
+    _add(group, "--prompt-tokens", "LENGTHS", lengths,
+         "of prompts, cut from a long text; as token ids where the server "
+         "tokenizes [each prompt as it is]")
+    _add(group, "--prompts", "FILE", Path, "JSONL (prompt, question, turns; prompt_tokens, output_tokens, arrival) or "
+         "text [function heads]")
+    _add(group, "--temperature", "T", _float(0, 2, "a number"), "0 is greedy; requests are seeded [0]")
+    _add(group, "--seed", "N", _count, "of lengths, arrivals and the first request [1]")
+    _switch(group, "--stop-at-eos", "ours only: answers may end early [full length]")
     group = parser.add_argument_group("report")
-    group.add_argument(
-        "--slo", dest="limits", type=_told(Limits.parse), metavar="LIMITS",
-        help="goodput counts requests within ttft=…, itl=… (mean per token), gap=… (longest silence), e2e=…",
-    )  # fmt: skip
-    group.add_argument(
-        "--carbon-intensity", type=_grams, metavar="G", help="of your grid, in g CO2e per kWh: adds g CO2e per million "
-        "tokens, where the server counts energy"
-    )  # fmt: skip
-    group.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="report.json, report.md, plots; FILE.json: that alone"
-    )
-    group.add_argument("--smoke", action="store_true", help="a few seconds: 1 and 4 streams, 1 pair, 16 tokens")
+    _add(group, "--slo", "LIMITS", _checked(Limits.parse),
+         "goodput counts requests within ttft=…, itl=… (mean per token), gap=… (longest silence), e2e=…", dest="limits")
+    _add(group, "--carbon-intensity", "G", _float(0, 10_000, "grams of CO2e per kWh,"),
+         "of your grid, in g CO2e per kWh: "
+         "adds g CO2e per million tokens, where the server counts energy")
+    _add(group, "--out", "FOLDER", Path, "report.json, report.md, plots; FILE.json: that alone")
+    _switch(group, "--smoke", "a few seconds: 1 and 4 streams, 1 pair, 16 tokens")
     return parser
+# fmt: on
 
 
-class _Urls(argparse.Action):
-    """Gathers what is given several times into a tuple."""
+def _add(
+    group: argparse._ActionsContainer, flag: str, metavar: str, read: Callable[[str], Any], words: str, **more: Any
+) -> None:
+    group.add_argument(flag, metavar=metavar, type=read, help=words, **more)
 
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        namespace.urls = (*(namespace.urls or ()), values)
+
+def _switch(group: argparse._ActionsContainer, flag: str, words: str) -> None:
+    """None unless given, so that presets can be told from flags."""
+    group.add_argument(flag, action="store_const", const=True, help=words)
 
 
 def _url(text: str) -> tuple[str, str]:
@@ -243,32 +222,49 @@ def _url(text: str) -> tuple[str, str]:
     return (named[1], named[2]) if named else (text, text)
 
 
-def _told(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """`read`, whose own words argparse then shows."""
+def _checked(read: Callable[[str], Read]) -> Callable[[str], Read]:
+    """`read`, whose own message argparse then shows."""
 
-    def told(text: str) -> Read:
+    def checked(text: str) -> Read:
         try:
             return read(text)
-        except (LengthError, ValueError) as error:
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return told
+    return checked
 
 
-def _number(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
+def _float(low: float, high: float, what: str) -> Callable[[str], float]:
+    """Reads a number from `low` to `high`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {what} from {low:g} to {high:g}; got {text!r}")
+        return value
+
+    return read
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0; got {text!r}")
-    return int(text)
+def _whole(low: int) -> Callable[[str], int]:
+    """Reads a whole number of at least `low`."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}; got {text!r}")
+        return int(text)
+
+    return read
+
+
+_number, _count = _whole(1), _whole(0)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_number(part) for part in text.split(","))
+    return tuple(map(_number, text.split(",")))
 
 
 def _rates(text: str) -> tuple[float | None, ...]:
@@ -283,26 +279,6 @@ def _rates(text: str) -> tuple[float | None, ...]:
     return rates
 
 
-def _grams(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 10_000:
-        raise argparse.ArgumentTypeError(f"must be grams of CO2e per kWh, from 0 to 10000; got {text!r}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 2; got {text!r}")
-    return value
-
-
 def _speculations(text: str) -> tuple[str | int, ...]:
     return tuple(dict.fromkeys(part if part == "auto" else _number(part) for part in text.split(",")))
 
@@ -315,3 +291,53 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object; got {text!r}")
     return value
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+NAMES = {"ttft": "to the first token", "itl": "per token after it, mean", "gap": "longest silence", "e2e": "whole"}
+
+
+def seconds_of(text: str) -> float:
+    """`500ms`, `5s`, `2m`; a bare number is seconds. Raises ValueError."""
+    number = text.rstrip("ushm")
+    unit = text[len(number) :] or "s"
+    try:
+        value = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise ValueError(f"{text!r} is no duration: give one such as 500ms, 5s or 2m")
+    return value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must keep to count as goodput; seconds by name, see NAMES."""
+
+    seconds: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Limits:
+        """`ttft=500ms,itl=50ms`. Raises ValueError."""
+        found = []
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in NAMES:
+                raise ValueError(f"{part!r} is no limit: give NAME=DURATION with {', '.join(NAMES)}")
+            found.append((name, seconds_of(value)))
+        return cls(tuple(found))
+
+    def kept(self, exchange: Exchange) -> bool:
+        """Whether the answer came whole and within every limit."""
+        if not exchange.finished or not exchange.events:
+            return False
+        taken = {
+            "ttft": exchange.first_token_seconds,
+            "itl": exchange.seconds_per_token,
+            "gap": max(exchange.event_gaps, default=0.0),
+            "e2e": exchange.seconds,
+        }
+        return all(taken[name] <= limit for name, limit in self.seconds)
+
+    def num_kept(self, exchanges: Sequence[Exchange]) -> int:
+        return sum(map(self.kept, exchanges))

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_eval.load_file import Recorded, load_recorded
-from space_eval.load_lengths import LengthError, Lengths
-from space_eval.load_work import Work
+from space_eval.bench.workload import LengthError, Lengths, Recorded, Workload, load_recorded
 from space_eval.prompts import PromptError, load_prompts
 
 
 def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
-    work = Work([Recorded("x")], Lengths.parse("1"), seed=3)
-    arrivals = [ask.arrival for ask in itertools.islice(work.asks(1, 5.0), 4000)]
+    work = Workload([Recorded("x")], Lengths.parse("1"), seed=3)
+    arrivals = [ask.arrival for ask in itertools.islice(work.requests(1, 5.0), 4000)]
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.08)  # as wide as it is long: exponential
-    assert arrivals[:9] == [ask.arrival for ask in itertools.islice(work.asks(1, 5.0), 9)]
-    assert arrivals[:9] != [ask.arrival for ask in itertools.islice(work.asks(2, 5.0), 9)]
+    assert arrivals[:9] == [ask.arrival for ask in itertools.islice(work.requests(1, 5.0), 9)]
+    assert arrivals[:9] != [ask.arrival for ask in itertools.islice(work.requests(2, 5.0), 9)]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +58,12 @@ def test_lengths_that_are_none_are_refused(text: str, words: str) -> None:
 
 
 def test_prompts_of_given_length_are_cut_from_ids_or_text() -> None:
-    made = Work([Recorded("x")], Lengths.parse("1"), Lengths.parse("uniform:3:12"), text="abcdef", ids=(1, 2, 3, 4))
-    ids = [ask.prompt for ask in itertools.islice(made.asks(1), 50)]
+    made = Workload([Recorded("x")], Lengths.parse("1"), Lengths.parse("uniform:3:12"), text="abcdef", ids=(1, 2, 3, 4))
+    ids = [ask.prompt for ask in itertools.islice(made.requests(1), 50)]
     assert {len(prompt) for prompt in ids} <= set(range(3, 13))
     assert all(prompt[1] == prompt[0] % 4 + 1 for prompt in ids if isinstance(prompt, tuple))
-    text = Work([Recorded("x")], Lengths.parse("1"), Lengths.parse("5"), text="abcdef", characters_per_token=4.0)
-    prompts = [ask.prompt for ask in itertools.islice(text.asks(1, mark="# 1"), 9)]
+    text = Workload([Recorded("x")], Lengths.parse("1"), Lengths.parse("5"), text="abcdef", characters_per_token=4.0)
+    prompts = [ask.prompt for ask in itertools.islice(text.requests(1, mark="# 1"), 9)]
     assert {len(prompt) for prompt in prompts} == {20}
     assert all(isinstance(prompt, str) and prompt.startswith(f"# 1.{n}\n") for n, prompt in enumerate(prompts))
 
@@ -89,8 +87,8 @@ def test_a_file_may_have_lengths_and_arrivals_of_its_own(tmp_path: Path) -> None
         ("b", None, None, 10.5),
         (None, 2, 4, 12.0),
     ]
-    work = Work(recorded, Lengths.parse("9"), text="z", ids=(5,))
-    made = list(itertools.islice(work.asks(1), 5))
+    work = Workload(recorded, Lengths.parse("9"), text="z", ids=(5,))
+    made = list(itertools.islice(work.requests(1), 5))
     assert [(ask.prompt, ask.max_tokens) for ask in made[:3]] == [("a", 3), ("b", 9), ((5, 5), 4)]
     assert [ask.arrival for ask in made] == [0.0, 0.5, 2.0, 3.0, 3.5]  # a turn is 3 s: 2 s and a mean gap
     assert work.max_output_tokens == 9

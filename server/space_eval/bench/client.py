@@ -152,3 +152,14 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
 
 def _data(lines: Sequence[bytes]) -> list[bytes]:
     return [data for line in lines if line.startswith(b"data:") and (data := line[5:].strip())]
+
+
+def parsed(event: bytes) -> Mapping[str, Any]:
+    """An event's object. Raises LoadError."""
+    try:
+        value = json.loads(event)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise LoadError(f"An event is no JSON object: {event[:80].decode(errors='replace')!r}")
+    return value

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from space_eval.bench_report import Row
-from space_eval.bench_swing import Moments
+from space_eval.bench.report import ArmSummary, BenchResult
+from space_eval.bench.swing import SwingTimeline
 from space_eval.plots import Bar, bar_plot, line_plot
 
 
-def draw(folder: Path, rows: Sequence[Row], timelines: Mapping[str, Sequence[Moments]], note: str) -> list[str]:
+def draw(folder: Path, result: BenchResult, note: str) -> list[str]:
     """The names of the files. Raises PlotError."""
+    rows = result.rows
     made = [path.name for path in (_ratios(folder, rows, note),) if path is not None]
     closed = [row for row in rows if row.num_streams is not None]
     opened = [row for row in rows if row.rate is not None]
@@ -20,12 +21,12 @@ def draw(folder: Path, rows: Sequence[Row], timelines: Mapping[str, Sequence[Mom
             made.append(_by_streams(folder / f"{name}.png", closed, what, note))
         if opened:
             made.append(_by_rate(folder / f"{name}_by_rate.png", opened, what, note))
-    for load, moments in timelines.items():
+    for load, moments in result.timelines.items():
         made += _swing(folder, load, moments, note)
     return made
 
 
-def _ratios(folder: Path, rows: Sequence[Row], note: str) -> Path | None:
+def _ratios(folder: Path, rows: Sequence[ArmSummary], note: str) -> Path | None:
     series: dict[str, dict[str, float | Bar]] = {}
     for row in rows:
         for name, ratio in row.ratios.items():
@@ -45,11 +46,11 @@ def _ratios(folder: Path, rows: Sequence[Row], note: str) -> Path | None:
     )
 
 
-def _figures(row: Row, what: str) -> Mapping[str, float]:
+def _figures(row: ArmSummary, what: str) -> Mapping[str, float]:
     return row.first_token_ms if what == "first token" else row.token_gap_ms
 
 
-def _by_streams(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
+def _by_streams(path: Path, rows: Sequence[ArmSummary], what: str, note: str) -> str:
     series: dict[str, dict[str, float | Bar]] = {}
     for row in rows:
         if figures := _figures(row, what):
@@ -60,7 +61,7 @@ def _by_streams(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
     return path.name
 
 
-def _by_rate(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
+def _by_rate(path: Path, rows: Sequence[ArmSummary], what: str, note: str) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         for share in ("p50", "p99") if _figures(row, what) else ():
@@ -70,7 +71,7 @@ def _by_rate(path: Path, rows: Sequence[Row], what: str, note: str) -> str:
     return path.name
 
 
-def _swing(folder: Path, load: str, moments: Sequence[Moments], note: str) -> list[str]:
+def _swing(folder: Path, load: str, moments: Sequence[SwingTimeline], note: str) -> list[str]:
     speed = {one.arm: list(zip(one.seconds, one.tokens_per_second, strict=True)) for one in moments}
     made = [line_plot(folder / "swing.png", speed, title=f"Throughput, {load}", x="s", y="tokens/s", note=note)]
     ratios = {

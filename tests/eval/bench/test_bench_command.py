@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_eval import bench
-from space_eval.bench_arms import Side, arms
-from space_eval.bench_options import parse
-from space_eval.bench_testing import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
-from space_eval.load_arm import Arm
+from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
+from space_eval.bench import command as bench
+from space_eval.bench.arms import Arm
+from space_eval.bench.options import parse
+from space_eval.bench.targets import Target, find_arms
 
 
 def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -19,13 +19,13 @@ def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], m
 
     async def beside(main: Any) -> Any:
         async with AsyncExitStack() as stack:
-            for side, script in zip(places.values(), scripts.values(), strict=True):
+            for target, script in zip(places.values(), scripts.values(), strict=True):
                 server = await stack.enter_async_context(ScriptedServer(script).serving())
-                object.__setattr__(side, "url", server.url)
+                object.__setattr__(target, "url", server.url)
             return await main
 
-    places = {name: Side(name, "http://later") for name in scripts}
-    monkeypatch.setattr(bench, "sides", lambda *_: list(places.values()))
+    places = {name: Target(name, "http://later") for name in scripts}
+    monkeypatch.setattr(bench, "targets", lambda *_: list(places.values()))
     monkeypatch.setattr(bench.asyncio, "run", lambda main: jumping(beside(main)))
     urls = [part for name in scripts for part in ("--url", f"{name}=http://later")]
     return bench.main([*urls, *flags])
@@ -148,13 +148,12 @@ def test_one_server_is_measured_plain_twice_and_in_each_way_of_speculating() -> 
     settings, _ = parse(["--url", "http://x", "--control", "--speculation", "auto,3"], "")
     info = Reply.json({"router": "spaceserve", "max_total_tokens": 64})
 
-    async def run() -> tuple[list[Arm], int]:
+    async def run() -> list[Arm]:
         async with ScriptedServer(lambda path, body: info).serving() as server:
-            made, _, baselines = await arms(settings, [Side("s", server.url)])
-            return made, baselines
+            return (await find_arms(settings, [Target("s", server.url)]))[0]
 
-    made, baselines = jumping(run())
+    made = jumping(run())
     assert [(arm.name, arm.speculation) for arm in made] == [
         ("off", "off"), ("off again", "off"), ("auto", "auto"), ("k 3", 3),
     ]  # fmt: skip
-    assert baselines == 1
+    assert [arm.is_baseline for arm in made] == [True, False, False, False]

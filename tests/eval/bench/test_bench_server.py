@@ -7,11 +7,11 @@ import time
 
 import psutil
 import pytest
-from space_eval.bench_server import children, free_port
+from space_eval.bench.server_process import children, free_port
 
 BENCHMARK = """
 import sys, time
-from space_eval.bench_server import ServerProcess, unwind_when_told_to_end
+from space_eval.bench.server_process import ServerProcess, unwind_when_told_to_end
 
 class Sleeper(ServerProcess):
     def start(self):
@@ -42,7 +42,7 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind() -> None:
 
 HURRIED = """
 import os, signal, subprocess, sys
-from space_eval import bench_server
+from space_eval.bench import server_process
 
 class Popen(subprocess.Popen):
     def __init__(self, command, **settings):
@@ -50,9 +50,9 @@ class Popen(subprocess.Popen):
         print(self.pid, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
-bench_server.unwind_when_told_to_end()
-bench_server.subprocess.Popen = Popen
-with bench_server.ServerProcess([], wait_ready=False) as server:
+server_process.unwind_when_told_to_end()
+server_process.subprocess.Popen = Popen
+with server_process.ServerProcess([], wait_ready=False) as server:
     print("not to be reached", flush=True)
 """
 

@@ -1,4 +1,4 @@
-"""The statistics of paired rounds: percentiles, and how sure a median is."""
+"""The statistics of paired rounds: percentiles, ranges, and how sure a median is."""
 
 from __future__ import annotations
 
@@ -45,6 +45,22 @@ def bootstrap(
     medians = [statistics.median(drawn()) for _ in range(num_resamples)]
     outside = (1 - share) / 2
     return percentile(medians, outside), percentile(medians, 1 - outside)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of several rounds, and how far they lie apart."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def shown(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
 
 
 @dataclass(frozen=True)

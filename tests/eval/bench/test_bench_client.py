@@ -4,18 +4,16 @@ import asyncio
 import json
 
 import pytest
-from space_eval.bench_testing import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
-from space_eval.load_arm import Arm, find, token_ids
-from space_eval.load_client import Endpoint, LoadError, get_json
-from space_eval.load_dialect import DIALECTS, Ask, Sampling
-from space_eval.load_exchange import Exchange, Piece, shared
+from doubles.scripted_http import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
+from space_eval.bench.arms import APIS, Arm, find, token_ids
+from space_eval.bench.client import Endpoint, LoadError, get_json
+from space_eval.bench.exchange import Exchange, LoadRequest, TokenEvent, shared
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-GREEDY = Sampling(0.0, 7)
 
 
 def arm(url: str, api: str = "openai", **more: object) -> Arm:
-    return Arm("a", Endpoint.parse(url, "k"), DIALECTS[api], GREEDY, **more)  # type: ignore[arg-type]
+    return Arm("a", Endpoint.parse(url, "k"), APIS[api], seed=7, **more)  # type: ignore[arg-type]
 
 
 def tokens(text: str, ids: list[int], **more: object) -> bytes:
@@ -45,7 +43,7 @@ async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
         exchange = Exchange()
         try:
             begun = asyncio.get_running_loop().time()
-            await arm(f"http://127.0.0.1:{port}/v1").answer(Ask(0, "x", 4), None, exchange, begun)
+            await arm(f"http://127.0.0.1:{port}/v1").answer(LoadRequest(0, "x", 4), None, exchange, begun)
         except LoadError as error:
             return error, asked
         return exchange, asked
@@ -55,7 +53,7 @@ async def told(script: Reply, api: str) -> tuple[Exchange, list[tuple[str, objec
     """The exchange with a server that answers `script` to everything."""
     server, exchange = ScriptedServer(lambda path, body: script), Exchange()
     async with server.serving():
-        await arm(server.url, api).answer(Ask(2, "x", 4), None, exchange, 0.0)
+        await arm(server.url, api).answer(LoadRequest(2, "x", 4), None, exchange, 0.0)
     return exchange, server.asked
 
 
@@ -66,7 +64,7 @@ def test_events_are_read_whatever_the_chunks() -> None:
         made, asked = asyncio.run(answered(HEAD, *chunks, b"0\r\n\r\n"))
         assert isinstance(made, Exchange)
         assert (made.text, made.token_ids, made.statistics) == ("abc", (1, 2, 3), {"steps": 1})
-        assert len(made.pieces) == 2
+        assert len(made.events) == 2
         assert made.finished
         assert b"\r\nAuthorization: Bearer k\r\n" in asked
         assert asked.startswith(b"POST /v1/completions HTTP/1.1\r\n")
@@ -114,7 +112,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_tokens_without_ids_are_counted_by_usage_and_shared_by_their_characters() -> None:
     script = openai_answer([(0.5, 2), (0.25, 4), (0.25, 2)], usage={"prompt_tokens": 9, "completion_tokens": 8})
     made, asked = jumping(told(script, "openai"))
-    assert [(piece.seconds, piece.num_tokens) for piece in made.pieces] == [(0.5, 2), (0.75, 4), (1.0, 2)]
+    assert [(piece.seconds, piece.num_tokens) for piece in made.events] == [(0.5, 2), (0.75, 4), (1.0, 2)]
     assert (made.num_prompt_tokens, made.num_tokens, made.seconds) == (9, 8, 1.0)
     body = asked[0][1]
     assert isinstance(body, dict)
@@ -141,7 +139,7 @@ def test_a_chat_is_read_by_its_deltas() -> None:
 
 def test_tgis_events_that_come_together_are_one_burst() -> None:
     made, asked = jumping(told(tgi_answer([(1.0, 1), (0.5, 2), (0.5, 1)]), "tgi"))
-    assert [(piece.seconds, piece.token_ids) for piece in made.pieces] == [(1.0, (1,)), (1.5, (2, 3)), (2.0, (4,))]
+    assert [(piece.seconds, piece.token_ids) for piece in made.events] == [(1.0, (1,)), (1.5, (2, 3)), (2.0, (4,))]
     assert made.token_gaps == [0.25, 0.25, 0.5]
     assert made.event_gaps == [0.5, 0.5]
     assert (made.num_prompt_tokens, made.num_counted, made.finished) == (3, 4, True)
@@ -158,9 +156,9 @@ def test_what_was_counted_is_shared_in_whole_tokens() -> None:
 
 
 def test_the_mean_per_token_leaves_the_first_event_out() -> None:
-    made = Exchange(pieces=[Piece(1.0, 3), Piece(2.0, 2), Piece(3.0, 2)])
+    made = Exchange(events=[TokenEvent(1.0, 3), TokenEvent(2.0, 2), TokenEvent(3.0, 2)])
     assert made.seconds_per_token == 0.5
-    assert Exchange(pieces=[Piece(1.0, 3)]).seconds_per_token == 0.0
+    assert Exchange(events=[TokenEvent(1.0, 3)]).seconds_per_token == 0.0
 
 
 def refuses_usage(path: str, body: object) -> Reply:
@@ -181,18 +179,18 @@ async def found(script: object) -> Arm:
 
 def test_a_foreign_server_is_asked_for_its_model_and_only_for_what_it_takes() -> None:
     made = jumping(found(refuses_usage))
-    assert (made.model, made.usage, made.is_ours, made.window) == ("m", False, False, None)
+    assert (made.model, made.usage, made.is_spaceserve, made.window) == ("m", False, False, None)
 
 
 def test_a_server_of_ours_is_known_by_its_info() -> None:
     made = jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": 64})))
-    assert (made.is_ours, made.window) == (True, 64)
+    assert (made.is_spaceserve, made.window) == (True, 64)
     with pytest.raises(LoadError, match="is not ready"):
         jumping(found(lambda path, body: Reply.json({"router": "spaceserve", "max_total_tokens": None})))
 
 
 def test_our_fields_go_to_our_servers_only() -> None:
-    ask, ours = Ask(0, (1, 2), 10), {"is_ours": True, "window": 64, "speculation": 2}
+    ask, ours = LoadRequest(0, (1, 2), 10), {"is_spaceserve": True, "window": 64, "speculation": 2}
     body = arm("http://x", **ours).body(ask, "salt")
     assert body["prompt"] == (1, 2)
     assert (body["cache_salt"], body["speculation"], body["truncate_prompt_tokens"]) == ("salt", 2, 54)

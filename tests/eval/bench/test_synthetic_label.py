@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from space_eval.bench_facts import decree
-from space_eval.bench_report import markdown
+from space_eval.bench.facts import synthetic_acceptance_label
+from space_eval.bench.report import markdown
 from space_server.speculation.synthetic_acceptance import NAMED, label
 
 LABEL = label(NAMED[0.78])
@@ -26,7 +26,7 @@ def info(*chances: float) -> dict[str, Any]:
     ],
 )
 def test_what_servers_say_of_their_drafts_becomes_a_label(infos: dict[str, dict[str, Any]], said: str) -> None:
-    assert decree(infos) == said
+    assert synthetic_acceptance_label(infos) == said
 
 
 @pytest.mark.parametrize(("said", "title"), [("", "# Load\n"), (LABEL, f"# Load, {LABEL}\n")])

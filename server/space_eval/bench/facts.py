@@ -30,13 +30,13 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def decree(infos: Mapping[str, Mapping[str, Any]]) -> str:
-    """What must stand over every figure where a server's drafts come true by decree; "" where none's do."""
-    chances = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
-    labels = {name: label(found) for name, found in chances.items() if found}
+def synthetic_acceptance_label(infos: Mapping[str, Mapping[str, Any]]) -> str:
+    """The label of every figure if a server accepts drafts at a synthetic rate; "" if none does."""
+    rates = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
+    labels = {name: label(rate) for name, rate in rates.items() if rate}
     if len(infos) == 1:
         return "".join(labels.values())
-    return "; ".join(f"{name}: {said}" for name, said in labels.items())
+    return "; ".join(f"{name}: {text}" for name, text in labels.items())
 
 
 def machine() -> str:

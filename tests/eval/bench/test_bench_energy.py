@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from space_eval import bench
-from space_eval.bench_energy import PowerMeter, energy_figure
-from space_eval.bench_options import parse
-from space_eval.bench_report import Row, rows, table
-from space_eval.bench_round import Round
-from space_eval.bench_server import ServerProcess
-from space_eval.load_exchange import Exchange, Piece
-from space_eval.load_shape import Closed
+from space_eval.bench import command as bench
+from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.client import Endpoint
+from space_eval.bench.exchange import Exchange, TokenEvent
+from space_eval.bench.load_shapes import Closed
+from space_eval.bench.options import parse
+from space_eval.bench.polling import PowerMeter, energy_figure
+from space_eval.bench.report import ArmSummary, summaries, table
+from space_eval.bench.rounds import Round
+from space_eval.bench.server_process import ServerProcess
 
 WATTS = 40
 
@@ -44,13 +46,14 @@ def test_devices_are_added_and_a_server_without_a_sensor_has_no_figure() -> None
 
 
 def a_round(arm: str, num_tokens: int, watts: float | None) -> Round:
-    piece = Piece(1.0, num_tokens, tuple(range(num_tokens)))
-    return Round(arm, 2.0, [Exchange(pieces=[piece], seconds=1.0, finished=True)], {}, watts=watts)
+    piece = TokenEvent(1.0, num_tokens, tuple(range(num_tokens)))
+    return Round(arm, 2.0, [Exchange(events=[piece], seconds=1.0, finished=True)], {}, watts=watts)
 
 
-def made(carbon_intensity: float | None, watts: float | None = 36.0) -> list[Row]:
+def made(carbon_intensity: float | None, watts: float | None = 36.0) -> list[ArmSummary]:
     rounds = [[a_round("off", 10, watts), a_round("auto", 20, watts)]]
-    return rows(Closed(1), rounds, ["off", "auto"], carbon_intensity=carbon_intensity)
+    arms = [Arm(name, Endpoint("h", 1), APIS["openai"]) for name in ("off", "auto")]
+    return summaries(Closed(1), rounds, arms, grams=carbon_intensity)
 
 
 def test_joules_per_token_stand_for_each_arm_and_grams_follow_the_grid() -> None:

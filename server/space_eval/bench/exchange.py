@@ -1,4 +1,4 @@
-"""One streamed answer as its client saw it: which tokens came when."""
+"""One request of the load, and its streamed answer as the client saw it: which tokens came when."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One event that carried tokens."""
+class LoadRequest:
+    """One request of the load."""
+
+    number: int  # within its round
+    prompt: str | tuple[int, ...]  # text or token ids
+    max_tokens: int
+    arrival: float = 0.0  # seconds after the round's begin; open loop only
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One event of a stream that carried tokens."""
 
     seconds: float  # since the request began
     num_tokens: int
-    token_ids: tuple[int, ...] = ()  # empty where the server tells none
+    token_ids: tuple[int, ...] = ()  # empty if the server sends none
     num_characters: int = 0
 
 
@@ -27,7 +37,7 @@ class Exchange:
 
     started: float = 0.0  # seconds after the round's begin
     late: float = 0.0  # seconds between begin and sending
-    pieces: list[Piece] = field(default_factory=list)
+    events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
     statistics: Mapping[str, Any] = field(default_factory=dict)  # the `spaceserve` object
     num_prompt_tokens: int | None = None  # as the server counts
@@ -38,46 +48,46 @@ class Exchange:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(id_ for piece in self.pieces for id_ in piece.token_ids)
+        return tuple(id_ for event in self.events for id_ in event.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.pieces)
+        return sum(event.num_tokens for event in self.events)
 
     @property
     def first_token_seconds(self) -> float:
-        return self.pieces[0].seconds
+        return self.events[0].seconds
 
     @property
     def event_gaps(self) -> list[float]:
         """Seconds between events: how long the reader saw nothing new."""
-        return [after.seconds - before.seconds for before, after in itertools.pairwise(self.pieces)]
+        return [after.seconds - before.seconds for before, after in itertools.pairwise(self.events)]
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds per token after the first event: an event's gap, once for each of its tokens, shared among them."""
+        """Seconds per token after the first event: an event's gap is shared among its tokens, once for each."""
         gaps: list[float] = []
-        for gap, piece in zip(self.event_gaps, self.pieces[1:], strict=True):
-            gaps += [gap / piece.num_tokens] * piece.num_tokens
+        for gap, event in zip(self.event_gaps, self.events[1:], strict=True):
+            gaps += [gap / event.num_tokens] * event.num_tokens
         return gaps
 
     @property
     def seconds_per_token(self) -> float:
-        """The mean after the first event; 0 where nothing came after it."""
-        num_tokens = self.num_tokens - self.pieces[0].num_tokens
-        return (self.pieces[-1].seconds - self.pieces[0].seconds) / num_tokens if num_tokens else 0.0
+        """The mean after the first event; 0 if nothing came after it."""
+        num_tokens = self.num_tokens - self.events[0].num_tokens
+        return (self.events[-1].seconds - self.events[0].seconds) / num_tokens if num_tokens else 0.0
 
-    def settle(self) -> None:
-        """Once the server has said how many tokens it sent, share them among events whose tokens it did not tell."""
-        if self.num_counted is None or self.token_ids or not self.pieces:
+    def share_counted_tokens(self) -> None:
+        """Share the tokens that the server has counted among events that came without token ids."""
+        if self.num_counted is None or self.token_ids or not self.events:
             return
-        counts = shared(self.num_counted, [piece.num_characters for piece in self.pieces])
-        told = zip(self.pieces, counts, strict=True)
-        self.pieces = [replace(piece, num_tokens=count) for piece, count in told if count]
+        counts = shared(self.num_counted, [event.num_characters for event in self.events])
+        pairs = zip(self.events, counts, strict=True)
+        self.events = [replace(event, num_tokens=count) for event, count in pairs if count]
 
 
 def shared(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts of `total` in proportion to `weights`, at least 1 for each where the total allows; they sum to it."""
+    """Whole parts of `total` in proportion to `weights`, at least 1 for each if the total allows; they sum to it."""
     if total < len(weights):
         return [1] * total + [0] * (len(weights) - total)
     if not any(weights):

@@ -8,27 +8,34 @@ import types
 from pathlib import Path
 
 import pytest
-from space_eval import bench
-from space_eval.bench_limits import Limits, seconds_of
-from space_eval.bench_options import parse
-from space_eval.bench_report import Spread, markdown, record, rows, table
-from space_eval.bench_round import Round
-from space_eval.bench_statistics import Ratio, bootstrap, percentile
-from space_eval.load_exchange import Exchange, Piece
-from space_eval.load_lengths import Lengths
-from space_eval.load_shape import Closed, Open, Swing
+from space_eval.bench import command as bench
+from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.client import Endpoint
+from space_eval.bench.estimates import Ratio, Spread, bootstrap, percentile
+from space_eval.bench.exchange import Exchange, TokenEvent
+from space_eval.bench.load_shapes import Closed, Open, Swing
+from space_eval.bench.options import Limits, parse, seconds_of
+from space_eval.bench.report import BenchResult, markdown, record, summaries, table
+from space_eval.bench.rounds import Round
+from space_eval.bench.workload import Lengths
 
-ARMS = ("off", "auto")
+
+def arm(name: str, speculation: str | None = None, *, is_baseline: bool = False) -> Arm:
+    return Arm(name, Endpoint("h", 1), APIS["openai"], speculation=speculation, is_baseline=is_baseline)
+
+
+ARMS = [arm("off", "off", is_baseline=True), arm("auto", "auto")]
+PAIR = [arm("a", is_baseline=True), arm("b")]
 
 
 def exchange(*pieces: tuple[float, tuple[int, ...]], steps: int = 1, rate: float | None = 1.0) -> Exchange:
     statistics = {"steps": steps, "tokens_per_step": rate, "drafted": 2 * steps}
-    made = [Piece(seconds, len(ids), ids) for seconds, ids in pieces]
-    return Exchange(pieces=made, statistics=statistics, seconds=pieces[-1][0], finished=True)
+    made = [TokenEvent(seconds, len(ids), ids) for seconds, ids in pieces]
+    return Exchange(events=made, statistics=statistics, seconds=pieces[-1][0], finished=True)
 
 
-def a_round(arm: str, seconds: float, *exchanges: Exchange) -> Round:
-    return Round(arm, seconds, exchanges, {"router": 0.5})
+def a_round(name: str, seconds: float, *exchanges: Exchange) -> Round:
+    return Round(name, seconds, exchanges, {"router": 0.5})
 
 
 def test_a_percentile_is_a_value_that_occurred() -> None:
@@ -99,7 +106,7 @@ def test_what_comes_after_the_end_of_a_round_does_not_count() -> None:
 def test_a_ratio_is_of_one_round_and_its_middle_is_the_median() -> None:
     four = exchange((0.1, (1, 2)), (0.2, (3, 4)))
     rounds = [(a_round("off", 4.0, four), a_round("auto", seconds, four)) for seconds in (1.0, 2.0, 4.0)]
-    plain, fast = rows(Closed(8), rounds, ARMS)
+    plain, fast = summaries(Closed(8), rounds, ARMS)
     assert plain.ratio is None
     assert fast.ratio == Ratio(median=2.0, low=1.0, high=4.0, num=3)
     assert fast.tokens_per_second == Spread(median=2.0, low=1.0, high=4.0)
@@ -109,8 +116,9 @@ def test_a_ratio_is_of_one_round_and_its_middle_is_the_median() -> None:
 
 def test_with_two_baselines_plain_itself_is_compared_with_the_plain_server() -> None:
     one = exchange((0.1, (1, 2)))
-    arms = [a_round("plain server", 1.0, one), a_round("off", 2.0, one), a_round("auto", 1.0, one)]
-    server, plain, fast = rows(Closed(1), [arms, arms], ("off", "off", "auto"), baselines=2)
+    rounds = [a_round("plain server", 1.0, one), a_round("off", 2.0, one), a_round("auto", 1.0, one)]
+    three = [arm("plain server", "off", is_baseline=True), *ARMS]
+    server, plain, fast = summaries(Closed(1), [rounds, rounds], three)
     assert not server.ratios
     assert {name: ratio.median for name, ratio in plain.ratios.items()} == {"plain server": 0.5}
     assert {name: ratio.median for name, ratio in fast.ratios.items()} == {"plain server": 1.0, "off": 2.0}
@@ -118,24 +126,20 @@ def test_with_two_baselines_plain_itself_is_compared_with_the_plain_server() -> 
 
 def test_answers_that_differ_are_counted_and_shown() -> None:
     pair = (a_round("off", 1.0, exchange((0.1, (1,)))), a_round("auto", 1.0, exchange((0.1, (2,)))))
-    found = rows(Closed(1), [pair], ARMS)
+    found = summaries(Closed(1), [pair], ARMS)
     assert found[1].identical == "0/1"
     assert "0/1" in table(found)
 
 
 def test_answers_without_ids_are_not_called_the_same() -> None:
-    untold = Exchange(pieces=[Piece(0.1, 1)], finished=True)
-    assert [
-        row.identical for row in rows(Closed(1), [(a_round("a", 1.0, untold), a_round("b", 1.0, untold))], ARMS)
-    ] == [
-        None,
-        None,
-    ]
+    untold = Exchange(events=[TokenEvent(0.1, 1)], finished=True)
+    found = summaries(Closed(1), [(a_round("a", 1.0, untold), a_round("b", 1.0, untold))], PAIR)
+    assert [row.identical for row in found] == [None, None]
 
 
 def test_failures_are_counted_by_status_and_spoil_no_latency() -> None:
     refused, broken = Exchange(error="429"), Exchange(error="broken")
-    (row,) = rows(Open(2.0), [[a_round("a", 2.0, exchange((0.1, (1,))), refused, refused, broken)]], [None])
+    (row,) = summaries(Open(2.0), [[a_round("a", 2.0, exchange((0.1, (1,))), refused, refused, broken)]], PAIR[:1])
     assert row.errors == {"429": 2, "broken": 1}
     assert row.first_token_ms["p99"] == 100
     assert row.rate == 2.0
@@ -144,9 +148,8 @@ def test_failures_are_counted_by_status_and_spoil_no_latency() -> None:
 
 def test_in_open_loop_the_time_is_compared_and_not_the_throughput_which_is_what_came() -> None:
     slow, fast = exchange((0.5, (1,)), (1.0, (2,))), exchange((0.25, (1,)), (0.5, (2,)))
-    (_, row) = rows(
-        Open(2.0), [[a_round("a", 2.0, slow), a_round("b", 2.0, fast, Exchange(error="429"))]], [None, None]
-    )
+    pair = [a_round("a", 2.0, slow), a_round("b", 2.0, fast, Exchange(error="429"))]
+    (_, row) = summaries(Open(2.0), [pair], PAIR)
     assert (row.ratios, row.latency_ratios["a"].median) == ({}, 0.5)
     assert "time to a's" in table([row])
 
@@ -156,10 +159,10 @@ def test_goodput_counts_whole_answers_within_every_limit() -> None:
     good = exchange((0.5, (1,)), (0.6, (2, 3)))
     late = exchange((0.6, (1,)))
     slow = exchange((0.1, (1,)), (0.2, (2,)))
-    cut = Exchange(pieces=[Piece(0.1, 1)], seconds=0.1)
+    cut = Exchange(events=[TokenEvent(0.1, 1)], seconds=0.1)
     silent = exchange((0.1, (1,)), (1.2, tuple(range(40))))
     assert [limits.kept(one) for one in (good, late, slow, cut, silent, Exchange())] == [True] + 5 * [False]
-    (row,) = rows(Closed(1), [[a_round("a", 2.0, good, late, slow, cut)]], [None], limits=limits)
+    (row,) = summaries(Closed(1), [[a_round("a", 2.0, good, late, slow, cut)]], PAIR[:1], limits=limits)
     assert (row.goodput, row.kept) == (Spread(0.5, 0.5, 0.5), 0.25)
 
 
@@ -241,8 +244,8 @@ def test_unusable_settings_end_with_one_line(
 
 def test_a_record_is_json_and_a_page() -> None:
     pair = (a_round("off", 1.0, exchange((0.1, (1,)))), a_round("auto", 1.0, exchange((0.1, (1,)))))
-    found = rows(Closed(1), [pair], ARMS)
-    made = record({"machine": "m"}, {"output_tokens": "1"}, found)
+    found = summaries(Closed(1), [pair], ARMS)
+    made = record({"machine": "m"}, {"output_tokens": "1"}, BenchResult(found, {}))
     ratio = {"median": 1.0, "low": 1.0, "high": 1.0, "num": 1}
     assert json.loads(json.dumps(made))["rows"][1]["ratio"] == ratio
     page = markdown(made, found, ["ratio.png"])
@@ -273,5 +276,5 @@ def test_the_client_loads_no_torch(tmp_path: Path) -> None:
     """In a process of its own: this one may have loaded it before."""
     import subprocess
 
-    code = "import sys, space_eval.bench; sys.exit('torch' in sys.modules)"
+    code = "import sys, space_eval.bench.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

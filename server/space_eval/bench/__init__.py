@@ -1,0 +1,1 @@
+"""`spaceserve bench`: throughput and latency under load, of any OpenAI or TGI endpoint."""

@@ -1,0 +1,206 @@
+"""`spaceserve bench`: throughput and latency under load, of any OpenAI or TGI endpoint, with and without drafts.
+
+Every round is a comparison: the same requests to each arm, in turn first and last, so that a machine that gets slower
+in between slows all of them. A ratio is always of one round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from space_eval.bench.arms import Arm
+from space_eval.bench.client import LoadError
+from space_eval.bench.facts import facts, synthetic_acceptance_label
+from space_eval.bench.options import BenchError, BenchSettings, parse
+from space_eval.bench.plots import draw
+from space_eval.bench.report import BenchResult, markdown, record, summarize, table
+from space_eval.bench.rounds import LoadRun, Round
+from space_eval.bench.server_process import ServerError
+from space_eval.bench.targets import Target, check_window, cpu_counter, find_arms, targets, tokenized
+from space_eval.bench.workload import Recorded, Workload, load_recorded
+from space_eval.plots import PlotError
+from space_eval.prompts import PromptError, built_in, long_text
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "engines": ("space_eval.engines", "other inference engines beside ours, in one run on the same weights"),
+    "edge": ("space_eval.edge", "one core and 1 GiB: are all texts exact, and what does the server take"),
+    "memory": ("space_eval.memory_table", "what SPACE takes in memory, beside a server with a draft model"),
+    "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
+    "make-model": (
+        "space_eval.make_model",
+        "a checkpoint with random weights, to measure a size that one has no model of",
+    ),
+    "product": ("space_eval.product", "the CPU's product of few rows, beside memory's speed and torch's own"),
+    "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
+    "streams": ("space_eval.streams", "what one router adds and costs, from one stream to a thousand"),
+    "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
+}
+"""What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
+
+MOVED = {
+    "simulate": "in a checkout, tests/simulation holds the scheduler and the controller in virtual time",
+    "sizing": "`spaceserve bench --rate … --slo …` measures what a server holds",
+    "soak": "in a checkout: `make soak FLAGS=…`",
+}
+"""Commands that were removed, and what to use instead."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 after a measurement, 1 if a server failed, 2 for unusable flags."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in MOVED:
+        print(f"spaceserve bench {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)
+        return 2
+    if given and given[0] in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+        return status
+    try:
+        settings, serve_flags = parse(given, _commands())
+        work = _workload(settings)
+        starts: list[Start] = []
+        for number in range(settings.num_starts):
+            with ExitStack() as stack:
+                servers = targets(settings, serve_flags, stack, _log, number)
+                starts.append(asyncio.run(_measure(settings, work, servers, number)))
+    except (BenchError, PromptError) as error:
+        _log(str(error))
+        return 2
+    except (LoadError, ServerError) as error:
+        _log(str(error))
+        return 1
+    _report(settings, serve_flags, starts)
+    return 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was measured on one start of the servers."""
+
+    arms: Sequence[Arm]
+    infos: Mapping[str, Mapping[str, Any]]  # by server
+    work: Workload
+    rounds: list[list[list[Round]]]  # by shape and round, every arm's
+
+
+async def _measure(settings: BenchSettings, work: Workload, servers: Sequence[Target], number: int) -> Start:
+    arms, infos = await find_arms(settings, servers)
+    check_window(work, arms)
+    work = await tokenized(work, arms)
+    run = LoadRun(settings, arms, work, lambda arm: cpu_counter(servers, arm), number)
+    return Start(arms, infos, work, await run.measure())
+
+
+def _workload(settings: BenchSettings) -> Workload:
+    """Raises PromptError, BenchError."""
+    if settings.prompts is None:
+        recorded = [Recorded(prompt.text) for prompt in built_in()]
+    else:
+        recorded = load_recorded(settings.prompts)
+    if settings.rate == (None,) and recorded[0].arrival is None:
+        raise BenchError(f"--rate file: {settings.prompts} has no `arrival` (seconds) nor `timestamp` (milliseconds).")
+    texts = [] if settings.prompts is None else [one.text for one in recorded if one.text]
+    return Workload(
+        recorded=recorded,
+        output_tokens=settings.output_tokens,
+        prompt_tokens=settings.prompt_tokens,
+        text="\n".join(texts) or long_text(),
+        seed=settings.seed,
+    )
+
+
+def _report(settings: BenchSettings, serve_flags: Sequence[str], starts: Sequence[Start]) -> None:
+    """Print the table, and write the files that were asked for."""
+    first = starts[0]
+    shapes = zip(*(start.rounds for start in starts), strict=True)
+    result = summarize(settings, first.arms, [list(chain.from_iterable(rounds)) for rounds in shapes])
+    known = facts(next(iter(first.infos.values())))
+    known["synthetic_acceptance"] = synthetic_acceptance_label(first.infos)
+    if len(first.infos) > 1:
+        known["servers"] = {name: info.get("model_id") for name, info in first.infos.items()}
+    known["serve_flags"] = list(serve_flags)
+    _print(settings, known, first.work, result)
+    if settings.out is not None:
+        _write(settings.out, result, record(known, _load(settings, first.work), result))
+
+
+def _load(settings: BenchSettings, work: Workload) -> dict[str, Any]:
+    """The load, for the record."""
+    return {
+        "shapes": [shape.name for shape in settings.shapes],
+        "num_starts": settings.num_starts,
+        "num_rounds": settings.num_rounds,
+        "num_requests": settings.num_requests,
+        "seconds": settings.duration,
+        "num_warm_up": settings.num_warm_up,
+        "num_prompts": len(work.recorded),
+        "prompt_tokens": None if work.prompt_tokens is None else work.prompt_tokens.form,
+        "output_tokens": work.output_tokens.form,
+        "prompts_are": "token ids" if work.ids else "text",
+        "seed": work.seed,
+        "carbon_intensity": settings.carbon_intensity,
+        "limits_seconds": None if settings.limits is None else dict(settings.limits.seconds),
+        "api": settings.api,
+        "temperature": settings.temperature,
+    }
+
+
+def _print(settings: BenchSettings, known: Mapping[str, Any], work: Workload, result: BenchResult) -> None:
+    print(f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}")
+    if work.prompt_tokens is None:
+        prompts = f"{len(work.recorded)} prompts"
+    else:
+        prompts = f"prompts of {work.prompt_tokens.form} tokens, as {'token ids' if work.ids else 'text'}"
+    often = f"; {settings.num_rounds} rounds on each of {settings.num_starts} starts" if settings.num_starts > 1 else ""
+    lengths = f"{work.output_tokens.form} tokens per answer, {prompts}"
+    print(f"{lengths}; temperature {settings.temperature:g}{often}\n")
+    if known["synthetic_acceptance"]:
+        print(f"{known['synthetic_acceptance']}\n")
+    print(table(result.rows))
+    if settings.carbon_intensity is not None and not any(row.joules_per_token for row in result.rows):
+        _log("--carbon-intensity: no energy was counted: the server has no sensor it may read (docker/README.md), or "
+             "rounds are shorter than a second.")  # fmt: skip
+    for name, (base, *others) in result.timelines.items():
+        for one in others:
+            print(f"{name}: {one.arm} is below {base.arm} in {one.share_below:.0%} of its moments.")
+            if one.draft_change is not None:
+                print(f"{name}: {one.arm}'s mean draft length changes by {one.draft_change:.2f} from look to look.")
+
+
+def _write(out: Path, result: BenchResult, made: Mapping[str, Any]) -> None:
+    """The record alone into a .json file, else the whole report into a folder."""
+    text = json.dumps(made, indent=1) + "\n"
+    if out.suffix == ".json":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+        _log(f"record: {out}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(text, encoding="utf-8")
+    known = made["facts"]
+    note = f"{known['id']} {known['dtype']}, {known['machine']}, commit {known['commit']}"
+    note = "; ".join(filter(None, (known.get("synthetic_acceptance"), note)))
+    pictures: list[str] = []
+    try:
+        pictures = draw(out, result, note)
+    except PlotError as error:
+        _log(f"no plots: {error}")
+    (out / "report.md").write_text(markdown(made, result.rows, pictures), encoding="utf-8")
+    _log(f"report: {', '.join(str(out / name) for name in ('report.md', 'report.json', *pictures))}")
+
+
+def _commands() -> str:
+    lines = [f"  spaceserve bench {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(["\nother benchmarks, each with a --help of its own:", *lines])
+
+
+def _log(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr)

@@ -1,0 +1,295 @@
+"""Rounds as figures: medians with their ranges, ratios with their bounds; a table to read and a record to keep."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from space_eval.bench.arms import Arm
+from space_eval.bench.estimates import Ratio, Spread, percentile
+from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
+from space_eval.bench.options import BenchSettings, Limits
+from space_eval.bench.polling import JOULES_PER_KWH
+from space_eval.bench.rounds import PrefixIsolation, Round, num_identical
+from space_eval.bench.swing import SwingTimeline, half_ratios, timelines
+
+PERCENTILES = (50, 90, 99)
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm under one load, over all rounds: a row of the table, and of report.json."""
+
+    load: str
+    num_streams: int | None  # the batch; None if it is not one number
+    rate: float | None  # requests per second that came; open loop only
+    arm: str
+    speculation: str | int | None  # k, or "auto" and "off"; None: the server's default
+    num_rounds: int
+    num_requests: int
+    prompt_tokens: float | None  # mean, as the server counts
+    output_tokens: float  # mean of the answers that came whole
+    tokens_per_second: Spread
+    requests_per_second: Spread
+    ratios: Mapping[str, Ratio]  # of tokens per second, within each round, to each baseline
+    ratio: Ratio | None  # to the first baseline; None for that arm itself, and in open loop
+    latency_ratios: Mapping[str, Ratio]  # of the mean whole answer, open loop only; below 1 is faster
+    tokens_per_step: Spread | None
+    drafts_per_step: Spread | None
+    first_token_ms: Mapping[str, float]  # percentiles over all requests of all rounds
+    token_gap_ms: Mapping[str, float]  # per token after the first event, an event's gap shared among its tokens
+    event_gap_ms: Mapping[str, float]  # between events, whatever they carry
+    request_ms: Mapping[str, float]  # answers that came whole
+    goodput: Spread | None  # requests per second within the limits
+    kept: float | None  # share of the requests within the limits
+    errors: Mapping[str, int]  # by status
+    late_ms: float  # p99 of the time by which the client itself sent late
+    cpu_shares: Mapping[str, float]  # processor seconds per second: medians over the rounds
+    identical: str | None  # answers equal to the first arm's, of those that can be compared; None of none
+    phases: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)  # of a swing: low and high, by arm
+    watts: Spread | None = None  # of all devices that the server counts; None of none
+    joules_per_token: Spread | None = None  # generated, the reading of prompts included
+    grams_per_million_tokens: Spread | None = None  # CO2e, at the carbon intensity that was given
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """All figures of a run."""
+
+    rows: Sequence[ArmSummary]
+    timelines: Mapping[str, Sequence[SwingTimeline]]  # of swings, by load
+
+
+def summarize(settings: BenchSettings, arms: Sequence[Arm], rounds: Sequence[Sequence[Sequence[Round]]]) -> BenchResult:
+    """The figures of `rounds`: by shape and round, every arm's."""
+    same_prompts = PrefixIsolation.of(arms).same_prompts
+    rows: list[ArmSummary] = []
+    swings: dict[str, Sequence[SwingTimeline]] = {}
+    for shape, of_shape in zip(settings.shapes, rounds, strict=True):
+        rows += summaries(
+            shape, of_shape, arms, same_prompts=same_prompts, limits=settings.limits, grams=settings.carbon_intensity
+        )
+        if isinstance(shape, Swing):
+            swings[shape.name] = timelines(shape, of_shape)
+    return BenchResult(rows, swings)
+
+
+def summaries(
+    shape: LoadShape,
+    rounds: Sequence[Sequence[Round]],
+    arms: Sequence[Arm],
+    *,
+    same_prompts: bool = True,
+    limits: Limits | None = None,
+    grams: float | None = None,
+) -> list[ArmSummary]:
+    """One row for each arm. `rounds`: in each round, every arm's, in the arms' order. `same_prompts`: the answers of
+    the arms can be compared. `grams`: of CO2e for a kWh.
+    """
+    by_arm = list(zip(*rounds, strict=True))
+    rows = []
+    for place, (arm, own) in enumerate(zip(arms, by_arm, strict=True)):
+        bases = {other.name: by_arm[base] for base, other in enumerate(arms[:place]) if other.is_baseline}
+        row = replace(_summary(shape, own, limits), speculation=arm.speculation)
+        if isinstance(shape, Open):  # its throughput is what came, whatever the arm: only latency can be compared
+            row = replace(row, latency_ratios=_ratios(own, bases, lambda one: one.request_seconds))
+        else:
+            ratios = _ratios(own, bases, lambda one: one.tokens_per_second)
+            row = replace(row, ratios=ratios, ratio=next(iter(ratios.values()), None))
+        if isinstance(shape, Swing):
+            row = replace(row, phases={name: half_ratios(shape, own, bases[name]) for name in row.ratios})
+        joules = _known(one.joules_per_token for one in own)
+        row = replace(row, watts=_spread(_known(one.watts for one in own)), joules_per_token=_spread(joules))
+        if grams is not None:
+            row = replace(row, grams_per_million_tokens=_spread([1e6 * one / JOULES_PER_KWH * grams for one in joules]))
+        if same_prompts:
+            counts = [num_identical(*pair) for pair in zip(by_arm[0], own, strict=True)]
+            same, num = (sum(column) for column in zip(*counts, strict=True))
+            row = replace(row, identical=f"{same}/{num}" if num else None)
+        rows.append(row)
+    return rows
+
+
+def _ratios(
+    own: Sequence[Round], bases: Mapping[str, Sequence[Round]], figure: Callable[[Round], float]
+) -> dict[str, Ratio]:
+    """Of a figure to each baseline's in the same round, by the baseline's name."""
+    ratios = {}
+    for name, base in bases.items():
+        pairs = [(figure(one), figure(other), one.start) for one, other in zip(own, base, strict=True)]
+        known = [(mine / other, start) for mine, other, start in pairs if mine >= 0 and other > 0]  # neither is nan
+        if known:
+            ratios[name] = Ratio.of(*map(list, zip(*known, strict=True)))
+    return ratios
+
+
+def _summary(shape: LoadShape, rounds: Sequence[Round], limits: Limits | None) -> ArmSummary:
+    """What one arm's own rounds come to."""
+    every = [exchange for one in rounds for exchange in one.exchanges]
+    answered = [exchange for exchange in every if exchange.events]
+    whole = [exchange for exchange in answered if exchange.finished]
+    prompts = _known(exchange.num_prompt_tokens for exchange in every)
+    statuses = sorted({status for one in rounds for status in one.errors})
+    return ArmSummary(
+        load=shape.name,
+        num_streams=shape.num_streams if isinstance(shape, Closed) else None,
+        rate=statistics.median(len(one.exchanges) / one.seconds for one in rounds) if isinstance(shape, Open) else None,
+        arm=rounds[0].arm,
+        speculation=None,
+        num_rounds=len(rounds),
+        num_requests=len(every),
+        prompt_tokens=statistics.fmean(prompts) if prompts else None,
+        output_tokens=statistics.fmean([exchange.num_tokens for exchange in whole]) if whole else 0.0,
+        tokens_per_second=Spread.of([one.tokens_per_second for one in rounds]),
+        requests_per_second=Spread.of([one.num_finished / one.seconds for one in rounds]),
+        ratios={},
+        ratio=None,
+        latency_ratios={},
+        tokens_per_step=_spread(_known(one.tokens_per_step for one in rounds)),
+        drafts_per_step=_spread(_known(one.drafts_per_step for one in rounds)),
+        first_token_ms=_percentiles([exchange.first_token_seconds for exchange in answered]),
+        token_gap_ms=_percentiles([gap for exchange in answered for gap in exchange.token_gaps]),
+        event_gap_ms=_percentiles([gap for exchange in answered for gap in exchange.event_gaps]),
+        request_ms=_percentiles([exchange.seconds for exchange in whole]),
+        goodput=None if limits is None else Spread.of([limits.num_kept(one.exchanges) / one.seconds for one in rounds]),
+        kept=None if limits is None else limits.num_kept(every) / len(every),
+        errors={status: sum(one.errors.get(status, 0) for one in rounds) for status in statuses},
+        late_ms=1000 * percentile([exchange.late for exchange in every], 0.99),
+        cpu_shares={name: statistics.median(one.cpu_shares[name] for one in rounds) for name in rounds[0].cpu_shares},
+        identical=None,
+    )
+
+
+def _known(values: Iterable[Number | None]) -> list[Number]:
+    return [value for value in values if value is not None]
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread.of(values) if values else None
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    return {f"p{share}": 1000 * percentile(seconds, share / 100) for share in PERCENTILES} if seconds else {}
+
+
+NOTES = (
+    "tokens/s, tokens/step: median (min–max) over the rounds.",
+    "ratio: tokens/s over another arm's within the same round; median (95 % bootstrap bounds of it).",
+    "time: the mean whole answer over another arm's within the same round; below 1 is faster.",
+    "ms: p50/p90/p99 over all requests; per token: the gap before an event, shared among its tokens; "
+    "silence: the gap before an event, whatever it carries.",
+    "J/token: what the server's devices drew, whoever used them, over generated tokens; median (min–max).",
+)
+
+Cell = Callable[[ArmSummary], str]
+
+
+def _columns(rows: Sequence[ArmSummary]) -> dict[str, Cell]:
+    """What each column shows of a row; "–" or nothing if the row has no such figure."""
+    baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
+    latencies = list(dict.fromkeys(name for row in rows for name in row.latency_ratios))
+    return {
+        "load": lambda row: row.load,
+        "arm": lambda row: row.arm,
+        "tokens/s": lambda row: row.tokens_per_second.shown(0 if row.tokens_per_second.median >= 100 else 1),
+        **{f"ratio to {name}": _ratio_cell("ratios", name) for name in baselines},
+        **{f"time to {name}'s": _ratio_cell("latency_ratios", name) for name in latencies},
+        "tokens/step": lambda row: _shown(row.tokens_per_step, 2),
+        "drafts/step": lambda row: "–" if row.drafts_per_step is None else f"{row.drafts_per_step.median:.2f}",
+        "first ms": lambda row: _joined(row.first_token_ms, 0),
+        "per token ms": lambda row: _joined(row.token_gap_ms, 2),
+        "silence ms": lambda row: _joined(row.event_gap_ms, 1),
+        "whole ms": lambda row: _joined(row.request_ms, 0),
+        "requests/s": lambda row: row.requests_per_second.shown(2),
+        "goodput/s": lambda row: _shown(row.goodput, 2),
+        "kept": lambda row: "–" if row.kept is None else f"{row.kept:.0%}",
+        "errors": lambda row: " ".join(f"{status}×{count}" for status, count in row.errors.items()) or "–",
+        "late ms": lambda row: "–" if row.rate is None else f"{row.late_ms:.1f}",
+        "CPU": lambda row: " ".join(f"{name} {share:.2f}" for name, share in row.cpu_shares.items()) or "–",
+        "W": lambda row: _shown(row.watts, 1),
+        "J/token": lambda row: _shown(row.joules_per_token, 4),
+        "g CO2e/M tokens": lambda row: _shown(row.grams_per_million_tokens, 1),
+        "same": lambda row: row.identical or "–",
+    }
+
+
+def _ratio_cell(field_name: str, baseline: str) -> Cell:
+    def cell(row: ArmSummary) -> str:
+        ratio = getattr(row, field_name).get(baseline)
+        return "–" if ratio is None else str(ratio.shown())
+
+    return cell
+
+
+def _shown(spread: Spread | None, digits: int) -> str:
+    return "–" if spread is None else spread.shown(digits)
+
+
+def _joined(values: Mapping[str, float], digits: int) -> str:
+    return "/".join(f"{value:.{digits}f}" for value in values.values()) or "–"
+
+
+def cells(rows: Sequence[ArmSummary]) -> list[list[str]]:
+    """The table, its head first; a column without any figure is left out."""
+    columns = {name: [cell(row) for row in rows] for name, cell in _columns(rows).items()}
+    shown = {name: column for name, column in columns.items() if any(cell not in ("–", "") for cell in column)}
+    return [list(shown), *map(list, zip(*shown.values(), strict=True))]
+
+
+def table(rows: Sequence[ArmSummary]) -> str:
+    """All rows in columns of even width."""
+    lines = cells(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*shown, "", *phase_lines(rows), *NOTES])
+
+
+def phase_lines(rows: Sequence[ArmSummary]) -> list[str]:
+    """The ratios in a swing's halves."""
+    return [
+        f"{row.arm} / {base}, {half} half: {ratio.shown()}"
+        for row in rows
+        for base, halves in row.phases.items()
+        for half, ratio in halves.items()
+    ]
+
+
+def record(facts: Mapping[str, Any], load: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
+    """Everything, for the JSON file."""
+    moments = {
+        name: [asdict(one) | {"share_below": one.share_below} for one in lines]
+        for name, lines in result.timelines.items()
+    }
+    rows = [asdict(row) for row in result.rows]
+    return {"facts": dict(facts), "load": dict(load), "rows": rows, "moments": moments}
+
+
+def markdown(record: Mapping[str, Any], rows: Sequence[ArmSummary], pictures: Sequence[str] = ()) -> str:
+    """The record as a page."""
+    head, *lines = cells(rows)
+    synthetic = record["facts"].get("synthetic_acceptance")
+    text = [f"# Load, {synthetic}" if synthetic else "# Load", ""]
+    if synthetic:
+        text += [
+            "Drafts were accepted at a synthetic rate; `spaceserve bench --model demo` shows what trained masks reach.",
+            "",
+        ]
+    facts = {name: value for name, value in record["facts"].items() if value not in (None, "", [], {})}
+    text += [f"- {name}: {_in_words(value)}" for name, value in facts.items()]
+    text += ["", "Load: " + "; ".join(f"{name} {_in_words(value)}" for name, value in record["load"].items()), ""]
+    text += ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+    text += ["", *(f"- {note}" for note in (*phase_lines(rows), *NOTES)), ""]
+    text += [f"![{picture.removesuffix('.png')}]({picture})" for picture in pictures]
+    return "\n".join(text) + "\n"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_in_words(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

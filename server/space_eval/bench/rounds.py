@@ -1,0 +1,260 @@
+"""Rounds of load on every arm, in rotating order, so that what slows the machine slows all arms."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from space_eval.bench.arms import Arm
+from space_eval.bench.client import Endpoint, LoadError
+from space_eval.bench.exchange import Exchange, LoadRequest
+from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
+from space_eval.bench.options import BenchSettings
+from space_eval.bench.polling import POWER_SECONDS, DraftMeter, DraftSample, PowerMeter, idle, polled
+from space_eval.bench.workload import Workload
+
+CpuCounter = Callable[[], Mapping[str, float]]
+"""Reads the processor seconds so far, by process."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of one arm took."""
+
+    arm: str
+    seconds: float  # from the first request's begin to the last one's end, or to the cut
+    exchanges: Sequence[Exchange]  # by request number
+    cpu_shares: Mapping[str, float]  # processor seconds per second, by process
+    drafts: Sequence[DraftSample] = ()  # the server's draft lengths meanwhile
+    watts: float | None = None  # drawn by its devices; None if nothing is counted, or for too short a time
+    start: int = 0  # of the servers, by number
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came before the end."""
+        return sum(
+            event.num_tokens
+            for exchange in self.exchanges
+            for event in exchange.events
+            if exchange.started + event.seconds <= self.seconds
+        )
+
+    @property
+    def num_finished(self) -> int:
+        return sum(exchange.finished for exchange in self.exchanges)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Per generated token, the reading of prompts included."""
+        return self.watts * self.seconds / self.num_tokens if self.watts is not None and self.num_tokens else None
+
+    @property
+    def request_seconds(self) -> float:
+        """The mean of the answers that came whole; nan of none."""
+        whole = [exchange.seconds for exchange in self.exchanges if exchange.finished]
+        return sum(whole) / len(whole) if whole else math.nan
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed requests by status."""
+        failed = [exchange.error for exchange in self.exchanges if exchange.error is not None]
+        return {status: failed.count(status) for status in sorted(set(failed))}
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Over the decode steps of all streams; None if the server counts none."""
+        return self._mean_per_step(lambda one: (one["tokens_per_step"] or 0.0) * one["steps"])
+
+    @property
+    def drafts_per_step(self) -> float | None:
+        """The mean chosen draft length; None if the server counts no steps."""
+        return self._mean_per_step(lambda one: int(one.get("drafted") or 0))
+
+    def _mean_per_step(self, total_of: Callable[[Mapping[str, float]], float]) -> float | None:
+        counted = [exchange.statistics for exchange in self.exchanges if exchange.statistics.get("steps")]
+        steps = sum(int(one["steps"]) for one in counted)
+        return sum(map(total_of, counted)) / steps if steps else None
+
+    def timeline(self, width: float) -> list[float]:
+        """Tokens per second in each `width` seconds from the begin; a rest shorter than that is left out."""
+        counts = [0] * int(self.seconds / width + 1e-9)
+        for exchange in self.exchanges:
+            for event in exchange.events:
+                place = int((exchange.started + event.seconds) / width)
+                if place < len(counts):
+                    counts[place] += event.num_tokens
+        return [count / width for count in counts]
+
+
+async def run_round(
+    arm: Arm,
+    shape: LoadShape,
+    requests: Iterator[LoadRequest],
+    *,
+    salt: str | None,
+    seconds: float | None = None,
+    poll_seconds: float | None = None,
+    cpu_seconds: CpuCounter = dict,
+    on_done: Callable[[], object] = lambda: None,
+) -> Round:
+    """All of `requests` in `shape`, or for `seconds`. Raises LoadError if one fails and `shape` does not tolerate it.
+
+    `poll_seconds`: between looks at the server's draft lengths. `on_done` is called after each request.
+    """
+    clock = asyncio.get_running_loop().time
+    exchanges: list[Exchange] = []
+    begun = 0.0
+
+    async def send(request: LoadRequest, due: float | None) -> None:
+        exchange = Exchange(started=clock() - begun if due is None else due)
+        exchanges.append(exchange)
+        try:
+            await arm.answer(request, salt, exchange, begun + exchange.started)
+        finally:
+            on_done()
+
+    cpu_before = cpu_seconds()
+    drafts, power = DraftMeter(), PowerMeter()
+    power_seconds = POWER_SECONDS if arm.counts_energy else None
+    async with polled(arm.endpoint, poll_seconds, drafts.read), polled(arm.endpoint, power_seconds, power.read):
+        begun = clock()
+        await shape.run(requests, send, seconds)
+        taken = clock() - begun
+    if not any(exchange.events for exchange in exchanges):
+        failed = {exchange.error for exchange in exchanges}
+        raise LoadError(f"{arm.name}: none of {len(exchanges)} requests was answered ({', '.join(map(str, failed))}).")
+    cpu_after = cpu_seconds()
+    shares = {name: (cpu_after[name] - used) / taken for name, used in cpu_before.items()}
+    return Round(arm.name, taken, exchanges, shares, drafts.samples, power.watts)
+
+
+def num_identical(ones: Round, others: Round) -> tuple[int, int]:
+    """Answers with the same ids in both rounds, and those that came whole in both and whose ids are known."""
+    pairs = zip(ones.exchanges, others.exchanges, strict=False)
+    both = [(a.token_ids, b.token_ids) for a, b in pairs if a.finished and b.finished and a.token_ids and b.token_ids]
+    return sum(a == b for a, b in both), len(both)
+
+
+@dataclass(frozen=True)
+class PrefixIsolation:
+    """How a round's prompts are kept from being known from another round."""
+
+    salted: bool  # by a field of the request: no prompt needs a mark
+    same_prompts: bool  # all arms get the same ones
+
+    @classmethod
+    def of(cls, arms: Sequence[Arm]) -> PrefixIsolation:
+        salted = all(arm.is_spaceserve and arm.api.name != "tgi" for arm in arms)
+        shared = len({arm.endpoint for arm in arms}) < len(arms)  # a server with two arms would know the other's
+        return cls(salted, salted or not shared)
+
+
+class PlainAnswers:
+    """Which requests a server with synthetic acceptance has answered without drafts, and how far.
+
+    Such a server drafts from answers that it has written before. A drafting arm that met a request for the first time
+    would have the drafts of untrained masks, all wrong, and the server's controller would learn not to draft.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[Endpoint, str | tuple[int, ...], int], int] = {}
+
+    def missing(self, arm: Arm, requests: Iterable[LoadRequest]) -> list[LoadRequest]:
+        """Requests to send without drafts before `arm` gets `requests`: each new one once, at its greatest length."""
+        longest: dict[tuple[Endpoint, str | tuple[int, ...], int], LoadRequest] = {}
+        for request in requests if arm.has_synthetic_acceptance and arm.speculation != "off" else ():
+            key = arm.endpoint, request.prompt, arm.seed + request.number if arm.temperature else 0
+            if request.max_tokens > self._lengths.get(key, 0):
+                self._lengths[key] = request.max_tokens
+                longest[key] = request
+        return list(longest.values())
+
+
+@dataclass
+class LoadRun:
+    """Every load on every arm, on servers that were started for the `start`-th time."""
+
+    settings: BenchSettings
+    arms: Sequence[Arm]
+    work: Workload
+    cpu_counter: Callable[[Arm], CpuCounter]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self._isolation = PrefixIsolation.of(self.arms)
+        self._answered = PlainAnswers()
+
+    async def measure(self) -> list[list[list[Round]]]:
+        """By shape and round, every arm's. Raises LoadError."""
+        settings, arms = self.settings, self.arms
+        per_arm = [
+            settings.warm_up_of(shape) + settings.num_rounds * (settings.requests_of(shape) or 0)
+            for shape in settings.shapes
+        ]
+        measured: list[list[list[Round]]] = []
+        total = len(arms) * sum(per_arm)
+        with tqdm(total=total or None, unit="request", file=sys.stderr, disable=None) as self._progress:
+            for shape in settings.shapes:
+                await self._warm_up(shape)
+                rounds: list[list[Round]] = []
+                for number in range(self.start * settings.num_rounds, (self.start + 1) * settings.num_rounds):
+                    turn = number % len(arms)
+                    by_arm: dict[str, Round] = {}
+                    for arm in [*arms[turn:], *arms[:turn]]:
+                        limits = settings.requests_of(shape), settings.seconds_of(shape)
+                        by_arm[arm.name] = await self._round(arm, shape, number + 1, *limits)
+                    rounds.append([by_arm[arm.name] for arm in arms])
+                measured.append(rounds)
+        return measured
+
+    async def _warm_up(self, shape: LoadShape) -> None:
+        num_requests = self.settings.warm_up_of(shape)
+        for arm in self.arms if num_requests else ():
+            streams = Closed(min(num_requests, shape.warm_up_streams))
+            await self._round(arm, streams, 0, num_requests, None)
+
+    async def _round(
+        self, arm: Arm, shape: LoadShape, number: int, num_requests: int | None, seconds: float | None
+    ) -> Round:
+        """`number`: from 1 over all starts; 0 of a warm-up."""
+        run = os.getpid()
+        salted, same_prompts = self._isolation.salted, self._isolation.same_prompts
+        mark = "" if salted else f"# {run}.{shape.name}.{number}" + ("" if same_prompts else f".{arm.name}")
+        rate = shape.rate if isinstance(shape, Open) else None
+
+        def requests(count: int | None) -> Iterator[LoadRequest]:
+            return itertools.islice(self.work.requests(number, rate, mark=mark), count)
+
+        of_start = number - self.start * self.settings.num_rounds
+        label = f"{shape.name}, {arm.name}, " + (
+            f"round {of_start}/{self.settings.num_rounds}" if number else "warm-up"
+        )
+        if missing := self._answered.missing(arm, requests(num_requests or len(self.work.recorded))):
+            self._progress.set_description(f"{label}: {len(missing)} answers without drafts")
+            plain = replace(arm, speculation="off")
+            await run_round(plain, Closed(shape.warm_up_streams), iter(missing), salt=None)
+        self._progress.set_description(label)
+        made = await run_round(
+            arm,
+            shape,
+            requests(num_requests),
+            salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None,
+            seconds=seconds,
+            poll_seconds=shape.moment_seconds if isinstance(shape, Swing) and arm.is_spaceserve else None,
+            cpu_seconds=self.cpu_counter(arm),
+            on_done=self._progress.update,
+        )
+        if seconds is not None and not isinstance(shape, Open):  # what was cut off must not slow the next arm
+            await idle(arm.endpoint, is_ours=arm.is_spaceserve)
+        return replace(made, start=self.start)

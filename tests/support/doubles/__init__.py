@@ -1,0 +1,1 @@
+"""Stand-ins for servers, models and clocks that several tests use."""
