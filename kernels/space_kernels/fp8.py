@@ -35,14 +35,14 @@ _LEAST_EXPONENT = -100
 
 
 @dataclass(frozen=True)
-class Float8:
+class Fp8:
     """W[n, k] ≈ scale[n]·numbers[n, k]"""
 
     numbers: Tensor  # [out, in] float8_e4m3fn
     scale: Tensor  # [out] float32, powers of two
 
     @classmethod
-    def of(cls, weight: Tensor) -> Float8:
+    def of(cls, weight: Tensor) -> Fp8:
         """The nearest to a weight [out, in], with the least scale that nothing is cut off by."""
         numbers = torch.empty(weight.shape, dtype=FORMAT, device=weight.device)
         scale = torch.empty(len(weight), device=weight.device)
@@ -60,7 +60,7 @@ class Float8:
         return cls(numbers, scale)
 
     @classmethod
-    def joined(cls, parts: list[Float8]) -> Float8:
+    def joined(cls, parts: list[Fp8]) -> Fp8:
         """One weight below the other."""
         numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(FORMAT)
         return cls(numbers, torch.cat([part.scale for part in parts]))

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api.access import Access
+from space_router.api.access import HttpAccess
 from space_router.api.openai import chat, completions, models, responses
 from space_router.api.ops import docs, invocations, operating, tokens, web_ui_routes, workers
 from space_router.api.ops.document import DocumentedApp
@@ -75,7 +75,7 @@ def create_app(service: Service) -> DocumentedApp:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")
         return error_answer(refusal, request.url.path)
 
-    app.add_middleware(Access, service=service)
+    app.add_middleware(HttpAccess, service=service)
     if service.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -11,7 +11,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 
-class Tally(Collector):
+class FastHistogram(Collector):
     """Counts as prometheus_client's Histogram without labels, which costs four times as much: it locks, and looks at
     one bucket after the other. All observations come from one thread; equal ones may come together.
     """

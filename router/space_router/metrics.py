@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
-from space_router.fast_histogram import Tally
+from space_router.fast_histogram import FastHistogram
 
 MAX_POSITION = 16
 """Most draft positions with a series of their own; `accepted_by_position_total` has labels 1..MAX_POSITION."""
@@ -54,8 +54,8 @@ class Metrics:
         def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
             return Histogram(f"spaceserve_{name}", help_, labels, buckets=buckets, registry=registry)
 
-        def tally(name: str, help_: str, buckets: tuple[float, ...]) -> Tally:
-            return Tally(f"spaceserve_{name}", help_, buckets, registry)
+        def tally(name: str, help_: str, buckets: tuple[float, ...]) -> FastHistogram:
+            return FastHistogram(f"spaceserve_{name}", help_, buckets, registry)
 
         self.tokens_per_step = tally(
             "tokens_per_step", "Tokens emitted by one sequence in one decode step, after the cut", _TOKENS

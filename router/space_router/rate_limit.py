@@ -15,7 +15,7 @@ NOBODY = "none"
 """The name under which requests count where there are no keys."""
 
 
-class Bucket:
+class TokenBucket:
     """A minute's allowance that fills up evenly; it may be overdrawn, and is then empty until that is paid off."""
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -44,8 +44,8 @@ class Allowance:
     def __init__(self, name: str, limits: KeyLimits, metrics: Metrics, clock: Callable[[], float]) -> None:
         now = clock()
         self._name, self._limits, self._clock = name, limits, clock
-        self._requests = None if limits.requests_per_minute is None else Bucket(limits.requests_per_minute, now)
-        self._tokens = None if limits.tokens_per_minute is None else Bucket(limits.tokens_per_minute, now)
+        self._requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute, now)
+        self._tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, now)
         self._num_running = 0
         label = name or NOBODY
         self._running = metrics.key_requests.labels(key=label)

@@ -21,7 +21,7 @@ from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.grpc_api.server import GrpcServer
 from space_router.http_server.http_connection import FLUSH_SECONDS, bounded
 from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
@@ -175,7 +175,7 @@ def _first_request(service: Service) -> tuple[str, dict[str, object]]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 128}
 
 
-def _description(facts: ModelFacts) -> str:
+def _description(facts: WorkerModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
     decree = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))

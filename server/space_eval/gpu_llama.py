@@ -28,7 +28,7 @@ from space_model.networks.compact_network import compact_network
 from space_model.networks.paged_attention_interface import ATTENTION_NAME
 from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
 from space_model.space_model import SpaceModel
-from space_server.batch.sequence import Sequence as SequenceOfIds
+from space_server.batch.sequence import RunningSequence
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -193,7 +193,7 @@ class Foretold:
         self.synthetic = SyntheticAcceptance(chances, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
         self._following = next_ids(facts.vocab_size).tolist()
 
-    def tell(self, sequence: SequenceOfIds, num_tokens: int) -> None:
+    def tell(self, sequence: RunningSequence, num_tokens: int) -> None:
         """What will follow this sequence, which has just been admitted."""
         text, last = [], sequence.ids[-1]
         for _ in range(num_tokens):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.grpc_server.router_session import Conversation
-from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
-from space_server.scheduling.scheduled_batch import Plan
+from space_server.grpc_server.router_session import RouterSession
+from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
+from space_server.scheduling.scheduled_batch import ScheduledSequence
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
@@ -68,14 +68,14 @@ class HostSeconds:
 PARTS = tuple(field.name for field in fields(HostSeconds) if field.name != "computed")
 
 
-class _WatchedStepper(Stepper):
+class _WatchedStepper(HostRunner):
     """Keeps the times of its last run."""
 
     began = ended = 0.0
     times = StepTimes()
     decoding = False  # every sequence had a root and nothing else pending
 
-    def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
+    def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         self.began = self._clock()
         advances = super().run(plans, times)
         self.ended = self._clock()
@@ -156,7 +156,7 @@ async def _run(
 ) -> list[HostSeconds]:
     num_pages = -(-most // _BLOCK_SIZE)
     worker = _WatchedWorker(model, cell, num_pages * cell.batch, clock)
-    conversation = Conversation(worker)
+    conversation = RouterSession(worker)
     conversation.receive([pb.Command(start=pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=cell.num_drafts))])
     conversation.receive(
         pb.Command(admit=_admit(model, cell, number, num_pages, most, generator)) for number in range(cell.batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.speculation.controller import Controller, FixedLayout, Room
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
 
 PLAIN, AUTO = "plain", "auto"
 
@@ -23,7 +23,7 @@ class Arm:
 
     name: str
     num_drafts: int | None  # k; None: as many as the controller likes
-    rule: Callable[[Room], DraftLayout] | None  # None: the worker's own controller
+    rule: Callable[[DraftLimits], DraftLayout] | None  # None: the worker's own controller
 
     def controller(self) -> Controller | None:
         """A fixed layout's; None: the worker's own."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
-from space_server.scheduling.scheduled_batch import Plan, shape_of
+from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
+from space_server.scheduling.scheduled_batch import ScheduledSequence, shape_of
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
@@ -98,7 +98,7 @@ class CostClock:
         return self.now
 
 
-class CostedStepper(Stepper):
+class CostedStepper(HostRunner):
     """Takes real steps; the clock goes on by their `cost`."""
 
     def __init__(
@@ -107,7 +107,7 @@ class CostedStepper(Stepper):
         super().__init__(model, kv, synthetic=synthetic, clock=clock)
         self._cost, self._cost_clock = cost, clock
 
-    def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
+    def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         shape = shape_of(plans)
         advances = super().run(plans, times)
         self._cost_clock.now += self._cost.seconds(shape)

@@ -19,7 +19,7 @@ from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.cache.pages import PagePool
 from space_router.engine.engine import Engine
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics
 from space_router.testing.tabletop import Tabletop
@@ -180,7 +180,7 @@ def _request(dice: random.Random) -> ValidRequest:
     return ValidRequest(
         request_id="r",
         prompt_ids=tuple(dice.choices(range(1 << 16), k=48)),
-        sampling=Sampling(seed=0),
+        sampling=SamplingOptions(seed=0),
         max_tokens=dice.randint(16, 96),
         priority=dice.choice((0, 0, 0, 1, 2)),
         deadline=dice.choice((None, None, 1e6)),

@@ -68,7 +68,7 @@ from space_server.machine.memory import (
     give_back_unused,
 )
 from space_server.machine.nvml import Nvml
-from space_server.machine.run_in_thread import in_passing_thread
+from space_server.machine.run_in_thread import run_in_thread
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.attention_choice import choose_ops
@@ -82,7 +82,7 @@ from space_server.startup.one_gpu import on_first_gpu
 from space_server.startup.starting_costs import starting_costs
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
-from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.lead_model import TensorParallelLeader
 from space_server.tensor_parallel.rank_place import RankPlace
 from space_server.tensor_parallel.rank_start import following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
                     following(config, place, load)
                     return 0
                 lead = stack.enter_context(leading(config, arguments, place, load))
-            worker = in_passing_thread(lambda: build_worker(config, lead, source, watch))
+            worker = run_in_thread(lambda: build_worker(config, lead, source, watch))
             tracer = stack.enter_context(exporting("spaceserve-worker", os.environ)) if config.tracing else None
             has_device = asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
     except ModelError as error:
@@ -207,7 +207,7 @@ def _load(
 
 def build_worker(
     config: WorkerConfig,
-    lead: LeadModel | None = None,
+    lead: TensorParallelLeader | None = None,
     source: ModelSource | None = None,
     watch: LoadWatch | None = None,
 ) -> Worker:

@@ -12,26 +12,26 @@ from space_proto import worker_pb2 as pb
 
 from space_server.batch.admission import AdmissionError, admit, check_pages
 from space_server.batch.running_batch import RunningBatch
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.batch.waiting import Waiting
-from space_server.device_runner.device_stepper import DeviceStepper, StepRead
-from space_server.device_runner.device_steps import DeviceSteps
+from space_server.device_runner.device_stepper import DeviceRunner, StepRead
+from space_server.device_runner.device_steps import DeviceScheduler
 from space_server.drafts.acceptance import Acceptance, shapes_by_adapter
 from space_server.drafts.draft_source import DraftSource
 from space_server.drafts.drafts import DraftSources
 from space_server.grammar.grammars import Grammars
-from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
+from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
 from space_server.machine.device_health import is_lost
 from space_server.machine.memory import give_back_unused, is_out_of_memory
 from space_server.scheduling.prefill_budget import PrefillBudget
-from space_server.scheduling.scheduled_batch import Plan, plan_step
+from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
 from space_server.speculation.controller import Controller
-from space_server.speculation.speculation_controller import MeasuredController
+from space_server.speculation.speculation_controller import SpeculationController
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.worker_messages.failure import TOO_LARGE, told
-from space_server.worker_messages.hello import PROTOCOL_MAJOR, PROTOCOL_MINOR, introduce
+from space_server.worker_messages.failure import TOO_LARGE, failure_message
+from space_server.worker_messages.hello import PROTOCOL_MAJOR, PROTOCOL_MINOR, hello_of
 from space_server.worker_messages.sequence_report import commit, say_paused
 from space_server.worker_messages.step_stats import count_read, count_step
 
@@ -94,11 +94,11 @@ class Worker:
             self.max_draft_length = min(self.max_draft_length, facts.most_masks)
         self._sources = sources or DraftSources()
         self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
-        self.stepper = Stepper(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
+        self.stepper = HostRunner(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
         self.synthetic = synthetic
         self.draining = False
         self.cost = cost or StepCost.typical(facts.device.type)
-        self._controller = controller or MeasuredController(self.cost)
+        self._controller = controller or SpeculationController(self.cost)
         self._prefill_seconds = prefill_seconds
         self._shapes = shapes_by_adapter(facts)
         self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts that a grammar bounds come true more often
@@ -106,9 +106,9 @@ class Worker:
         self._clock = clock
         self._ended: float | None = None  # the last step, if there has been work since
         self._default_prefill_rows = max_prefill_rows
-        self._device: DeviceSteps | None = None
+        self._device: DeviceScheduler | None = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
-            stepper = DeviceStepper(
+            stepper = DeviceRunner(
                 model,
                 self.kv,
                 max_sequences=max_sequences,
@@ -117,7 +117,7 @@ class Worker:
                 synthetic=synthetic,
                 clock=clock,
             )
-            self._device = DeviceSteps(stepper, controller or MeasuredController(self.cost))
+            self._device = DeviceScheduler(stepper, controller or SpeculationController(self.cost))
         self.reset()
 
     def reset(self) -> None:
@@ -133,7 +133,7 @@ class Worker:
 
     def hello(self, incarnation: str) -> pb.Hello:
         """Who this worker is."""
-        return introduce(
+        return hello_of(
             self.facts,
             incarnation,
             num_blocks=self.num_blocks,
@@ -193,7 +193,7 @@ class Worker:
             if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
                 raise
             _log.exception("sequence %d failed before its step", seq_id)
-            said = told("The sequence could not be taken in", error)
+            said = failure_message("The sequence could not be taken in", error)
         if wants_memory:
             give_back_unused()
         self.batch.fail(seq_id, said)
@@ -340,7 +340,7 @@ class Worker:
         device.give_back()
         return reads
 
-    def _run(self, plans: list[Plan], times: StepTimes, *, again: bool = False) -> list[Advance]:
+    def _run(self, plans: list[ScheduledSequence], times: StepTimes, *, again: bool = False) -> list[SequenceOutput]:
         """The step; if it fails, each sequence by itself, so that only the culprit is harmed.
 
         A sequence that alone is too much for the memory is tried once `again`, with all of it that can be had.
@@ -352,8 +352,8 @@ class Worker:
                 raise
             if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                said = TOO_LARGE if wants_memory else told("The step failed", error)
-                failed = [Advance(plans[0], error=said)]
+                said = TOO_LARGE if wants_memory else failure_message("The step failed", error)
+                failed = [SequenceOutput(plans[0], error=said)]
             else:
                 _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
                 failed = []
@@ -362,7 +362,7 @@ class Worker:
             give_back_unused()
         return failed or [advance for plan in plans for advance in self._run([plan], times, again=len(plans) == 1)]
 
-    def _say(self, report: pb.StepReport, advances: list[Advance]) -> None:
+    def _say(self, report: pb.StepReport, advances: list[SequenceOutput]) -> None:
         """Let these sequences go on or end, and let go of those that no step under way refers to any more."""
         report.stepped = report.stepped or bool(advances)
         device = self._device
@@ -378,7 +378,7 @@ class Worker:
             self.batch.acknowledge(seq_id)
         self._leaving = still
 
-    def _say_paused(self, report: pb.StepReport, waiting: list[Sequence]) -> None:
+    def _say_paused(self, report: pb.StepReport, waiting: list[RunningSequence]) -> None:
         """Who cannot go on without another page, once."""
         if self._device is not None:
             running = [one for one in self._device.sequences if self.batch.get(one.seq_id) is one]
@@ -387,7 +387,7 @@ class Worker:
             if not sequence.paused:
                 say_paused(sequence, report)
 
-    def _settle(self, advance: Advance, report: pb.StepReport) -> None:
+    def _settle(self, advance: SequenceOutput, report: pb.StepReport) -> None:
         """Let the sequence go on or end, and say so."""
         plan, sequence = advance.plan, advance.plan.sequence
         goes_on = advance.end is None and advance.error is None

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from space_train.data.corpus import build_corpus, read_texts
 from space_train.data.held_out import bytes_of_ids, characters_per_token, held_out_windows
-from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.packed_tokens import PackedTokens, write_packed
 from space_train.data.sources import all_sources
@@ -33,7 +33,7 @@ from space_train.data.tokenizer import (
     write_tokenizer,
 )
 from space_train.data.train_batch import Texts
-from space_train.networks.network import Network, NetworkShape
+from space_train.networks.network import NetworkShape, TrainNetwork
 from space_train.networks.trainee import Trainee
 from space_train.reporting.card import CardFacts, StageRecord, card, current_commit, read_corpus
 from space_train.schedule import Budget, LearningRate
@@ -195,7 +195,7 @@ class Recipe:
 
     def next_token(self) -> None:
         """Train the network and write it to `base`, a plain checkpoint."""
-        options, network = self.options, Network(self.shape)
+        options, network = self.options, TrainNetwork(self.shape)
         plan = PretrainPlan(
             seed=options.seed,
             tokens_per_step=options.tokens_per_step,
@@ -293,7 +293,7 @@ class Recipe:
         own_share = OWN_SHARE if self.options.own_texts else 0.0
         shares = {"files": 1.0 - FUNCTION_SHARE, "functions": FUNCTION_SHARE}
         streams = [
-            Stream(TokenRows(self.streams[name], plan.length), share * (1.0 - own_share))
+            RowStream(TokenRows(self.streams[name], plan.length), share * (1.0 - own_share))
             for name, share in shares.items()
             if self.streams[name].holds(plan.length)
         ]
@@ -301,7 +301,7 @@ class Recipe:
             own = PackedExamples(
                 own_examples(self.out / "own_texts.jsonl"), length=plan.length, seed=plan.seed, pad_id=PAD_ID
             )
-            streams.append(Stream(own, own_share, teaches=False))
+            streams.append(RowStream(own, own_share, teaches=False))
         return MixedRows(streams, plan.seed)
 
     def held_out_texts(self) -> Texts:

@@ -13,11 +13,11 @@ from dataclasses import replace
 from space_model.model_error import ModelError
 
 from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
-from space_train.costs.training_cost import GB, GPUS, UTILISATION, Estimate, Gpu, estimate, fitted
+from space_train.costs.training_cost import GB, GPUS, UTILISATION, GpuSpec, TrainingEstimate, estimate, fitted
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 
 
-def to_text(found: Estimate, num_tokens: float, gpu: Gpu, utilisation: float) -> str:
+def to_text(found: TrainingEstimate, num_tokens: float, gpu: GpuSpec, utilisation: float) -> str:
     """A small table for a terminal."""
     plan, fits = found.plan, found.fits(gpu.memory)
     lines = [
@@ -52,7 +52,7 @@ def to_text(found: Estimate, num_tokens: float, gpu: Gpu, utilisation: float) ->
     return "\n".join(lines) + "\n"
 
 
-def _cure(found: Estimate, gpu: Gpu) -> str:
+def _cure(found: TrainingEstimate, gpu: GpuSpec) -> str:
     plan = fitted(found.shape, found.plan, gpu.memory)
     if plan is None:
         return "Nothing makes it fit on one: use --method gated-lora, a GPU with more memory, or several (FSDP)."

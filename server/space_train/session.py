@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from space_train.costs.out_of_memory import does_not_fit, gpu_memory
 from space_train.data.data_error import UnusableTokenizer
 from space_train.data.examples import Example, pad_id, read_examples
-from space_train.data.mixed_rows import MixedRows, Stream, with_own_texts
+from space_train.data.mixed_rows import MixedRows, RowStream, with_own_texts
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.train_batch import Texts
 from space_train.networks.decoder import check_is_trainable
@@ -90,7 +90,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     )
     model = load_base(checkpoint, plan)
     fill = pad_id(tokenizer, vocab_size)
-    streams, before = [Stream(packed(loaded.examples, plan, fill), 1.0)], dict[str, float]()
+    streams, before = [RowStream(packed(loaded.examples, plan, fill), 1.0)], dict[str, float]()
     if options.self_generate:
         if processes.is_main_process:
             write_own(options, plan, checkpoint, loaded.examples)

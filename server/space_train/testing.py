@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from space_train.data.example import Example
-from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.train_batch import Texts
 from space_train.schedule import Budget
@@ -64,7 +64,7 @@ def rows_for(plan: TrainPlan, examples: list[Example] | None = None) -> MixedRow
     if examples is None:
         examples = random_examples(12, plan.length // 2, plan.length)
     data = PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=0, pack=plan.pack)
-    return MixedRows([Stream(data, 1.0)], plan.seed)
+    return MixedRows([RowStream(data, 1.0)], plan.seed)
 
 
 def read_model(folder: Path, attention: str | None = None) -> PreTrainedModel:

@@ -11,11 +11,11 @@ from space_eval.equivalence import Mismatch, Subject, check_cell
 from space_eval.equivalence_cell import Cell
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.paging.slots import StepRows
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import Row, RowRuns
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks import llama_network
-from space_server.batch.limits import End, Limits
+from space_server.batch.limits import SequenceEnd, SequenceLimits
 from torch import Tensor
 
 Patch = pytest.MonkeyPatch
@@ -25,26 +25,26 @@ Fault = Callable[[Patch], None]
 def noise_of_the_root(patch: Patch) -> None:
     """Every row of a chain draws the noise of the chain's first position."""
 
-    def of_the_root(rows: RowRuns, wanted: Callable[[Law], bool]) -> list[int]:
+    def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
         return [first for law, first, count in runs if wanted(law) for _ in range(count)]
 
-    patch.setattr(RowRuns, "positions", of_the_root)
+    patch.setattr(SamplingRows, "positions", of_the_root)
 
 
 def forgotten_drafts(patch: Patch) -> None:
     """Processors look at the known ids only, not at the drafts before the row."""
-    build = Row.__init__
+    build = SamplingRow.__init__
 
-    def without_tail(row: Row, *args: Any, **kwargs: Any) -> None:
+    def without_tail(row: SamplingRow, *args: Any, **kwargs: Any) -> None:
         build(row, *args, **{**kwargs, "tail": (), "num_unknown": len(kwargs.get("tail", ()))})
 
-    patch.setattr(Row, "__init__", without_tail)
+    patch.setattr(SamplingRow, "__init__", without_tail)
 
 
 def early_count(patch: Patch) -> None:
     """min_tokens counts from the known ids, not from the drafts before the row."""
-    patch.setattr(Row, "num_generated", property(lambda row: len(row.ids) - row.num_prompt))
+    patch.setattr(SamplingRow, "num_generated", property(lambda row: len(row.ids) - row.num_prompt))
 
 
 def seeing_ahead(patch: Patch) -> None:
@@ -64,10 +64,10 @@ def seeing_ahead(patch: Patch) -> None:
 def no_cut(patch: Patch) -> None:
     """A run goes on behind an EOS inside it."""
 
-    def cut(limits: Limits, emitted: Sequence[int], num_left: int) -> tuple[int, End | None]:
-        return min(len(emitted), num_left), End.LENGTH if len(emitted) >= num_left else None
+    def cut(limits: SequenceLimits, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
+        return min(len(emitted), num_left), SequenceEnd.LENGTH if len(emitted) >= num_left else None
 
-    patch.setattr(Limits, "cut", cut)
+    patch.setattr(SequenceLimits, "cut", cut)
 
 
 def unwritten_root(patch: Patch) -> None:

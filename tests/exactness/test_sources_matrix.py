@@ -8,7 +8,7 @@ import pytest
 from space_eval.equivalence import Mismatch, Subject, check_sources, require_every_length
 from space_eval.equivalence_cell import AXES, FEW_IDS, Cell
 from space_eval.pairwise import covering_cases
-from space_server.host_runner.host_runner import Stepper
+from space_server.host_runner.host_runner import HostRunner
 
 Subjects = Callable[[str, str], Subject]
 
@@ -78,14 +78,14 @@ def test_lookups_are_refused_taken_in_part_and_taken_whole(life: str, subject_of
 
 
 def test_a_draft_that_is_taken_unverified_is_found(subject_of: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = Stepper._judge
+    judge = HostRunner._judge
 
-    def credulous(stepper: Stepper, advances: Any, *arguments: Any) -> None:
+    def credulous(stepper: HostRunner, advances: Any, *arguments: Any) -> None:
         judge(stepper, advances, *arguments)
         for advance in advances:
             if advance.num_accepted < len(advance.plan.drafts) and advance.plan.sequence.origin.match_length > 3:
                 advance.tokens[advance.num_accepted] = advance.plan.drafts[advance.num_accepted]
 
-    monkeypatch.setattr(Stepper, "_judge", credulous)
+    monkeypatch.setattr(HostRunner, "_judge", credulous)
     with pytest.raises(Mismatch, match="First difference"):
         check_sources(subject_of("llama", "float32"), CELL)

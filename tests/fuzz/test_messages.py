@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 from space_proto import generate_pb2, worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request.request import Sampling, ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.grpc_api.server import GrpcServer
 from space_router.testing import Script, ScriptedBatch, ScriptedWorker
@@ -108,7 +108,7 @@ def hostile_reports(draw: Draw, true: worker_pb2.StepReport) -> bytes:
 
 def test_a_report_is_believed_or_the_worker_is_given_up_and_the_books_balance(fuzzer: Fuzzer) -> None:
     script = Script(num_blocks=32, block_size=4, window=64)
-    facts = ModelFacts.from_hello(ScriptedWorker(script).hello())
+    facts = WorkerModelFacts.from_hello(ScriptedWorker(script).hello())
     start = worker_pb2.Command(start=worker_pb2.Start(protocol_major=1, max_prefill_rows=16, max_draft_length=3))
 
     def attempt(data: DataObject) -> str:
@@ -118,8 +118,8 @@ def test_a_report_is_believed_or_the_worker_is_given_up_and_the_books_balance(fu
         sizes = st.tuples(st.integers(1, 12), st.integers(1, 12))
         for age, (num_ids, max_tokens) in enumerate(data.draw(st.lists(sizes, min_size=1, max_size=4))):
             ids = tuple(range(10, 10 + num_ids))
-            request = ValidRequest(f"r{age}", ids, Sampling(seed=age), max_tokens=max_tokens)
-            queue.push(LiveRequest(request, max_tokens, age, 0.0))
+            request = ValidRequest(f"r{age}", ids, SamplingOptions(seed=age), max_tokens=max_tokens)
+            queue.push(RequestState(request, max_tokens, age, 0.0))
         for _ in range(data.draw(st.integers(1, 6))):
             while (head := queue.head()) is not None and (placement := scheduler.placement(head)):
                 queue.admitted(head, 0.0)

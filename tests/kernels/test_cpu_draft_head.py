@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.build import cpu_library
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.step.cpu_draft_head import CompiledDraftHead
-from space_kernels.step.draft_head import DraftHeadForm, LawColumns, propose
+from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns, propose
 from torch.nn import functional as F
 
 HIDDEN, INNER, VOCABULARY, CANDIDATES = 64, 48, 300, 40
-GREEDY, WARM, HOT = Law(temperature=0.0), Law(temperature=0.8), Law(temperature=2.0)
+GREEDY, WARM, HOT = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8), SamplingParams(temperature=2.0)
 
 
 def drawn(form: DraftHeadForm) -> dict[str, torch.Tensor]:
@@ -30,7 +30,9 @@ def drawn(form: DraftHeadForm) -> dict[str, torch.Tensor]:
     }
 
 
-def both(library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[Law], masks: int) -> tuple[Any, Any]:
+def both(
+    library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[SamplingParams], masks: int
+) -> tuple[Any, Any]:
     """What the compiled head and the reference choose, [S, K] each."""
     weights = drawn(form)
     generator = torch.Generator().manual_seed(masks)
@@ -39,7 +41,7 @@ def both(library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[Law], 
     ids = shuffled.sort(dim=1).values.view(len(laws), masks, CANDIDATES)
     offsets = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -torch.inf, 0.0)
     numbers = torch.arange(len(laws), dtype=torch.int64)
-    columns = LawColumns.of(laws, numbers.device)
+    columns = SamplingColumns.of(laws, numbers.device)
     given = hidden, ids, offsets, numbers + 5, 7 * numbers + 100, numbers * 1234567, columns
     compiled = CompiledDraftHead(library, **weights, embedding_scale=2.0, form=form)
     assert compiled.obeys(given[-1])
@@ -61,7 +63,7 @@ def both(library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[Law], 
 @pytest.mark.parametrize("laws", [[GREEDY] * 40, [WARM] * 40, [GREEDY, WARM, HOT] * 13, [WARM]])
 @pytest.mark.parametrize("masks", [1, 3])
 def test_it_chooses_as_the_reference_does(
-    library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[Law], masks: int
+    library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[SamplingParams], masks: int
 ) -> None:
     found, wanted = both(library, form, laws, masks)
     assert found.shape == (len(laws), masks)
@@ -72,8 +74,8 @@ def test_it_chooses_as_the_reference_does(
 
 
 def test_laws_that_truncate_are_left_to_the_reference() -> None:
-    law = Law(temperature=1.0, top_k=5)
-    assert not CompiledDraftHead.obeys(LawColumns.of([law], torch.device("cpu")))
+    law = SamplingParams(temperature=1.0, top_k=5)
+    assert not CompiledDraftHead.obeys(SamplingColumns.of([law], torch.device("cpu")))
 
 
 def test_other_dtypes_are_left_to_the_reference() -> None:

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from space_kernels.step.step_verification import StepVerdict
-from space_kernels.step.synthetic_acceptance import Decrees, decree
+from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors, decree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANCES = (0.9, 0.7, 0.5)
 
 
-def told(num_lines: int, num_places: int) -> Decrees:
+def told(num_lines: int, num_places: int) -> SyntheticAcceptanceTensors:
     """Line n knows 3·n places, from the first on; others than those that are right begin at 100."""
     generator = torch.Generator().manual_seed(num_lines)
-    decrees = Decrees.empty(num_lines, num_places, CHANCES, device=DEVICE)
+    decrees = SyntheticAcceptanceTensors.empty(num_lines, num_places, CHANCES, device=DEVICE)
     for line in range(num_lines):
         count = min(3 * line, num_places)
         ids = torch.randint(4, 50, (count,), generator=generator)
@@ -40,7 +40,7 @@ def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
     right = decrees.ids.gather(1, at.clamp(max=N - 1)).long()
     emitted = torch.where(drawn(0, 8, S, k + 1) > 0, right, 1)  # now and then another id than was told
     emitted = torch.where(torch.arange(k + 1, device=DEVICE) < lengths[:, None], emitted, 0)
-    verdict = StepVerdict(lengths, emitted, lengths, lengths)
+    verdict = StepVerification(lengths, emitted, lengths, lengths)
     first, drafts = drawn(0, 5, S), drawn(200, 250, S, width + 2)[:, :width]
     given = decrees, num_known, num_prompt, verdict, first, drafts
     expected = decree(*given)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from space_kernels.sampling.choice import choose_rows
 from space_kernels.sampling.logits_processors import Row
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.step.draft_head import DraftHeadForm, LawColumns, choose_candidates, propose
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns, choose_candidates, propose
 from torch.nn import functional as F
 
 HIDDEN, VOCAB, K, M = 8, 40, 3, 12
@@ -18,10 +18,10 @@ def tensors(seed: int, *shape: int) -> torch.Tensor:
 
 
 LAWS = [
-    Law(temperature=0.0),
-    Law(key=5, temperature=0.8),
-    Law(key=6, temperature=1.3, top_k=4),
-    Law(key=7, temperature=0.9, top_p=0.6, min_p=0.05),
+    SamplingParams(temperature=0.0),
+    SamplingParams(key=5, temperature=0.8),
+    SamplingParams(key=6, temperature=1.3, top_k=4),
+    SamplingParams(key=7, temperature=0.9, top_p=0.6, min_p=0.05),
 ]
 
 
@@ -40,7 +40,7 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
     def run(at: slice) -> torch.Tensor:
         return propose(
             hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at],
-            LawColumns.of(LAWS[at], hidden.device),
+            SamplingColumns.of(LAWS[at], hidden.device),
             w1=w1, w2=w2, embedding_scale=2.0, form=form,
             embed=lambda chosen: E[chosen],
             logits_of=lambda h, of: (E[of] * h[:, None]).sum(-1),
@@ -66,6 +66,6 @@ def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
     logits = tensors(9, len(LAWS), VOCAB)
     ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
     keys, positions = torch.tensor([law.key for law in LAWS]), torch.tensor([1, 2, 3, 4])
-    drafts = choose_candidates(logits, ids, LawColumns.of(LAWS, logits.device), keys, positions)
+    drafts = choose_candidates(logits, ids, SamplingColumns.of(LAWS, logits.device), keys, positions)
     rows = [Row(law, ids=(0,) * (n + 1), num_prompt=1) for n, law in enumerate(LAWS)]
     assert drafts.tolist() == choose_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()

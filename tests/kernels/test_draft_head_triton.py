@@ -7,20 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step import draft_head, draft_head_triton
-from space_kernels.step.draft_candidates import candidates, law_columns
-from space_kernels.step.draft_head import LawColumns
+from space_kernels.step.draft_candidates import candidates, sampling_columns
+from space_kernels.step.draft_head import SamplingColumns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAWS = [
-    Law(temperature=0.0),
-    Law(key=5, temperature=0.8),
-    Law(key=6, temperature=1.3, top_k=4),
-    Law(key=7, temperature=0.9, top_p=0.6, min_p=0.05),
-    Law(key=8, temperature=2.0, min_p=0.2),
-    Law(key=9, temperature=1.5, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.0),
+    SamplingParams(key=5, temperature=0.8),
+    SamplingParams(key=6, temperature=1.3, top_k=4),
+    SamplingParams(key=7, temperature=0.9, top_p=0.6, min_p=0.05),
+    SamplingParams(key=8, temperature=2.0, min_p=0.2),
+    SamplingParams(key=9, temperature=1.5, top_k=20, top_p=0.9),
 ]
 
 
@@ -44,7 +44,7 @@ def test_candidates_are_chosen_alike(M: int, step: float) -> None:
     arguments = [each.to(device) for each in (logits, ids)]
     places = [each.to(device) for each in (keys, positions)]
     for some in (slice(None), slice(0, 1), slice(1, 2)):  # with every stage, greedy alone, without cuts
-        columns = LawColumns.of(laws[some], device)
+        columns = SamplingColumns.of(laws[some], device)
         found = draft_head_triton.choose_candidates(
             *(each[some] for each in arguments), columns, *(each[some] for each in places)
         )
@@ -69,8 +69,8 @@ def test_rows_of_the_head_are_multiplied_where_they_lie(dtype: torch.dtype) -> N
 
 
 def test_laws_in_tensors_say_to_the_draft_head_what_laws_say() -> None:
-    tensors, stages = LawTensors.of(LAWS, 300), Stages.of(LAWS)
-    expected, found = LawColumns.of(LAWS, torch.device("cpu")), law_columns(tensors, stages)
+    tensors, stages = SamplingTensors.of(LAWS, 300), Stages.of(LAWS)
+    expected, found = SamplingColumns.of(LAWS, torch.device("cpu")), sampling_columns(tensors, stages)
     assert expected.greedy is not None
     assert expected.top_k is not None
     assert found.greedy is not None
@@ -80,8 +80,8 @@ def test_laws_in_tensors_say_to_the_draft_head_what_laws_say() -> None:
     assert torch.allclose(found.divisor, expected.divisor)
     assert torch.equal(found.top_p, expected.top_p)
     assert torch.allclose(found.min_p, expected.min_p, rtol=1e-15, atol=0.0)
-    assert law_columns(tensors, Stages()).greedy is None
-    assert law_columns(tensors, Stages(samples=True)).top_k is None
+    assert sampling_columns(tensors, Stages()).greedy is None
+    assert sampling_columns(tensors, Stages(samples=True)).top_k is None
 
 
 def test_candidates_are_the_best_ids_ascending_with_what_the_law_adds() -> None:

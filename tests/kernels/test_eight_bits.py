@@ -11,7 +11,7 @@ import torch
 from space_kernels.build import cpu_library
 from space_kernels.build.cpu_library import CpuLibrary
 from space_kernels.linear.cpu_linear import CompiledLinear, cpu_linear, in_turn
-from space_kernels.linear.int8_linear import EightBitLinear, EightBits
+from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ Linear = Callable[..., Any]
 def linear_of(request: pytest.FixtureRequest) -> Linear:
     """What makes a linear of a weight and a bias."""
     if request.param == "torch":
-        return EightBitLinear
+        return Int8Linear
     return partial(CompiledLinear, cpu_library.library_for(request.param), eight_bits=True)
 
 
@@ -42,7 +42,7 @@ def test_a_weight_is_off_by_half_a_step_of_its_output_at_most() -> None:
     weight = draw(3000, 64)[0]
     weight[7] = 0
     weight[9] *= 1000
-    kept = EightBits.of(weight)
+    kept = Int8Weights.of(weight)
     assert kept.numbers.dtype is torch.int8
     assert int(kept.numbers.min()) == -127
     assert int(kept.numbers.max()) == 127
@@ -57,7 +57,7 @@ def test_it_is_the_product_with_the_whole_numbers_scaled_and_rounded_once(
     linear_of: Linear, out: int, width: int
 ) -> None:
     weight, bias, x, other = draw(out, width)
-    wanted = F.linear(x.double(), EightBits.of(weight).dense().double(), bias.double())
+    wanted = F.linear(x.double(), Int8Weights.of(weight).dense().double(), bias.double())
     wide = linear_of(weight, bias, wide=True)(x)
     assert wide.dtype is torch.float32
     torch.testing.assert_close(wide.double(), wanted, atol=2e-5, rtol=0)
@@ -89,8 +89,8 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
 
 def test_gate_and_up_in_turn(library: CpuLibrary, num_threads: int) -> None:
     weight, bias, x, _ = draw(2 * 176, 64)
-    gate, up = EightBitLinear(weight[:176], bias[:176]), EightBitLinear(weight[176:], bias[176:], wide=True)
-    wanted = up.times(x, F.silu(EightBitLinear(weight[:176], bias[:176], wide=True)(x)))
+    gate, up = Int8Linear(weight[:176], bias[:176]), Int8Linear(weight[176:], bias[176:], wide=True)
+    wanted = up.times(x, F.silu(Int8Linear(weight[:176], bias[:176], wide=True)(x)))
     both_biases = in_turn(bias[:176, None], bias[176:, None])[:, 0]
     linear = CompiledLinear(library, in_turn(weight[:176], weight[176:]), both_biases, eight_bits=True)
     whole = linear.swiglu(x)
@@ -122,5 +122,5 @@ def test_it_is_held_in_half_the_bytes(library: CpuLibrary) -> None:
 def test_the_best_there_is_for_a_weight() -> None:
     weight, bias, *_ = draw(64, 65)
     assert type(cpu_linear(weight[:, :64], bias, eight_bits=True)) is CompiledLinear
-    assert type(cpu_linear(weight, bias, eight_bits=True)) is EightBitLinear  # an odd number of inputs
+    assert type(cpu_linear(weight, bias, eight_bits=True)) is Int8Linear  # an odd number of inputs
     assert type(cpu_linear(weight, bias)) is PackedLinear

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from space_kernels.fp8 import FORMAT, GREATEST, Float8, float8_product, nearest
-from space_kernels.linear.cuda_linear import Float8Linear
+from space_kernels.fp8 import FORMAT, GREATEST, Fp8, float8_product, nearest
+from space_kernels.linear.cuda_linear import Fp8Linear
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -22,18 +22,18 @@ def test_a_gpu_finds_the_same_scales() -> None:
     weight = torch.randn(300, 48, generator=torch.Generator().manual_seed(2))
     weight *= 2.0 ** torch.arange(-120, 110).repeat(2)[:300, None]
     weight[::7] = GREATEST * 2.0 ** torch.arange(-40, 3)[:, None]
-    here, there = Float8.of(weight), Float8.of(weight.to(DEVICE))
+    here, there = Fp8.of(weight), Fp8.of(weight.to(DEVICE))
     assert all(math.frexp(scale)[0] == 0.5 for scale in there.scale.tolist())
     assert torch.equal(here.scale, there.scale.cpu())
     assert torch.equal(here.numbers.view(torch.uint8), there.numbers.cpu().view(torch.uint8))
 
 
-def draw(rows: int, out: int, width: int) -> tuple[Tensor, Float8, Tensor]:
+def draw(rows: int, out: int, width: int) -> tuple[Tensor, Fp8, Tensor]:
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(rows, width, generator=generator)
     weight, bias = torch.randn(out, width, generator=generator) * width**-0.5, torch.randn(out, generator=generator)
-    kept = Float8.of(weight)
-    return x.to(DEVICE, DTYPE), Float8(kept.numbers.to(DEVICE), kept.scale.to(DEVICE)), bias.to(DEVICE, DTYPE)
+    kept = Fp8.of(weight)
+    return x.to(DEVICE, DTYPE), Fp8(kept.numbers.to(DEVICE), kept.scale.to(DEVICE)), bias.to(DEVICE, DTYPE)
 
 
 def every_number() -> Tensor:
@@ -47,7 +47,7 @@ def test_a_weight_is_off_by_a_sixteenth_of_itself_at_most() -> None:
     weight[7] = 0
     weight[9] *= 1e6
     weight[11] = torch.tensor([1.0, 2.0, 3.0, 448.0]).repeat(16)
-    kept = Float8.of(weight.bfloat16())
+    kept = Fp8.of(weight.bfloat16())
     dense, wanted = kept.dense(), weight.bfloat16().float()
     least = kept.scale[:, None] * 2**-10  # half a step of the smallest numbers
     assert ((dense - wanted).abs() <= torch.maximum(wanted.abs() / 16, least)).all()
@@ -59,7 +59,7 @@ def test_a_weight_is_off_by_a_sixteenth_of_itself_at_most() -> None:
 def test_scales_are_powers_of_two_that_cut_nothing_off() -> None:
     weight = torch.randn(200, 32, generator=torch.Generator().manual_seed(1)) * 3e-3
     weight[0] = GREATEST * 2**-9
-    kept = Float8.of(weight)
+    kept = Fp8.of(weight)
     assert all(math.frexp(scale)[0] == 0.5 for scale in kept.scale.tolist())
     greatest = kept.numbers.float().abs().amax(dim=1)
     assert (greatest >= GREATEST / 2).all()
@@ -70,7 +70,7 @@ def test_scales_are_powers_of_two_that_cut_nothing_off() -> None:
 def test_what_is_not_a_number_is_not_hidden() -> None:
     weight = torch.ones(3, 4)
     weight[1, 2], weight[2, 0] = math.nan, math.inf
-    dense = Float8.of(weight).dense()
+    dense = Fp8.of(weight).dense()
     assert torch.equal(dense[0], weight[0])
     assert dense[1].isnan().all()
     assert dense[2].isnan().all()
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows() -> None:
 
 def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, kept, bias = draw(6, 24, 1100)
-    assert linear_triton.Tile.of(24, 1100, DTYPE).parts > 1
+    assert linear_triton.LinearTile.of(24, 1100, DTYPE).parts > 1
     apart = linear_triton.float8_product(x, kept.numbers, kept.scale, bias)
     monkeypatch.setattr(linear_triton, "_FEW_ROWS", 0)
     assert torch.equal(linear_triton.float8_product(x, kept.numbers, kept.scale, bias), apart)
@@ -125,9 +125,9 @@ def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(monkeypatch
 
 def test_linears_one_below_the_other() -> None:
     x, upper, bias = draw(6, 24, 40)
-    lower = Float8(draw(6, 8, 40)[1].numbers, upper.scale[:8] * 4)
-    linears = [Float8Linear(upper, bias), Float8Linear(lower, bias[:8])]
-    both = Float8Linear.joined(linears)
+    lower = Fp8(draw(6, 8, 40)[1].numbers, upper.scale[:8] * 4)
+    linears = [Fp8Linear(upper, bias), Fp8Linear(lower, bias[:8])]
+    both = Fp8Linear.joined(linears)
     assert both.numbers.dtype is FORMAT
     assert torch.equal(both(x.view(2, 3, 40)), torch.cat([linear(x.view(2, 3, 40)) for linear in linears], dim=-1))
     assert both(x[:0]).shape == (0, 32)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from space_kernels.linear import linear_triton
-from space_kernels.linear.linear_triton import Tile, row_invariant_product
+from space_kernels.linear.linear_triton import LinearTile, row_invariant_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -50,7 +50,7 @@ def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight, bias = draw(6, 24, 1100, dtype)
-    assert Tile.of(24, 1100, dtype).parts > 1
+    assert LinearTile.of(24, 1100, dtype).parts > 1
     apart = row_invariant_product(x, weight, bias)
     monkeypatch.setattr(linear_triton, "_FEW_ROWS", 0)
     assert torch.equal(row_invariant_product(x, weight, bias), apart)
@@ -59,7 +59,7 @@ def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out", "width"), [(6144, 4096), (4096, 14336), (128256, 4096), (8, 8), (2048, 2048)])
 def test_the_parts_of_a_tile_cover_every_input_once(out: int, width: int, dtype: torch.dtype) -> None:
-    tile = Tile.of(out, width, dtype)
+    tile = LinearTile.of(out, width, dtype)
     assert tile.part_depth % tile.depth == 0
     assert (tile.parts - 1) * tile.part_depth < width <= tile.parts * tile.part_depth
 

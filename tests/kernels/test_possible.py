@@ -7,12 +7,12 @@ import pytest
 import torch
 from space_kernels.sampling.choice import choose_rows
 from space_kernels.sampling.logits_processors import Row, process
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import IdBits
-from space_kernels.sampling.sampling_tensors import LawRoom
+from space_kernels.sampling.sampling_tensors import SamplingCapacity
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
-GREEDY = Law(temperature=0.0, grammar="some")
+GREEDY = SamplingParams(temperature=0.0, grammar="some")
 
 
 def bits(ids: list[int], num_ids: int) -> IdBits:
@@ -28,7 +28,9 @@ def test_each_row_keeps_the_bits_of_what_its_grammar_allows(num_ids: int) -> Non
     raw[3, 2] = -0.0
     some = [[0, num_ids - 1], [3], None, [2, 5, 7], []]
     rows = [
-        Row(GREEDY, [1], 1, possible=bits(ids, num_ids)) if ids is not None else Row(Law(temperature=0.0), [1], 1)
+        Row(GREEDY, [1], 1, possible=bits(ids, num_ids))
+        if ids is not None
+        else Row(SamplingParams(temperature=0.0), [1], 1)
         for ids in some
     ]
     made = process(raw.clone(), rows, NO_IDS)
@@ -50,11 +52,13 @@ def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
 
 
 def test_what_is_left_of_a_law_at_the_end_forbids_nothing() -> None:
-    law = Law(key=3, bias=((1, 2.0),), allowed_ids=(4,), min_tokens=9, end_ids=(0,), bad_words=((0,),), top_k=3)
-    assert law.ending == Law(key=3, bias=((1, 2.0),), end_ids=(0,), top_k=3)
+    law = SamplingParams(
+        key=3, bias=((1, 2.0),), allowed_ids=(4,), min_tokens=9, end_ids=(0,), bad_words=((0,),), top_k=3
+    )
+    assert law.ending == SamplingParams(key=3, bias=((1, 2.0),), end_ids=(0,), top_k=3)
 
 
 def test_a_law_with_a_grammar_is_left_to_the_host() -> None:
     assert GREEDY.edits
-    assert not LawRoom().holds(GREEDY)
-    assert LawRoom().holds(Law(temperature=0.0))
+    assert not SamplingCapacity().holds(GREEDY)
+    assert SamplingCapacity().holds(SamplingParams(temperature=0.0))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from space_kernels.attention.prefix_rows import PrefixRows
 from space_kernels.paging.step_tables import PatternTables, StepTables
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.step.state import Admission, StepState, rows
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.step.state import StateAdmission, StepState, rows
 from space_kernels.step.uniform_index import StepIndex
 from space_model.geometry.batch_pattern import batch_pattern
 from space_model.geometry.draft_layout import DraftLayout
@@ -19,8 +19,8 @@ def prefix_of(known: int, *, k: int, block_size: int, window: int, max_pages: in
     state = StepState.empty(
         1, max_drafts=max(k, 1), max_pages=max_pages, block_size=block_size, window=window, vocab_size=50
     )
-    law = Law(temperature=0.0)
-    admission = Admission(
+    law = SamplingParams(temperature=0.0)
+    admission = StateAdmission(
         ids=[1] * known, num_prompt=1, pages=list(range(1, pages + 1)), law=law, num_left=window - known + 1,
         eos_ids=[], stop_ids=[], max_drafts=k, max_masks=k, drafts=[2] * k,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_kernels.sampling.logits_processors import Row, TokenCounts, process
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
 V = 17
 NO_IDS = torch.tensor([], dtype=torch.int64)
@@ -93,27 +93,27 @@ def assert_same(got: torch.Tensor, expected: np.ndarray) -> None:
 
 
 LAWS = {
-    "neutral": Law(),
-    "greedy": Law(temperature=0.0, top_k=2),
-    "bias": Law(bias=((3, 5.0), (0, -2.5))),
-    "allowed": Law(allowed_ids=(1, 4, 9, 11)),
-    "min tokens": Law(min_tokens=4, end_ids=(2, 5)),
-    "min tokens reached": Law(min_tokens=3, end_ids=(2, 5)),
-    "bad word": Law(bad_words=((6,),)),
-    "bad run": Law(bad_words=((7, 3, 8), (1, 3, 9))),
-    "repetition": Law(repetition_penalty=1.7),
-    "presence": Law(presence_penalty=0.9),
-    "frequency": Law(frequency_penalty=0.6),
-    "negative penalties": Law(presence_penalty=-0.9, frequency_penalty=-1.5, repetition_penalty=0.8),
-    "temperature": Law(temperature=0.6),
-    "top-k": Law(top_k=4),
-    "top-k of all": Law(top_k=V + 5),
-    "top-p": Law(top_p=0.7),
-    "tiny top-p": Law(top_p=1e-6),
-    "min-p": Law(min_p=0.2),
-    "min-p of one": Law(min_p=1.0),
-    "typical": Law(typical_p=0.5),
-    "all": Law(
+    "neutral": SamplingParams(),
+    "greedy": SamplingParams(temperature=0.0, top_k=2),
+    "bias": SamplingParams(bias=((3, 5.0), (0, -2.5))),
+    "allowed": SamplingParams(allowed_ids=(1, 4, 9, 11)),
+    "min tokens": SamplingParams(min_tokens=4, end_ids=(2, 5)),
+    "min tokens reached": SamplingParams(min_tokens=3, end_ids=(2, 5)),
+    "bad word": SamplingParams(bad_words=((6,),)),
+    "bad run": SamplingParams(bad_words=((7, 3, 8), (1, 3, 9))),
+    "repetition": SamplingParams(repetition_penalty=1.7),
+    "presence": SamplingParams(presence_penalty=0.9),
+    "frequency": SamplingParams(frequency_penalty=0.6),
+    "negative penalties": SamplingParams(presence_penalty=-0.9, frequency_penalty=-1.5, repetition_penalty=0.8),
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k": SamplingParams(top_k=4),
+    "top-k of all": SamplingParams(top_k=V + 5),
+    "top-p": SamplingParams(top_p=0.7),
+    "tiny top-p": SamplingParams(top_p=1e-6),
+    "min-p": SamplingParams(min_p=0.2),
+    "min-p of one": SamplingParams(min_p=1.0),
+    "typical": SamplingParams(typical_p=0.5),
+    "all": SamplingParams(
         bias=((3, 1.0),),
         allowed_ids=tuple(range(1, 16)),
         min_tokens=9,
@@ -137,7 +137,7 @@ def raw_logits(seed: int, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 @pytest.mark.parametrize("seed", range(4))
-def test_each_stage_equals_the_slow_law(law: Law, seed: int) -> None:
+def test_each_stage_equals_the_slow_law(law: SamplingParams, seed: int) -> None:
     row = Row(law, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
     raw = raw_logits(seed, 1)
     expected = slow_law(raw[0].numpy(), row, [0, 13])
@@ -162,7 +162,7 @@ def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: in
 
 
 def test_counts_kept_up_to_date_equal_counts_of_the_whole_prefix() -> None:
-    law = Law(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    law = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     counts = TokenCounts([4, 4, 5], 2, V)
     counts.extend([6, 6])
     raw = raw_logits(1, 1)
@@ -174,47 +174,47 @@ def test_counts_kept_up_to_date_equal_counts_of_the_whole_prefix() -> None:
 def test_equal_values_at_a_cut_keep_the_lower_ids() -> None:
     level = torch.zeros(2, V)
     level[:, 11] = 1.0
-    kept = process(level, [Row(Law(top_k=3), (1,), 1), Row(Law(top_p=0.3), (1,), 1)], NO_IDS)
+    kept = process(level, [Row(SamplingParams(top_k=3), (1,), 1), Row(SamplingParams(top_p=0.3), (1,), 1)], NO_IDS)
     assert (kept[0] > -INF).nonzero()[:, 0].tolist() == [0, 1, 11]
     assert (kept[1] > -INF).nonzero()[:, 0].tolist() == [0, 1, 2, 11]  # e/(e+16) = .145, then .053 each
 
 
 def test_minus_zero_equals_zero() -> None:
     level = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
-    kept = process(level, [Row(Law(top_k=2), (1,), 1)], NO_IDS)
+    kept = process(level, [Row(SamplingParams(top_k=2), (1,), 1)], NO_IDS)
     assert (kept[0] > -INF).tolist() == [True, True, False, False]
 
 
 def test_a_nucleus_wider_than_the_first_sort_is_whole() -> None:
     raw = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * 0.1
-    laws = [Law(top_p=0.99), Law(top_p=0.01), Law(top_p=0.9, top_k=3000)]
+    laws = [SamplingParams(top_p=0.99), SamplingParams(top_p=0.01), SamplingParams(top_p=0.9, top_k=3000)]
     kept = process(raw.clone(), [Row(law, (1,), 1) for law in laws], NO_IDS)
     for n, law in enumerate(laws):
         assert_same(kept[n], slow_law(raw[n].numpy(), Row(law, (1,), 1), []))
 
 
 def test_typical_keeps_of_equal_distances_the_lower_id() -> None:
-    kept = process(torch.zeros(1, 4), [Row(Law(typical_p=0.5), (1,), 1)], NO_IDS)
+    kept = process(torch.zeros(1, 4), [Row(SamplingParams(typical_p=0.5), (1,), 1)], NO_IDS)
     assert (kept[0] > -INF).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("tail", [(), (7,), (1, 7), (5, 1, 7)])
 def test_the_head_of_a_bad_run_is_found_across_the_border_of_drafts(tail: tuple[int, ...]) -> None:
     whole = (5, 1, 7)
-    row = Row(Law(bad_words=((1, 7, 2),)), ids=(9, *whole[: 3 - len(tail)]), num_prompt=1, tail=tail)
+    row = Row(SamplingParams(bad_words=((1, 7, 2),)), ids=(9, *whole[: 3 - len(tail)]), num_prompt=1, tail=tail)
     assert process(torch.zeros(1, V), [row], NO_IDS)[0, 2] == -INF
 
 
 def test_a_tiny_temperature_leaves_the_largest_logit() -> None:
     raw = torch.tensor([[1e4, -1e4, 9.9e3]])
-    z = process(raw, [Row(Law(temperature=1e-30), (0,), 1)], NO_IDS)
+    z = process(raw, [Row(SamplingParams(temperature=1e-30), (0,), 1)], NO_IDS)
     assert z.isfinite().all()
     assert z[0].argmax() == 0
 
 
 def test_a_row_costs_no_more_python_for_longer_lists() -> None:
     count = 32_000
-    law = Law(
+    law = SamplingParams(
         bias=tuple((id_, 0.5) for id_ in range(count)),
         allowed_ids=tuple(range(count)),
         bad_words=tuple((id_, id_ + 1, 3) for id_ in range(count)),

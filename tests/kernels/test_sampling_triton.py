@@ -12,24 +12,24 @@ pytest.importorskip("triton")
 
 from space_kernels.sampling import device_sampling as reference
 from space_kernels.sampling import sampling_triton
-from space_kernels.sampling.choice import Choice, choose_rows
+from space_kernels.sampling.choice import SampledTokens, choose_rows
 from space_kernels.sampling.choice import log_probabilities as log_probabilities_on_host
 from space_kernels.sampling.device_sampling import end_bans, log_probabilities, word_bans
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import Row
-from space_kernels.sampling.sampling_tensors import NO_ID, LawTensors, Stages, token_counts
-from space_kernels.sampling.sampling_triton import Shape
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow
+from space_kernels.sampling.sampling_tensors import NO_ID, SamplingTensors, Stages, token_counts
+from space_kernels.sampling.sampling_triton import LogitsShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 96  # a kernel's program takes some 20 ms in the interpreter
 BANNED = (3, 90)
 
-Choose = Callable[..., Choice]
+Choose = Callable[..., SampledTokens]
 
 
-def in_small_tiles(*arguments: object, **named: object) -> Choice:
+def in_small_tiles(*arguments: object, **named: object) -> SampledTokens:
     """In two tiles; the first 32 candidates suffice for some rows, and for others not."""
-    return sampling_triton.choose(*arguments, shape=Shape(tile=64, few=32, num_warps=1), **named)
+    return sampling_triton.choose(*arguments, shape=LogitsShape(tile=64, few=32, num_warps=1), **named)
 
 
 WAYS: dict[str, Choose] = {
@@ -47,7 +47,7 @@ def choose(request: pytest.FixtureRequest) -> Choose:
 class Batch:
     """S sequences of J rows each, on the host and in tensors."""
 
-    def __init__(self, laws: list[Law], J: int, seed: int, vocab_size: int = V) -> None:
+    def __init__(self, laws: list[SamplingParams], J: int, seed: int, vocab_size: int = V) -> None:
         draw = random.Random(seed)
         self.laws, self.J, self.V = laws, J, vocab_size
         self.known = [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 40))] for _ in laws]
@@ -57,19 +57,19 @@ class Batch:
             ids[-2:] = [7, 8][-len(ids) :]
             tail[:2] = [9, 7][: len(tail)]
 
-    def on_host(self, logits: torch.Tensor) -> Choice:
+    def on_host(self, logits: torch.Tensor) -> SampledTokens:
         rows = [
-            Row(law, ids, num_prompt, tail=tail[:j])
+            SamplingRow(law, ids, num_prompt, tail=tail[:j])
             for law, ids, num_prompt, tail in zip(self.laws, self.known, self.num_prompt, self.tails, strict=True)
             for j in range(self.J)
         ]
         choice = choose_rows(logits.clone().view(-1, self.V), rows, torch.tensor(BANNED))
         S = len(self.laws)
-        return Choice(choice.ids.view(S, self.J), choice.usable.view(S, self.J))
+        return SampledTokens(choice.ids.view(S, self.J), choice.usable.view(S, self.J))
 
-    def by(self, choose: Choose, logits: torch.Tensor, only: slice = slice(None)) -> Choice:
+    def by(self, choose: Choose, logits: torch.Tensor, only: slice = slice(None)) -> SampledTokens:
         laws = self.laws[only]
-        tensors = LawTensors.of(laws, self.V, device=DEVICE)
+        tensors = SamplingTensors.of(laws, self.V, device=DEVICE)
         known, num_prompt = self.known[only], torch.tensor(self.num_prompt[only])
         num_known = torch.tensor([len(ids) for ids in known])
         history = torch.zeros(len(laws), 64, dtype=torch.int64)
@@ -93,10 +93,10 @@ class Batch:
             counts=torch.stack(counts).to(DEVICE),
             bans=torch.cat([words, ends], dim=2),
         )
-        return Choice(choice.ids.cpu(), choice.usable.cpu())
+        return SampledTokens(choice.ids.cpu(), choice.usable.cpu())
 
 
-def agree(one: Choice, other: Choice) -> None:
+def agree(one: SampledTokens, other: SampledTokens) -> None:
     assert torch.equal(one.usable, other.usable)
     assert one.ids[one.usable].tolist() == other.ids[other.usable].tolist()
 
@@ -108,30 +108,30 @@ def logits_of(S: int, J: int, seed: int, spread: float = 3.0, step: float = 0.0,
 
 
 EDITS = [
-    Law(temperature=0.0, bias=((7, 4.0), (90, 90.0), (9, -3.0))),
-    Law(temperature=0.0, allowed_ids=(1, 3, 63, 64, 95)),
-    Law(temperature=0.0, min_tokens=8, end_ids=tuple(range(0, V, 2))),
-    Law(temperature=0.0, bad_words=((11,), (8, 12), (7, 8, 13), (8, 9, 14))),
-    Law(key=8, repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.6),
-    Law(key=9, temperature=0.0, frequency_penalty=3.0, allowed_ids=(7, 8, 9)),
-    Law(key=10, repetition_penalty=0.6, min_tokens=3, end_ids=(7, 8)),
+    SamplingParams(temperature=0.0, bias=((7, 4.0), (90, 90.0), (9, -3.0))),
+    SamplingParams(temperature=0.0, allowed_ids=(1, 3, 63, 64, 95)),
+    SamplingParams(temperature=0.0, min_tokens=8, end_ids=tuple(range(0, V, 2))),
+    SamplingParams(temperature=0.0, bad_words=((11,), (8, 12), (7, 8, 13), (8, 9, 14))),
+    SamplingParams(key=8, repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.6),
+    SamplingParams(key=9, temperature=0.0, frequency_penalty=3.0, allowed_ids=(7, 8, 9)),
+    SamplingParams(key=10, repetition_penalty=0.6, min_tokens=3, end_ids=(7, 8)),
 ]
 
 CUTS = [
-    Law(key=1),
-    Law(key=2, temperature=0.3),
-    Law(key=3, top_k=1),
-    Law(key=4, top_k=7, temperature=1.6),
-    Law(key=5, top_k=60, temperature=3.0),
-    Law(key=6, top_p=0.3),
-    Law(key=7, top_p=0.93, temperature=1.5),
-    Law(key=8, top_k=40, top_p=0.7),
-    Law(key=9, min_p=0.1),
-    Law(key=10, typical_p=0.5),
-    Law(key=11, typical_p=0.9, top_k=30, top_p=0.95, min_p=0.01, temperature=1.2),
-    Law(key=12, temperature=0.0, top_k=3),
-    Law(key=13, top_p=0.999999),
-    Law(key=14, top_k=93, top_p=0.5, temperature=9.0),
+    SamplingParams(key=1),
+    SamplingParams(key=2, temperature=0.3),
+    SamplingParams(key=3, top_k=1),
+    SamplingParams(key=4, top_k=7, temperature=1.6),
+    SamplingParams(key=5, top_k=60, temperature=3.0),
+    SamplingParams(key=6, top_p=0.3),
+    SamplingParams(key=7, top_p=0.93, temperature=1.5),
+    SamplingParams(key=8, top_k=40, top_p=0.7),
+    SamplingParams(key=9, min_p=0.1),
+    SamplingParams(key=10, typical_p=0.5),
+    SamplingParams(key=11, typical_p=0.9, top_k=30, top_p=0.95, min_p=0.01, temperature=1.2),
+    SamplingParams(key=12, temperature=0.0, top_k=3),
+    SamplingParams(key=13, top_p=0.999999),
+    SamplingParams(key=14, top_k=93, top_p=0.5, temperature=9.0),
 ]
 
 
@@ -153,10 +153,10 @@ def test_rows_choose_as_on_the_host_behind_their_hypothetical_prefix(choose: Cho
 @pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 40.0])
 def test_flat_and_steep_rows_are_cut_alike(choose: Choose, spread: float) -> None:
     laws = [
-        Law(key=1, top_k=50),
-        Law(key=2, top_p=0.8123),
-        Law(key=3, typical_p=0.6123),
-        Law(key=4, top_k=85, top_p=0.7),
+        SamplingParams(key=1, top_k=50),
+        SamplingParams(key=2, top_p=0.8123),
+        SamplingParams(key=3, typical_p=0.6123),
+        SamplingParams(key=4, top_k=85, top_p=0.7),
     ]
     batch = Batch(laws, 1, seed=5)
     logits = logits_of(len(laws), 1, seed=6, spread=spread) - 17.0
@@ -164,7 +164,13 @@ def test_flat_and_steep_rows_are_cut_alike(choose: Choose, spread: float) -> Non
 
 
 def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
-    laws = [Law(key=1, top_p=0.5), Law(temperature=0.0), Law(key=2, allowed_ids=(3,)), Law(key=3, top_k=5), Law(key=4)]
+    laws = [
+        SamplingParams(key=1, top_p=0.5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(key=2, allowed_ids=(3,)),
+        SamplingParams(key=3, top_k=5),
+        SamplingParams(key=4),
+    ]
     batch = Batch(laws, 2, seed=7)
     logits = logits_of(len(laws), 2, seed=8)
     whole = batch.by(choose, logits)
@@ -191,7 +197,7 @@ def test_a_row_chooses_alone_what_it_chooses_in_company(choose: Choose) -> None:
 def test_of_equal_logits_at_a_cut_the_lower_id_stays(choose: Choose) -> None:
     z = torch.full((2, 1, V), -20.0)
     z[:, 0, [94, 5, 93]] = torch.tensor([-2.0, 2.0, 2.0])
-    batch = Batch([Law(key=key, top_k=1, temperature=50.0) for key in range(2)], 1, seed=11)
+    batch = Batch([SamplingParams(key=key, top_k=1, temperature=50.0) for key in range(2)], 1, seed=11)
     assert batch.by(choose, z).ids.flatten().tolist() == [5, 5]
 
 
@@ -208,7 +214,7 @@ def test_every_cut_in_every_way(choose: Choose) -> None:
 def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
     draw = random.Random(seed)
     laws = [
-        Law(
+        SamplingParams(
             key=draw.getrandbits(60),
             temperature=draw.choice([0.0, 0.4, 1.0, 2.5]),
             top_k=draw.choice([0, 0, 3, 40, 80]),
@@ -227,14 +233,17 @@ def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
 
 
 def test_stages_of_neutral_laws_change_nothing(choose: Choose) -> None:
-    plain, busy = Law(key=5, temperature=0.9), Law(key=6, top_p=0.5, min_p=0.1, frequency_penalty=0.2, bias=((1, 1.0),))
+    plain, busy = (
+        SamplingParams(key=5, temperature=0.9),
+        SamplingParams(key=6, top_p=0.5, min_p=0.1, frequency_penalty=0.2, bias=((1, 1.0),)),
+    )
     batch = Batch([plain, busy], 2, seed=12)
     logits = logits_of(2, 2, seed=13)
     assert torch.equal(batch.by(choose, logits).ids[:1], batch.by(choose, logits, slice(0, 1)).ids)
 
 
 def test_a_masks_row_knows_nothing_of_the_drafts_before_it() -> None:
-    laws = LawTensors.of([Law(bad_words=((11,), (8, 12)))], V)
+    laws = SamplingTensors.of([SamplingParams(bad_words=((11,), (8, 12)))], V)
     history, num_known = torch.tensor([[1, 2, 0, 0]]), torch.tensor([2])
     tails, num_tail = torch.tensor([[5, 8]]), torch.tensor([[2, 2]])
     bans = word_bans(laws, history, num_known, tails, num_tail, torch.tensor([0, 1]))
@@ -252,8 +261,8 @@ def test_logprobs_are_the_hosts() -> None:
 
 
 def test_a_law_that_does_not_fit_is_refused_with_the_bound() -> None:
-    laws = LawTensors.empty(1, V)
+    laws = SamplingTensors.empty(1, V)
     with pytest.raises(ValueError, match="65 biases"):
-        laws.put(0, Law(bias=tuple((n, 1.0) for n in range(65))))
+        laws.put(0, SamplingParams(bias=tuple((n, 1.0) for n in range(65))))
     with pytest.raises(ValueError, match="no allowed ids"):
-        laws.put(0, Law(allowed_ids=(1,)))
+        laws.put(0, SamplingParams(allowed_ids=(1,)))

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.device_sampling import choose
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_tensors import LawRoom, Stages
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as reference
-from space_kernels.step.draft_candidates import candidates, law_columns
+from space_kernels.step.draft_candidates import candidates, sampling_columns
 from space_kernels.step.draft_head import propose
-from space_kernels.step.state import Admission, StepState
+from space_kernels.step.state import StateAdmission, StepState
 from space_kernels.step.step_verification import EndCode, judge
 from space_kernels.step.uniform_index import StepIndex
 from torch import Tensor
@@ -35,11 +35,11 @@ class Layout:
 LAYOUTS = [Layout(0, (0,)), Layout(0, (3,)), Layout(2, (2, 0, 3)), Layout(3, (3, 3, 3, 3)), Layout(4, (0, 0, 0, 0, 0))]
 
 LAWS = [
-    Law(temperature=0.0),
-    Law(key=1, temperature=0.8, top_p=0.9),
-    Law(key=2, bad_words=((5,), (7, 8)), min_tokens=40, end_ids=(20, 21)),
-    Law(key=3, repetition_penalty=1.2, frequency_penalty=0.1, top_k=9),
-    Law(key=4, bias=((3, 1.0),), min_p=0.1, typical_p=0.9),
+    SamplingParams(temperature=0.0),
+    SamplingParams(key=1, temperature=0.8, top_p=0.9),
+    SamplingParams(key=2, bad_words=((5,), (7, 8)), min_tokens=40, end_ids=(20, 21)),
+    SamplingParams(key=3, repetition_penalty=1.2, frequency_penalty=0.1, top_k=9),
+    SamplingParams(key=4, bias=((3, 1.0),), min_p=0.1, typical_p=0.9),
 ]
 
 
@@ -53,7 +53,7 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
         block_size=4,
         window=WINDOW,
         vocab_size=V,
-        room=LawRoom(num_biases=2, num_ends=3, num_words=2, word_length=2),
+        room=SamplingCapacity(num_biases=2, num_ends=3, num_words=2, word_length=2),
         device=device,
     )
     ids = torch.randint(0, V, (LINES, 40), generator=generator).tolist()
@@ -63,7 +63,7 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
         count = 9 + number if number != 4 else 13
         state.put(
             line,
-            Admission(
+            StateAdmission(
                 ids=ids[number][:count],
                 num_prompt=count - 2,
                 pages=[number * 16 + page for page in range(3 if number == 4 else 6)],
@@ -89,7 +89,7 @@ def same(one: Any, other: Any) -> None:
         assert torch.equal(value, tensors_of(other)[name]), name
 
 
-def samples_of(state: StepState, index: StepIndex, seed: int) -> Choice:
+def samples_of(state: StepState, index: StepIndex, seed: int) -> SampledTokens:
     """What the chain rows might choose: mostly the drafts, sometimes an end, sometimes nothing."""
     generator = torch.Generator().manual_seed(seed)
     S, k = index.num_sequences, index.num_drafts
@@ -99,7 +99,7 @@ def samples_of(state: StepState, index: StepIndex, seed: int) -> Choice:
     ends = (torch.rand(LINES, k + 1, generator=generator) < 0.08)[:S].to(ids.device)
     ids = torch.where(ends, 20 + torch.arange(k + 1, device=ids.device) % 2, ids)
     usable = (torch.rand(LINES, k + 1, generator=generator) > 0.05)[:S].to(ids.device)
-    return Choice(ids, usable)
+    return SampledTokens(ids, usable)
 
 
 def kernels() -> ModuleType:
@@ -168,7 +168,7 @@ def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, ban
         last,
         before.positions,
         state.laws.key,
-        law_columns(state.laws, stages),
+        sampling_columns(state.laws, stages),
         w1=torch.ones(6, 2 * V, device=logits.device),
         w2=torch.ones(V, 6, device=logits.device),
         embedding_scale=0.1,
@@ -287,6 +287,6 @@ def test_a_line_without_room_for_counts_or_words_refuses_laws_that_need_them() -
     state = StepState.empty(
         1, max_drafts=1, max_pages=1, block_size=4, window=8, vocab_size=V, history=False, counts=False
     )
-    for law in (Law(presence_penalty=1.0), Law(bad_words=((3,),))):
+    for law in (SamplingParams(presence_penalty=1.0), SamplingParams(bad_words=((3,),))):
         with pytest.raises(ValueError, match="Penalties need a state with counts"):
-            state.put(0, Admission([1], 1, [0], law, 3, [], [], 1, 1))
+            state.put(0, StateAdmission([1], 1, [0], law, 3, [], [], 1, 1))

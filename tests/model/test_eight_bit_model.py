@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_kernels.linear.int8_linear import EightBits
+from space_kernels.linear.int8_linear import Int8Weights
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
@@ -36,10 +36,10 @@ def test_it_computes_with_the_nearest_whole_numbers(
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for module in oracle.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(EightBits.of(module.weight.bfloat16()).dense())
+            module.weight = nn.Parameter(Int8Weights.of(module.weight.bfloat16()).dense())
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             for weight in (module.gate_up_proj, module.down_proj):
-                weight.data = torch.stack([EightBits.of(expert.bfloat16()).dense() for expert in weight.data])
+                weight.data = torch.stack([Int8Weights.of(expert.bfloat16()).dense() for expert in weight.data])
     with torch.inference_mode():
         wanted = oracle(input_ids=torch.tensor([IDS])).logits[0]
     model = load_model(path, weights="int8", attention=attention)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.dispatch import ops_for, triton_ops
-from space_kernels.fp8 import FORMAT, Float8
-from space_kernels.linear.cuda_linear import Float8Linear
+from space_kernels.fp8 import FORMAT, Fp8
+from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.packed_linear import PackedLinear
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load
@@ -38,7 +38,7 @@ def rounded_by_hand(path: Path) -> Tensor:
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for module in oracle.base_model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Float8.of(module.weight.bfloat16()).dense())
+            module.weight = nn.Parameter(Fp8.of(module.weight.bfloat16()).dense())
     with torch.inference_mode():
         wanted: Tensor = oracle(input_ids=torch.tensor([IDS])).logits[0]
     return wanted
@@ -84,7 +84,7 @@ def test_a_gpus_networks_say_so_too(
     network: Any = model._network
     layers = network._layers if compact else list(network.base.modules())
     linears = [layers[0].query_key_value, layers[0].down] if compact else layers
-    assert any(isinstance(linear, Float8Linear) for linear in linears)
+    assert any(isinstance(linear, Fp8Linear) for linear in linears)
     assert not any(type(linear) is nn.Linear for linear in linears)
     found = logits_of(model, IDS)
     assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()

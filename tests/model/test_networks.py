@@ -14,7 +14,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
-from space_model.networks.paged_attention_interface import Step, paged_attention
+from space_model.networks.paged_attention_interface import AttentionStep, paged_attention
 from space_model.networks.transformers_network import TransformersNetwork
 
 
@@ -62,7 +62,7 @@ def test_an_id_that_has_no_embedding_is_an_error(dtype: str, wrong: int, checkpo
 def test_an_unknown_attention_keyword_is_refused_by_name(checkpoint_of: Callable[[str], Path]) -> None:
     model = load_model(checkpoint_of("llama"))
     batch = ForwardBatch.build([Segment([1], 0, [0])], block_size=16, mask_ids=())
-    step = Step(batch, model.allocate_kv(1, 16))
+    step = AttentionStep(batch, model.allocate_kv(1, 16))
     query, key = torch.zeros(1, 4, 4, 16), torch.zeros(1, 2, 4, 16)
     with pytest.raises(UnsupportedModel, match="asks for s_aux"):
         paged_attention(torch.nn.Identity(), query, key, key, None, space_step=step, s_aux=torch.zeros(4))

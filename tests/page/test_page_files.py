@@ -14,7 +14,7 @@ from typing import cast
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from space_router.api.access import Access
+from space_router.api.access import HttpAccess
 from space_router.api.service import Service
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
@@ -41,7 +41,7 @@ def application(*keys: str) -> FastAPI:
     async def generate(request: Request) -> dict[str, str]:
         return {"generated_text": "TGI's"}
 
-    app.add_middleware(Access, service=_service(ServeConfig(api_keys=plain_keys(*keys))))
+    app.add_middleware(HttpAccess, service=_service(ServeConfig(api_keys=plain_keys(*keys))))
     return app
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from space_router.fast_histogram import Tally
+from space_router.fast_histogram import FastHistogram
 
 BOUNDS = (0.001, 0.5, 1, 2.5, 17)
 values = st.one_of(st.sampled_from(BOUNDS), st.floats(0, 40, allow_subnormal=False))
@@ -18,7 +18,7 @@ def text(registry: CollectorRegistry) -> list[str]:
 @given(st.lists(st.tuples(values, st.integers(1, 3))))
 def test_every_line_is_that_of_a_histogram(observed: list[tuple[float, int]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = Tally("seconds", "What it takes", BOUNDS, ours)
+    tally = FastHistogram("seconds", "What it takes", BOUNDS, ours)
     histogram = Histogram("seconds", "What it takes", buckets=BOUNDS, registry=theirs)
     for value, times in observed:
         tally.observe(value, times)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from space_router.commands import terminal_chat
-from space_router.commands.terminal_chat import COMPLETION_TOKENS, Conversation, Settings, Tally
+from space_router.commands.terminal_chat import COMPLETION_TOKENS, ChatHistory, Settings, Tally
 from space_router.commands.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer, own_key
 from space_router.commands.terminal_paint import Paint, safe, wants_colour
 
@@ -55,9 +55,9 @@ class Canned:
             raise self.then
 
 
-def conversation(server: Any, *, paint: bool = False, **settings: Any) -> Conversation:
+def conversation(server: Any, *, paint: bool = False, **settings: Any) -> ChatHistory:
     out = Terminal() if paint else io.StringIO()
-    return Conversation(server, Settings(**settings), Paint(paint), out, io.StringIO())
+    return ChatHistory(server, Settings(**settings), Paint(paint), out, io.StringIO())
 
 
 # --- what is sent

@@ -23,9 +23,9 @@ from space_server.startup import attention_choice
 from space_server.startup.attention_choice import (
     SECONDS,
     WEIGHTS,
+    AttentionCase,
     AttentionChoice,
-    Case,
-    MadeUpStep,
+    MadeUpAttentionStep,
     cases,
     choose_attention,
     choose_ops,
@@ -104,7 +104,11 @@ def test_who_wins_where_it_matters_most_wins() -> None:
 
 
 def test_the_score_is_the_weighted_mean_of_times_over_the_best() -> None:
-    one, two, three = Case("plain", 1, 8, 1, 0), Case("whole", 1, 8, 4, 3), Case("prompt", 1, 8, 9, 0)
+    one, two, three = (
+        AttentionCase("plain", 1, 8, 1, 0),
+        AttentionCase("whole", 1, 8, 4, 3),
+        AttentionCase("prompt", 1, 8, 9, 0),
+    )
     found = scores({"a": {one: 1.0, two: 4.0, three: 1.0}, "b": {one: 2.0, two: 2.0, three: 4.0}})
     assert found == {"a": 0.25 + 0.5 * 2 + 0.25, "b": 0.25 * 2 + 0.5 + 0.25 * 4}
     assert sum(WEIGHTS.values()) == 1
@@ -181,10 +185,10 @@ def test_where_there_is_no_memory_to_measure_in_it_is_our_own(monkeypatch: pytes
     clock = Clock()
     fakes = [fake(name, taking(clock, lambda masks: 1e-3)) for name in ("fast", "triton")]
 
-    def no_memory(*_: object) -> MadeUpStep:
+    def no_memory(*_: object) -> MadeUpAttentionStep:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(MadeUpStep, "of", no_memory)
+    monkeypatch.setattr(MadeUpAttentionStep, "of", no_memory)
     choice = auto(clock, *fakes)
     assert choice.name == "triton"
     assert "fast (no memory to try it in)" in str(choice)
@@ -246,12 +250,12 @@ def test_cases_fit_the_window_and_follow_the_masks() -> None:
     assert {case.kind for case in cases(5, 100_000)} == set(WEIGHTS)
     assert all(case.num_masks == 5 and case.num_chain == 6 for case in cases(5, 100_000) if case.kind == "whole")
     assert {case.kind for case in cases(0, 100_000)} == {"plain", "prompt"}
-    assert cases(3, 64) == [Case("plain", 1, 63, 1, 0)]
+    assert cases(3, 64) == [AttentionCase("plain", 1, 63, 1, 0)]
 
 
 @pytest.mark.parametrize("case", cases(3, 100_000))
-def test_a_made_up_step_has_the_case_s_rows_on_pages_of_its_own(case: Case) -> None:
-    step = MadeUpStep.of(case, NEED)
+def test_a_made_up_step_has_the_case_s_rows_on_pages_of_its_own(case: AttentionCase) -> None:
+    step = MadeUpAttentionStep.of(case, NEED)
     assert step.num_rows == case.num_sequences * case.num_chain * (1 + case.num_masks)
     assert (step.rows.starts == case.context).all()
     pages = [page for held in step.rows.pages for page in held]

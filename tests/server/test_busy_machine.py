@@ -41,14 +41,14 @@ def _measure(folder: Path, batch: int) -> dict[str, Any]:
     from space_kernels.build.cpu_library import cpu_library
     from space_model.loading.load import load_model
     from space_model.testing import tiny_checkpoint
-    from space_server.machine.run_in_thread import in_passing_thread
+    from space_server.machine.run_in_thread import run_in_thread
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_THREADS])  # all that is started from here on
     tiny_checkpoint(
         folder, vocab_size=8192, hidden_size=576, num_layers=16, num_heads=9, kv_heads=3, head_dim=64, num_masks=0,
         dtype="bfloat16", words=True,
     )  # fmt: skip
-    model = in_passing_thread(lambda: load_model(folder, dtype="bfloat16", num_threads=NUM_THREADS))
+    model = run_in_thread(lambda: load_model(folder, dtype="bfloat16", num_threads=NUM_THREADS))
     found: dict[str, list[float]] = {"quiet": [], "busy": []}
     texts = set()
     for _ in range(3):

@@ -12,7 +12,7 @@ from space_model.loading.load import load_model
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_server.device_runner.device_step import DeviceStep, StepKind
+from space_server.device_runner.device_step import DeviceForward, StepKind
 from space_server.startup import calibration
 from space_server.startup.calibration import (
     AGREE,
@@ -82,13 +82,13 @@ def test_steps_of_the_device_are_measured_where_they_are_served(
     model: SpaceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[StepKind] = []
-    take = DeviceStep.take
+    take = DeviceForward.take
 
-    def noted(step: DeviceStep, kind: StepKind) -> torch.Tensor:
+    def noted(step: DeviceForward, kind: StepKind) -> torch.Tensor:
         launched.append(kind)
         return take(step, kind)
 
-    monkeypatch.setattr(DeviceStep, "take", noted)
+    monkeypatch.setattr(DeviceForward, "take", noted)
     kv = model.allocate_kv(256, 16)
     assert calibrate(model, kv, max_sequences=4, seconds=0.5)
     assert not launched
@@ -103,10 +103,10 @@ def test_steps_of_the_device_are_measured_where_they_are_served(
 
 
 def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, take = 0.0, DeviceStep.take
+    now, take = 0.0, DeviceForward.take
     taken: dict[int, Counter[StepKind]] = {}
 
-    def slow_at_first(step: DeviceStep, kind: StepKind) -> torch.Tensor:
+    def slow_at_first(step: DeviceForward, kind: StepKind) -> torch.Tensor:
         nonlocal now
         seen = taken.setdefault(id(step), Counter())
         seen[kind] += 1
@@ -118,7 +118,7 @@ def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, m
         now += 1e-6
         return now
 
-    monkeypatch.setattr(DeviceStep, "take", slow_at_first)
+    monkeypatch.setattr(DeviceForward, "take", slow_at_first)
     kv = model.allocate_kv(256, 16)
     points = calibrate(model, kv, max_sequences=2, seconds=500.0, steps="eager", clock=clock).points
     decoding = [seconds for shape, seconds in points if not shape.num_prefill_rows]

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.batch.limits import Limits
-from space_server.batch.sequence import Sequence
+from space_server.batch.limits import SequenceLimits
+from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_layout import layout_of_drafts
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.drafts.drafts import DraftSources
-from space_server.speculation.controller import Controller, FixedLayout, Load, Room
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
@@ -212,16 +212,16 @@ class Priced(FixedLayout):
         self.row_price = row_price
 
 
-def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2) -> Sequence:
+def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2) -> RunningSequence:
     """A sequence in the middle of its text; drafts without chances are its masks'."""
-    sequence = Sequence(
+    sequence = RunningSequence(
         seq_id=num_drafts,
         ids=[5] * 9,
         num_prompt=4,
         num_computed=8,
         pages=list(range(20)),
-        law=Law(temperature=0.0),
-        limits=Limits(90, 200, frozenset(), frozenset()),
+        law=SamplingParams(temperature=0.0),
+        limits=SequenceLimits(90, 200, frozenset(), frozenset()),
         max_drafts=8,
         num_logprobs=None,
         num_prompt_logprobs=None,
@@ -255,10 +255,10 @@ def test_drafts_of_masks_are_laid_out_as_the_controller_wants_them() -> None:
 
 
 def test_the_average_of_those_who_draft_decides() -> None:
-    seen: list[Room] = []
+    seen: list[DraftLimits] = []
 
     class Seeing(Priced):
-        def layouts(self, rooms: Any, load: Load) -> list[DraftLayout]:
+        def layouts(self, rooms: Any, load: StepLoad) -> list[DraftLayout]:
             seen.extend(rooms)
             return super().layouts(rooms, load)
 

@@ -9,22 +9,22 @@ from types import ModuleType
 import pytest
 import torch
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_tensors import LawRoom, Stages
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as step_state
-from space_kernels.step.state import RESULT_FIXED, Admission, StepState
+from space_kernels.step.state import RESULT_FIXED, StateAdmission, StepState
 from space_kernels.step.step_verification import EndCode
 from space_kernels.step.uniform_index import StepIndex
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
-from space_server.batch.limits import End, Limits
-from space_server.batch.sequence import Sequence
-from space_server.host_runner.host_runner import Stepper, StepTimes
+from space_server.batch.limits import SequenceEnd, SequenceLimits
+from space_server.batch.sequence import RunningSequence
+from space_server.host_runner.host_runner import HostRunner, StepTimes
 from space_server.scheduling.prefill_budget import PrefillBudget
-from space_server.scheduling.scheduled_batch import Plan, plan_step
+from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
 from space_server.speculation.controller import FixedLayout
 from space_server.step_costs.step_cost import StepCost
 from space_server.testing import ScriptedModel
@@ -33,7 +33,12 @@ from torch import Tensor
 VOCAB, WINDOW, BLOCK, LINES, PAGES = 24, 90, 4, 4, 400
 EOS, STOP = 20, 21
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-END = {None: EndCode.NONE, End.EOS: EndCode.EOS, End.STOP_ID: EndCode.STOP_ID, End.LENGTH: EndCode.LENGTH}
+END = {
+    None: EndCode.NONE,
+    SequenceEnd.EOS: EndCode.EOS,
+    SequenceEnd.STOP_ID: EndCode.STOP_ID,
+    SequenceEnd.LENGTH: EndCode.LENGTH,
+}
 
 
 class NoisyModel(ScriptedModel):
@@ -58,13 +63,13 @@ class NoisyModel(ScriptedModel):
         return self.rows(batch.ids, batch.positions, batch.num_chain_rows)
 
 
-def law(draw: random.Random) -> Law:
+def law(draw: random.Random) -> SamplingParams:
     """Neutral, or with some of everything."""
     if draw.random() < 0.3:
-        return Law(temperature=0.0, end_ids=(EOS, STOP))
+        return SamplingParams(temperature=0.0, end_ids=(EOS, STOP))
     if draw.random() < 0.3:
-        return Law(temperature=draw.choice([0.5, 1.0]), key=draw.getrandbits(60), end_ids=(EOS, STOP))
-    return Law(
+        return SamplingParams(temperature=draw.choice([0.5, 1.0]), key=draw.getrandbits(60), end_ids=(EOS, STOP))
+    return SamplingParams(
         key=draw.getrandbits(62) - (1 << 61),
         bias=((5, 1.5), (9, -2.0)) if draw.random() < 0.5 else (),
         min_tokens=draw.choice([0, 6]),
@@ -88,14 +93,14 @@ class Pair:
     layout: DraftLayout
     draw: random.Random
     ops: ModuleType = step_state  # rows, judge_step, masks and advance
-    choose: Callable[..., Choice] = choosing.choose
-    on_host: dict[int, Sequence] = field(default_factory=dict)
+    choose: Callable[..., SampledTokens] = choosing.choose
+    on_host: dict[int, RunningSequence] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.k = self.layout.num_drafts
         self.model = NoisyModel(max(1, *self.layout.masks))
-        self.stepper = Stepper(self.model, self.model.allocate_kv(PAGES, BLOCK))
+        self.stepper = HostRunner(self.model, self.model.allocate_kv(PAGES, BLOCK))
         self.state = StepState.empty(
             LINES + 1,  # the last one is never taken
             max_drafts=self.k + 1,
@@ -103,7 +108,7 @@ class Pair:
             block_size=BLOCK,
             window=WINDOW,
             vocab_size=VOCAB,
-            room=LawRoom(num_biases=3, num_ends=3, num_words=3, word_length=3),
+            room=SamplingCapacity(num_biases=3, num_ends=3, num_words=3, word_length=3),
             device=DEVICE,
         )
         self.index = StepIndex.of(LINES + 1, self.layout, DEVICE)
@@ -116,10 +121,12 @@ class Pair:
         ids = [draw.randrange(4, 20) for _ in range(draw.randrange(1, 40))]
         num_prompt = draw.randrange(1, len(ids) + 1)
         chosen = law(draw)
-        limits = Limits(len(ids) - num_prompt + draw.randrange(1, 40), WINDOW, frozenset({EOS}), frozenset({STOP, EOS}))
+        limits = SequenceLimits(
+            len(ids) - num_prompt + draw.randrange(1, 40), WINDOW, frozenset({EOS}), frozenset({STOP, EOS})
+        )
         pages = [self._free_pages.pop() for _ in range((len(ids) - 1) // BLOCK + 1)]
         self._next += 1
-        sequence = Sequence(
+        sequence = RunningSequence(
             seq_id=self._next,
             ids=ids,
             num_prompt=num_prompt,
@@ -137,7 +144,7 @@ class Pair:
         self.on_host[line] = sequence
         self.state.put(
             line,
-            Admission(
+            StateAdmission(
                 ids=ids,
                 num_prompt=num_prompt,
                 pages=pages,
@@ -166,7 +173,7 @@ class Pair:
         self._free_pages += self.on_host.pop(line).pages
         self.state.clear(line)
 
-    def step_device(self, plans: dict[int, Plan]) -> Tensor:
+    def step_device(self, plans: dict[int, ScheduledSequence]) -> Tensor:
         state, index = self.state, self.index
         stages = Stages.of(sequence.law for sequence in self.on_host.values())
         ops = self.ops
@@ -202,7 +209,7 @@ class Pair:
         )
         return ops.advance(state, laid_out, verdict, drafts.ids, from_masks.count, self.mask_ids)
 
-    def check_rows(self, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[int, Plan]) -> None:
+    def check_rows(self, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[int, ScheduledSequence]) -> None:
         """Live rows are the host's; others write nothing, inside the window and the vocabulary."""
         assert ((positions >= 0) & (positions < WINDOW)).all()
         assert ((ids >= 0) & (ids < VOCAB)).all()
@@ -304,7 +311,7 @@ def test_rows_stand_where_the_host_packs_them() -> None:
     layout = DraftLayout(2, (2, 1, 3))
     index = StepIndex.of(3, layout)
     plan = ForwardBatch.build(
-        [Plan(_at(0, line), 1, layout, closes=True).segment for line in range(3)],
+        [ScheduledSequence(_at(0, line), 1, layout, closes=True).segment for line in range(3)],
         block_size=BLOCK,
         mask_ids=(1, 2, 3),
     )
@@ -315,8 +322,21 @@ def test_rows_stand_where_the_host_packs_them() -> None:
     assert index.mask_starts.tolist() == [[run.start for run in runs] for runs in plan.mask_rows]
 
 
-def _at(position: int, line: int) -> Sequence:
-    limits = Limits(50, WINDOW, frozenset(), frozenset())
-    return Sequence(
-        line, [5] * (position + 1), 1, position, [line], Law(), limits, 3, None, None, None, None, 3, drafts=[6, 7]
+def _at(position: int, line: int) -> RunningSequence:
+    limits = SequenceLimits(50, WINDOW, frozenset(), frozenset())
+    return RunningSequence(
+        line,
+        [5] * (position + 1),
+        1,
+        position,
+        [line],
+        SamplingParams(),
+        limits,
+        3,
+        None,
+        None,
+        None,
+        None,
+        3,
+        drafts=[6, 7],
     )

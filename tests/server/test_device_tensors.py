@@ -22,8 +22,8 @@ from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_step import StepKind, TensorForward
-from space_server.device_runner.device_stepper import DeviceStepper
-from space_server.device_runner.device_steps import DeviceSteps
+from space_server.device_runner.device_stepper import DeviceRunner
+from space_server.device_runner.device_steps import DeviceScheduler
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.testing import SmallRouter
@@ -219,8 +219,8 @@ def texts(
     router = SmallRouter(worker)
     router.free.remove(BLOCKS - 1)  # where dead rows write
     if device:
-        stepper = DeviceStepper(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
-        worker._device = DeviceSteps(stepper, controller)
+        stepper = DeviceRunner(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
+        worker._device = DeviceScheduler(stepper, controller)
         watched = Watched(router)
     adapter = model.facts.adapters[0].name if model.facts.adapters else ""
     for number, sampling in enumerate(SAMPLINGS):
@@ -297,8 +297,8 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
         controller = FixedLayout.full(2)
         worker = Worker(model, num_blocks=16, block_size=16, controller=controller, max_sequences=2)
         if device:
-            stepper = DeviceStepper(model, worker.kv, max_sequences=2, forward=TensorForward)
-            worker._device = DeviceSteps(stepper, controller)
+            stepper = DeviceRunner(model, worker.kv, max_sequences=2, forward=TensorForward)
+            worker._device = DeviceScheduler(stepper, controller)
         router = SmallRouter(worker)
         for number in range(2):
             router.admit([70 + number, 71, 72], max_tokens=5)

@@ -12,7 +12,7 @@ from space_model.loading.load import load_model
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.speculation.controller import FixedLayout, Room
+from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_model import StepModel
 from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import Worker
@@ -72,7 +72,7 @@ def sampling(draw: random.Random) -> pb.Sampling:
     )
 
 
-def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[Room], DraftLayout]) -> SmallRouter:
+def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftLimits], DraftLayout]) -> SmallRouter:
     """Requests that come, wait for pages, and are cancelled, at random; the same for either kind of step."""
     draw = random.Random(seed)
     router = router_of(model, device=device, controller=FixedLayout(rule), max_sequences=8, max_prefill_rows=16)
@@ -125,7 +125,7 @@ def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[Room],
     return router
 
 
-LAYOUTS: dict[str, Callable[[Room], DraftLayout]] = {
+LAYOUTS: dict[str, Callable[[DraftLimits], DraftLayout]] = {
     "full": lambda room: DraftLayout.full(min(room.num_drafts, 3), 3),
     "pruned": lambda room: DraftLayout(2, (3, 0, 2)).with_drafts(room.num_drafts),
     "plain": lambda room: DraftLayout.plain(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from space_kernels.sampling import logits_processors as processors
 from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.device_runner import device_batch
@@ -150,7 +150,7 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
     assert device is not None
     put = device.stepper.batch.state.laws.put
 
-    def fails(line: int, law: Law) -> None:
+    def fails(line: int, law: SamplingParams) -> None:
         if law.temperature == 0.5:
             raise MemoryError("no room")
         put(line, law)

@@ -6,7 +6,15 @@ import pytest
 from space_proto import worker_pb2 as pb
 from space_server.drafts import lookup
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
-from space_server.drafts.drafts import JUDGED_EVERY, LENGTHS, DraftSources, Proposal, Source, Trust, mask_chances
+from space_server.drafts.drafts import (
+    JUDGED_EVERY,
+    LENGTHS,
+    DraftOrigin,
+    DraftSources,
+    Proposal,
+    SourceAcceptance,
+    mask_chances,
+)
 from space_server.drafts.suffix_index import SuffixIndex
 from space_server.speculation.controller import FixedLayout
 from space_server.testing import Ran, ScriptedModel, SmallRouter
@@ -238,16 +246,16 @@ def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not
         text += tokens
         proposal = drafter.propose(4)
         assert proposal is not None
-        assert (proposal.trust.source, proposal.ids[0]) == (Source.LOOKUP, other)
+        assert (proposal.trust.source, proposal.ids[0]) == (DraftOrigin.LOOKUP, other)
         worths.append(proposal.expected)
     assert worths[-1] < worths[0] / 2
 
 
 def test_a_source_that_was_wrong_for_long_is_believed_again_when_it_is_right() -> None:
-    shapes = DraftSources().shapes[Source.LOOKUP]
-    trust, others = Trust(Source.LOOKUP, shapes), Trust(Source.LOOKUP, shapes)
+    shapes = DraftSources().shapes[DraftOrigin.LOOKUP]
+    trust, others = SourceAcceptance(DraftOrigin.LOOKUP, shapes), SourceAcceptance(DraftOrigin.LOOKUP, shapes)
 
-    def judge(whose: Trust, token: int) -> None:
+    def judge(whose: SourceAcceptance, token: int) -> None:
         whose.judge(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
 
     for _ in range(5000):

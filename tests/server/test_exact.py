@@ -9,7 +9,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.speculation.controller import Controller, FixedLayout, Room
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
 from space_server.testing import Ran, ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 
@@ -127,7 +127,7 @@ def test_pruned_layouts_mixed_per_sequence_give_the_plain_text(
         lambda d: DraftLayout.full(d, 4),
     ]
 
-    def rule(room: Room) -> DraftLayout:
+    def rule(room: DraftLimits) -> DraftLayout:
         return layouts[room.seq_id % 4](min(room.num_drafts, 4))
 
     source = drafts_like("half right", plain[sampling])

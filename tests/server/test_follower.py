@@ -20,8 +20,8 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.tensor_parallel.follower import follow
-from space_server.tensor_parallel.lead_model import LeadModel
-from space_server.tensor_parallel.plan_message import Kind, PlanWriter
+from space_server.tensor_parallel.lead_model import TensorParallelLeader
+from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWriter
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
@@ -74,7 +74,7 @@ def pair() -> tuple[Tape, Tape]:
 
 def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: SpaceModel) -> None:
     zero, one = pair()
-    lead = LeadModel(tiny, zero)
+    lead = TensorParallelLeader(tiny, zero)
     worker = Worker(lead, num_blocks=64, block_size=4, controller=FixedLayout.full(3), max_prefill_rows=7)
     router = SmallRouter(worker)
     for number, prompt in enumerate(([70, 71, 72], [20] * 17 + [33, 90], [50 + n % 40 for n in range(37)])):
@@ -93,9 +93,9 @@ def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: Spac
 def test_a_message_that_is_missing_ends_the_group_with_its_number(tiny: SpaceModel) -> None:
     _, one = pair()
     writer = PlanWriter()
-    one.messages.append(writer.simple(Kind.PAGES, 4, 16))
-    writer.simple(Kind.BEAT)
-    one.messages.append(writer.simple(Kind.END))
+    one.messages.append(writer.simple(PlanMessageKind.PAGES, 4, 16))
+    writer.simple(PlanMessageKind.BEAT)
+    one.messages.append(writer.simple(PlanMessageKind.END))
     with pytest.raises(GroupLost, match="Message 3 came where message 2 was due"):
         follow(tiny, one)
 
@@ -107,14 +107,14 @@ def test_rows_without_pages_and_rows_of_another_number_end_the_group(tiny: Space
     with pytest.raises(GroupLost, match="rows before pages"):
         follow(tiny, one)
     writer = PlanWriter()
-    one.messages.extend([writer.simple(Kind.PAGES, 4, 16), writer.rows(rows, 8)])
+    one.messages.extend([writer.simple(PlanMessageKind.PAGES, 4, 16), writer.rows(rows, 8)])
     with pytest.raises(GroupLost, match="Rank 0 lays out 8 rows, rank 1 4"):
         follow(tiny, one)
 
 
 def test_a_step_that_fails_between_ranks_ends_the_group_and_one_that_never_began_does_not(tiny: SpaceModel) -> None:
     zero, _ = pair()
-    lead = LeadModel(tiny, zero)
+    lead = TensorParallelLeader(tiny, zero)
     kv = lead.allocate_kv(4, 16)
     batch = ForwardBatch.build([Segment([70], 0, [0], DraftLayout.plain())], block_size=16, mask_ids=())
     with pytest.raises(ValueError, match="not the last that were allocated"):

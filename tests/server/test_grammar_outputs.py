@@ -12,7 +12,7 @@ from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.grammar.grammars import Grammars
-from space_server.grammar.vocabulary import Vocabulary
+from space_server.grammar.vocabulary import TokenVocabulary
 from space_server.grammar_testing import Case, choice_case, outputs, regex_case, rules_case, schema_case
 from space_server.testing import Ran
 
@@ -37,17 +37,17 @@ def small(path: Path) -> SpaceModel:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(path: Path, small: SpaceModel) -> Vocabulary:
-    return Vocabulary.read(path, 320, {*small.facts.mask_ids, EOS})
+def vocabulary(path: Path, small: SpaceModel) -> TokenVocabulary:
+    return TokenVocabulary.read(path, 320, {*small.facts.mask_ids, EOS})
 
 
 @pytest.fixture(scope="module")
-def known(vocabulary: Vocabulary) -> Grammars:
+def known(vocabulary: TokenVocabulary) -> Grammars:
     return Grammars(lambda: vocabulary)
 
 
 def texts_of(
-    small: SpaceModel, known: Grammars, vocabulary: Vocabulary, grammar: pb.Grammar, chance: Random
+    small: SpaceModel, known: Grammars, vocabulary: TokenVocabulary, grammar: pb.Grammar, chance: Random
 ) -> tuple[list[str], int]:
     """The complete texts of a few runs, the same with speculation and without, and how many were not complete."""
     blanks = {vocabulary.texts.index(blank): -3.0 for blank in (b"\t", b"\n", b" ")}  # a random model pads for ever
@@ -74,7 +74,7 @@ BLOCKS = [pytest.param(n, marks=() if n < SOME else pytest.mark.slow) for n in r
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_complete_outputs_of_random_schemas_parse_and_validate(
-    small: SpaceModel, known: Grammars, vocabulary: Vocabulary, block: int
+    small: SpaceModel, known: Grammars, vocabulary: TokenVocabulary, block: int
 ) -> None:
     chance, num_whole, num_cut = Random(block), 0, 0
     for _ in range(SCHEMAS):
@@ -89,7 +89,7 @@ def test_complete_outputs_of_random_schemas_parse_and_validate(
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("make", [regex_case, choice_case, rules_case])
 def test_complete_outputs_of_other_random_grammars_are_theirs(
-    small: SpaceModel, known: Grammars, vocabulary: Vocabulary, make: Any, block: int
+    small: SpaceModel, known: Grammars, vocabulary: TokenVocabulary, make: Any, block: int
 ) -> None:
     chance = Random(block)
     case: Case = make(chance)

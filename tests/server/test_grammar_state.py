@@ -7,11 +7,11 @@ import pytest
 from space_common.grammar import GrammarError, compile_grammar
 from space_server.drafts.drafts import Forced
 from space_server.grammar.grammar_state import GrammarState
-from space_server.grammar.vocabulary import Vocabulary, ids_of
+from space_server.grammar.vocabulary import TokenVocabulary, ids_of
 
 MASK, EOS, STOP = 0, 1, 2
 TEXTS = [b"", b"", b"", *(bytes([byte]) for byte in range(256)), b'{"', b'":', b"na", b"name", b'"name"', b"  ", b"yes"]
-VOCABULARY = Vocabulary(TEXTS, {EOS: b"<eos>", STOP: b"<stop>"})
+VOCABULARY = TokenVocabulary(TEXTS, {EOS: b"<eos>", STOP: b"<stop>"})
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -137,7 +137,7 @@ def test_an_output_of_before_is_read_again_and_a_foreign_one_refused() -> None:
 
 
 def test_a_place_without_a_way_on_harms_nobody_who_does_not_go_there() -> None:
-    narrow = Vocabulary([b"", b"a", b"b"])
+    narrow = TokenVocabulary([b"", b"a", b"b"])
     compiled = compile_grammar(narrow.tokenizer, "regex", "a(b|c)|bc")
     known = GrammarState(narrow, compiled.deep_copy, eos_ids=[0])
     assert next_ids(known) == [1, 2]

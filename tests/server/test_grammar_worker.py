@@ -16,7 +16,7 @@ from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
 from space_server.drafts.drafts import DraftSources
 from space_server.grammar.grammar_trial import GrammarTrial
 from space_server.grammar.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
-from space_server.grammar.vocabulary import Vocabulary
+from space_server.grammar.vocabulary import TokenVocabulary
 from space_server.grammar_testing import outputs
 from space_server.speculation.controller import FixedLayout
 from space_server.testing import Ran, ScriptedModel, SmallRouter
@@ -29,7 +29,7 @@ REGEX = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=r"([a-e]{3}-){6,30}(end|st
 
 @pytest.fixture(scope="module")
 def texts(byte_path: Path) -> list[bytes]:
-    return list(Vocabulary.read(byte_path, 320).texts)
+    return list(TokenVocabulary.read(byte_path, 320).texts)
 
 
 def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) -> Ran:
@@ -115,9 +115,9 @@ def test_while_one_grammar_is_compiled_others_are_stepped(byte_path: Path) -> No
     scripted = ScriptedModel(vocab_size=320)
     going = threading.Event()
 
-    def slow() -> Vocabulary:
+    def slow() -> TokenVocabulary:
         assert going.wait(30)
-        return Vocabulary.read(byte_path, 320)
+        return TokenVocabulary.read(byte_path, 320)
 
     router = SmallRouter(Worker(scripted, num_blocks=64, grammars=Grammars(slow)))
     woken = threading.Event()
@@ -161,9 +161,9 @@ def test_a_grammar_that_is_none_fails_its_sequence_alone(
 def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path: Path) -> None:
     going = threading.Event()
 
-    def slow() -> Vocabulary:
+    def slow() -> TokenVocabulary:
         going.wait(30)
-        return Vocabulary.read(byte_path, 320)
+        return TokenVocabulary.read(byte_path, 320)
 
     router = SmallRouter(
         Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow, most_seconds=0.2))
@@ -177,7 +177,7 @@ def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path:
 def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_one_is_compiled(
     byte_path: Path,
 ) -> None:
-    known = Grammars(lambda: Vocabulary.read(byte_path, 320), most_seconds=30.0)
+    known = Grammars(lambda: TokenVocabulary.read(byte_path, 320), most_seconds=30.0)
     router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
 
     def error_of(source: str) -> str:
@@ -210,7 +210,7 @@ def test_a_process_that_could_not_be_told_the_vocabulary_tries_nothing(
     def fails(process: GrammarProcess, *told: object) -> bool:
         raise MemoryError
 
-    trial = GrammarTrial(Vocabulary.read(byte_path, 320), 30.0)
+    trial = GrammarTrial(TokenVocabulary.read(byte_path, 320), 30.0)
     with monkeypatch.context() as failing:
         failing.setattr(GrammarProcess, "with_tokens", fails)
         with pytest.raises(MemoryError):
@@ -233,7 +233,7 @@ def prepare(grammars: Grammars, source: str) -> Preparation:
 
 
 def test_slow_grammars_do_not_hold_up_a_known_one(byte_path: Path) -> None:
-    known = Grammars(lambda: Vocabulary.read(byte_path, 320), most_seconds=60.0)
+    known = Grammars(lambda: TokenVocabulary.read(byte_path, 320), most_seconds=60.0)
     assert prepare(known, "[a-c]{9}").wait(30)
     assert known.trial is not None
     assert known.trial.pid is not None
@@ -251,9 +251,9 @@ def test_slow_grammars_do_not_hold_up_a_known_one(byte_path: Path) -> None:
 def test_many_grammars_take_few_threads_and_those_released_are_never_begun(byte_path: Path) -> None:
     going = threading.Event()
 
-    def slow() -> Vocabulary:
+    def slow() -> TokenVocabulary:
         going.wait(30)
-        return Vocabulary.read(byte_path, 320)
+        return TokenVocabulary.read(byte_path, 320)
 
     before = threading.active_count()
     known = Grammars(slow)
@@ -291,9 +291,9 @@ def test_where_no_thread_can_be_started_the_sequence_fails_alone(
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:
     going = threading.Event()
 
-    def slow() -> Vocabulary:
+    def slow() -> TokenVocabulary:
         going.wait(30)
-        return Vocabulary.read(byte_path, 320)
+        return TokenVocabulary.read(byte_path, 320)
 
     router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow)))
     gone = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])

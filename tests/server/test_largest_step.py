@@ -6,7 +6,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from space_server.device_runner.device_step import StepKind
-from space_server.device_runner.device_stepper import DeviceStepper
+from space_server.device_runner.device_stepper import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, is_out_of_memory
 from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
 from space_server.testing import ScriptedModel
@@ -59,7 +59,7 @@ def test_a_fault_that_is_not_memory_s_is_not_taken_for_it() -> None:
 @pytest.mark.parametrize(("masks", "layout"), [(0, DraftLayout.plain()), (3, DraftLayout.full(3, 3))])
 def test_the_largest_step_on_the_device_has_every_line_and_whole_groups(masks: int, layout: DraftLayout) -> None:
     model = ScriptedModel(num_masks=masks)
-    stepper = DeviceStepper(model, model.allocate_kv(1, 16), max_sequences=6)
+    stepper = DeviceRunner(model, model.allocate_kv(1, 16), max_sequences=6)
     taken: list[StepKind] = []
     take = stepper._take
 
@@ -84,10 +84,10 @@ def test_a_largest_step_without_memory_for_it_takes_none_and_other_faults_are_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(error: Exception) -> None:
-        def take(self: DeviceStepper) -> None:
+        def take(self: DeviceRunner) -> None:
             raise error
 
-        monkeypatch.setattr(DeviceStepper, "take_largest", take)
+        monkeypatch.setattr(DeviceRunner, "take_largest", take)
 
     failing(torch.OutOfMemoryError("CUDA out of memory."))
     assert bytes_of_graphs(ScriptedModel(), max_sequences=6, block_size=16, available=lambda: 1000) == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.speculation.layout_yield import Worth, worths
+from space_server.speculation.layout_yield import LayoutYield, layout_yields
 
 chances_of = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4).map(tuple)
 
@@ -34,7 +34,7 @@ def test_a_full_layout_yields_what_the_paper_says(chances: tuple[float, ...]) ->
     for chance in chances:
         reach *= chance
         total += reach
-    worth = Worth.of(DraftLayout.full(k, k), chances)
+    worth = LayoutYield.of(DraftLayout.full(k, k), chances)
     assert worth.tokens == pytest.approx(total)
     assert (worth.chain_rows, worth.mask_rows) == pytest.approx((k + 1, k * (k + 1)))
 
@@ -43,7 +43,7 @@ def test_a_full_layout_yields_what_the_paper_says(chances: tuple[float, ...]) ->
 def test_a_pruned_layout_yields_what_dice_say(num_kept: int) -> None:
     chances = (0.7, 0.6, 0.5)
     layout = DraftLayout.pruned(3, 3, num_kept, (1.0, 0.7, 0.42, 0.21))
-    worth = Worth.of(layout, chances)
+    worth = LayoutYield.of(layout, chances)
     assert (worth.tokens, worth.chain_rows, worth.mask_rows) == pytest.approx(
         simulated(layout, chances, 40_000), rel=0.03
     )
@@ -51,7 +51,7 @@ def test_a_pruned_layout_yields_what_dice_say(num_kept: int) -> None:
 
 @given(chances_of)
 def test_of_the_layouts_considered_more_rows_bring_more_tokens(chances: tuple[float, ...]) -> None:
-    found = worths(chances, len(chances))
+    found = layout_yields(chances, len(chances))
     assert found[0].layout == DraftLayout.plain()
     rows = [worth.chain_rows + worth.mask_rows for worth in found]
     assert rows == sorted(rows)

@@ -9,8 +9,8 @@ import pytest
 from space_model.geometry.draft_layout import DraftLayout
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.speculation import speculation_probe as trials
-from space_server.speculation.controller import Load, Room
-from space_server.speculation.layout_yield import worths
+from space_server.speculation.controller import DraftLimits, StepLoad
+from space_server.speculation.layout_yield import layout_yields
 from space_server.speculation.speculation_controller import (
     CHANGE,
     EVERY,
@@ -18,8 +18,8 @@ from space_server.speculation.speculation_controller import (
     PROBE_SELDOM,
     SELDOM,
     TAKE_UP,
-    Crowd,
-    MeasuredController,
+    BatchMix,
+    SpeculationController,
 )
 from space_server.step_costs.step_cost import StepCost, StepShape
 
@@ -38,28 +38,32 @@ class Machine(StepCost):
         return self.fixed + self.per_row * max(0, shape.num_rows - self.ridge)
 
 
-def room(chances: tuple[float, ...] = CHANCES, num_drafts: int = 5) -> Room:
+def room(chances: tuple[float, ...] = CHANCES, num_drafts: int = 5) -> DraftLimits:
     acceptance = Acceptance(AcceptanceShape(chances, len(chances)))
-    return Room(1, num_drafts, len(chances), ROOM_ENOUGH, acceptance=acceptance)
+    return DraftLimits(1, num_drafts, len(chances), ROOM_ENOUGH, acceptance=acceptance)
 
 
-def next_layout(controller: MeasuredController, rooms: list[Room]) -> DraftLayout:
+def next_layout(controller: SpeculationController, rooms: list[DraftLimits]) -> DraftLayout:
     """The layout of the next step."""
-    return controller.layouts(rooms, Load())[0]
+    return controller.layouts(rooms, StepLoad())[0]
 
 
-def settled(controller: MeasuredController, rooms: list[Room], load: Load = Load()) -> list[DraftLayout]:  # noqa: B008
+def settled(
+    controller: SpeculationController,
+    rooms: list[DraftLimits],
+    load: StepLoad = StepLoad(),  # noqa: B008
+) -> list[DraftLayout]:
     for _ in range(PATIENCE + 2 * SELDOM):
         layouts = controller.layouts(rooms, load)
     return layouts
 
 
 def test_where_rows_are_free_all_are_laid_out() -> None:
-    assert settled(MeasuredController(Machine(1.0, 0.0)), [room()]) == [DraftLayout.full(5, 5)]
+    assert settled(SpeculationController(Machine(1.0, 0.0)), [room()]) == [DraftLayout.full(5, 5)]
 
 
 def test_where_rows_cost_as_much_as_a_step_decoding_is_plain() -> None:
-    assert settled(MeasuredController(Machine(0.01, 1.0)), [room()] * 4) == [DraftLayout.plain()] * 4
+    assert settled(SpeculationController(Machine(0.01, 1.0)), [room()] * 4) == [DraftLayout.plain()] * 4
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
@@ -67,14 +71,14 @@ def test_where_rows_cost_as_much_as_a_step_decoding_is_plain() -> None:
 def test_no_other_layout_used_by_all_brings_more(batch: int, ridge: int) -> None:
     machine = Machine(1.0, 0.02, ridge)
     rooms = [room()] * batch
-    layout = settled(MeasuredController(machine), rooms)[0]
+    layout = settled(SpeculationController(machine), rooms)[0]
     snapshot = rooms[0].acceptance.shape.snapshot  # type: ignore[union-attr]
     chances = tuple(1 / (1 + 2.718281828459045**-odds) for odds in snapshot)
 
     def rate(tokens: float, chain: float, masks: float) -> float:
         return batch * tokens / machine.seconds(StepShape(batch, round(batch * chain), round(batch * masks)))
 
-    rates = {w.layout: rate(w.tokens, w.chain_rows, w.mask_rows) for w in worths(chances, 5)}
+    rates = {w.layout: rate(w.tokens, w.chain_rows, w.mask_rows) for w in layout_yields(chances, 5)}
     plain, best = rates[DraftLayout.plain()], max(rates.values())
     assert rates[layout] * (1 + CHANGE) >= best or (layout == DraftLayout.plain() and best <= (1 + TAKE_UP) * plain)
     assert rates[layout] >= plain
@@ -82,16 +86,16 @@ def test_no_other_layout_used_by_all_brings_more(batch: int, ridge: int) -> None
 
 def test_sequences_that_accept_nothing_decode_plainly_beside_those_that_do() -> None:
     good, bad = room((0.95,) * 5), room((0.03,) * 5)
-    layouts = settled(MeasuredController(Machine(1.0, 0.05)), [good, bad] * 2)
+    layouts = settled(SpeculationController(Machine(1.0, 0.05)), [good, bad] * 2)
     assert layouts[0].num_masks > 0
     assert layouts[1] == DraftLayout.plain()
     assert layouts[:2] == layouts[2:]
 
 
 def test_masks_go_when_a_prompt_fills_the_step() -> None:
-    controller = MeasuredController(Machine(1.0, 0.05, ridge=64))
+    controller = SpeculationController(Machine(1.0, 0.05, ridge=64))
     alone = settled(controller, [room()])
-    crowded = settled(controller, [room()], Load(num_prefill_rows=400))
+    crowded = settled(controller, [room()], StepLoad(num_prefill_rows=400))
     assert alone[0].num_rows > crowded[0].num_rows
 
 
@@ -102,9 +106,9 @@ def test_where_decoding_is_plain_a_prompt_brings_no_masks() -> None:
         def seconds(self, shape: StepShape) -> float:
             return 1.0 if shape.num_prefill_rows else super().seconds(shape)
 
-    controller = MeasuredController(CheapBesidePrompts(0.01, 1.0))
+    controller = SpeculationController(CheapBesidePrompts(0.01, 1.0))
     assert settled(controller, [room()] * 4) == [DraftLayout.plain()] * 4
-    assert controller.layouts([room()] * 4, Load(num_prefill_rows=400)) == [DraftLayout.plain()] * 4
+    assert controller.layouts([room()] * 4, StepLoad(num_prefill_rows=400)) == [DraftLayout.plain()] * 4
 
 
 def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
@@ -116,22 +120,22 @@ def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
             asked.append(shape)
             return super().seconds(shape)
 
-    controller = MeasuredController(Asked(1.0, 0.0, 0))
+    controller = SpeculationController(Asked(1.0, 0.0, 0))
     settled(controller, [room()] * 32)
     counts = []
     for size in (32, 31, 33, 32, 20):
         asked.clear()
-        controller.layouts([room()] * size, Load())
+        controller.layouts([room()] * size, StepLoad())
         counts.append(len(asked))
     assert max(counts[1:4]) < min(20, counts[4])
 
 
-class Watched(MeasuredController):
+class Watched(SpeculationController):
     """Counts how often it looks at all there is to choose from."""
 
     num_looks = 0
 
-    def _choose(self, crowd: Crowd, load: Load) -> None:
+    def _choose(self, crowd: BatchMix, load: StepLoad) -> None:
         super()._choose(crowd, load)
         self.num_looks += 1
 
@@ -146,7 +150,7 @@ def test_who_drafts_looks_at_once_where_costs_change_and_plain_decoding_in_its_t
     before = controller.num_looks
     for _ in range(4 * SELDOM):
         machine.num_surprises += 1
-        controller.layouts([room()] * 16, Load())
+        controller.layouts([room()] * 16, StepLoad())
     assert controller.num_looks - before == looks
 
 
@@ -161,7 +165,7 @@ def test_a_restless_machine_has_nobody_look_more_often(per_row: float, looks: in
     settled(controller, alone)
     before = controller.num_looks
     for number in range(4 * SELDOM):
-        layout = alone[0].fit(controller.layouts(alone, Load())[0])
+        layout = alone[0].fit(controller.layouts(alone, StepLoad())[0])
         shape = StepShape(1, 1 + layout.num_drafts, layout.num_masks, int(layout.num_masks > 0))
         cost.learn(shape, (1.0 + per_row * shape.num_rows) * (1.2, 0.8)[number % 2])
     assert controller.num_looks - before == looks
@@ -172,44 +176,44 @@ def test_crowds_far_too_large_for_drafts_are_looked_at_in_their_turn_however_the
     assert settled(controller, [room()] * 16) == [DraftLayout.plain()] * 16
     before = controller.num_looks
     for number in range(8 * SELDOM):
-        assert not controller.layouts([room()] * (12, 16, 24, 9)[number % 4], Load())[0].num_masks
+        assert not controller.layouts([room()] * (12, 16, 24, 9)[number % 4], StepLoad())[0].num_masks
     assert controller.num_looks - before <= 16
     laid_out = [next_layout(controller, [room()]).num_masks for _ in range(EVERY + 1)]  # one alone is no such crowd
     assert laid_out[-1] > 0
 
 
 def test_who_may_draft_need_not_wait_behind_others_who_may_not() -> None:
-    controller = MeasuredController(Machine(1.0, 0.0))
-    plain = Room(1, 0, 0, ROOM_ENOUGH)
+    controller = SpeculationController(Machine(1.0, 0.0))
+    plain = DraftLimits(1, 0, 0, ROOM_ENOUGH)
     assert settled(controller, [plain]) == [DraftLayout.plain()]
-    assert controller.layouts([plain], Load()) == [DraftLayout.plain()]
+    assert controller.layouts([plain], StepLoad()) == [DraftLayout.plain()]
     assert next_layout(controller, [room()]) == DraftLayout.full(5, 5)
 
 
 def test_at_the_threshold_the_choice_does_not_swing() -> None:
     """Costs that tell two layouts apart by less than the margin, in turn one and the other."""
     machine = Machine(1.0, 0.02, ridge=16)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     seen = []
     for number in range(400):
         machine.per_row = 0.02 * (1.0 + 0.002 * (-1) ** (number // EVERY))
-        seen.append(controller.layouts([room()] * 4, Load())[0])
+        seen.append(controller.layouts([room()] * 4, StepLoad())[0])
     steady = seen[PATIENCE + EVERY :]
     assert sum(one != other for one, other in pairwise(steady)) <= 2 * 400 // 256 + 1
 
 
 def test_drafts_that_no_mask_made_are_laid_out_while_they_pay() -> None:
-    controller = MeasuredController(Machine(1.0, 0.1))
-    found = Room(1, 4, 0, ROOM_ENOUGH, chances=(0.9, 0.9, 0.05, 0.9))
-    assert controller.layouts([found], Load()) == [DraftLayout(2, (0, 0, 0))]
+    controller = SpeculationController(Machine(1.0, 0.1))
+    found = DraftLimits(1, 4, 0, ROOM_ENOUGH, chances=(0.9, 0.9, 0.05, 0.9))
+    assert controller.layouts([found], StepLoad()) == [DraftLayout(2, (0, 0, 0))]
 
 
 def test_nobody_is_asked_where_nobody_reaches_a_root() -> None:
-    assert MeasuredController(Machine(1.0, 0.1)).layouts([], Load(num_prefill_rows=8)) == []
+    assert SpeculationController(Machine(1.0, 0.1)).layouts([], StepLoad(num_prefill_rows=8)) == []
 
 
 def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_later() -> None:
-    controller = MeasuredController(Machine(1.0, 0.045))
+    controller = SpeculationController(Machine(1.0, 0.045))
     rooms = [room()]
     steps = []
     for _ in range(6000):
@@ -227,8 +231,8 @@ def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_l
 def test_what_lies_between_steps_makes_drafts_pay_where_steps_alone_would_not() -> None:
     """Rows that cost as much as they bring; but every step, however many rows, is followed by a pause."""
     machine = Machine(0.0, 0.0005)
-    assert settled(MeasuredController(machine), [room()]) == [DraftLayout.plain()]
-    controller = MeasuredController(machine)
+    assert settled(SpeculationController(machine), [room()]) == [DraftLayout.plain()]
+    controller = SpeculationController(machine)
     for _ in range(200):
         controller.stepped(1, 0.0005, pause=0.004)
     assert settled(controller, [room()])[0].num_drafts > 0
@@ -236,11 +240,11 @@ def test_what_lies_between_steps_makes_drafts_pay_where_steps_alone_would_not() 
 
 def test_a_hiccup_while_drafting_is_no_reason_to_stop() -> None:
     machine = Machine(0.01, 0.001)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     drafted = settled(controller, [room()])
     assert drafted[0].num_drafts > 0
     for number in range(400):
-        layout = controller.layouts([room()], Load())[0]
+        layout = controller.layouts([room()], StepLoad())[0]
         assert layout.num_drafts > 0
         usual = machine.seconds(StepShape(1, 1 + layout.num_drafts, layout.num_masks))
         hiccup = number % 5 == 0  # fifty times what was expected
@@ -257,7 +261,7 @@ def test_what_was_measured_in_a_bad_moment_is_found_out_by_a_trial() -> None:
             return super().seconds(shape) * (1.45 if shape.num_rows > 1 and self.num_tried < 8 else 1.0)
 
     machine = Misjudged(1.0, 0.06)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     for _ in range(2 * trials.AFTER):
         layout = next_layout(controller, [room()])
@@ -276,7 +280,7 @@ def test_plain_decoding_that_was_measured_in_a_bad_moment_is_found_out_by_a_prob
             return super().seconds(shape) * (2.5 if is_plain and not self.num_plain else 1.0)
 
     machine = Misjudged(1.0, 0.37)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     assert settled(controller, [room()])[0].num_masks > 0
     for _ in range(PROBE_SELDOM + 2 * EVERY):
         layout = next_layout(controller, [room()])
@@ -286,7 +290,7 @@ def test_plain_decoding_that_was_measured_in_a_bad_moment_is_found_out_by_a_prob
 
 def test_where_plain_decoding_is_best_trials_become_rare() -> None:
     machine = Machine(1.0, 0.37)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(12_000)]
     assert 2 * trials.STEPS <= sum(tried) < 0.01 * len(tried)
@@ -294,10 +298,10 @@ def test_where_plain_decoding_is_best_trials_become_rare() -> None:
 
 def test_a_crowd_that_may_not_draft_teaches_nothing_about_drafts() -> None:
     machine = Machine(1.0, 0.37)
-    controller = MeasuredController(machine)
+    controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     for _ in range(4 * trials.AFTER):
-        assert controller.layouts([Room(1, 4, 0, ROOM_ENOUGH)], Load()) == [DraftLayout.plain()]
+        assert controller.layouts([DraftLimits(1, 4, 0, ROOM_ENOUGH)], StepLoad()) == [DraftLayout.plain()]
         controller.stepped(1, 1.0)
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(trials.AFTER // 2)]
     assert not any(tried)
@@ -307,10 +311,10 @@ def steps_until_drafts_stay(cost: StepCost, true: Callable[[StepShape], float], 
     """Steps of a server that takes what the controller says, on a machine whose steps take `true` seconds, until nine
     in ten of a hundred have drafts.
     """
-    controller, rng = MeasuredController(cost), random.Random(0)
+    controller, rng = SpeculationController(cost), random.Random(0)
     rooms, recent = [room()] * batch, deque[bool](maxlen=100)
     for number in range(most):
-        layouts = [one.fit(layout) for one, layout in zip(rooms, controller.layouts(rooms, Load()), strict=True)]
+        layouts = [one.fit(layout) for one, layout in zip(rooms, controller.layouts(rooms, StepLoad()), strict=True)]
         chain, masks = sum(1 + one.num_drafts for one in layouts), sum(one.num_masks for one in layouts)
         shape = StepShape(batch, chain, masks, sum(one.num_masks > 0 for one in layouts))
         seconds = true(shape) * rng.lognormvariate(0.0, 0.03)
@@ -343,7 +347,7 @@ def test_a_server_that_started_beside_other_work_finds_the_drafts_that_pay(batch
 
 
 def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
-    known = trials.Trials()
+    known = trials.SpeculationProbe()
     assert not known.is_due(0.5, 10**9)
     known.doubt()
     assert not known.is_due(0.5, trials.AFTER)

@@ -4,12 +4,12 @@ import asyncio
 import threading
 
 import pytest
-from space_server.grpc_server.report_queue import Outbox
+from space_server.grpc_server.report_queue import ReportQueue
 
 
 def test_what_is_said_is_taken_in_order_whether_somebody_waits_for_it_or_not() -> None:
     async def scene() -> None:
-        outbox: Outbox[int] = Outbox()
+        outbox: ReportQueue[int] = ReportQueue()
         outbox.put(1)
         outbox.put(2)
         assert [await outbox.take(10.0), await outbox.take(10.0)] == [1, 2]
@@ -24,7 +24,7 @@ def test_what_is_said_is_taken_in_order_whether_somebody_waits_for_it_or_not() -
 
 def test_a_silence_longer_than_patience_is_noticed_though_the_timer_was_set_for_an_earlier_message() -> None:
     async def scene() -> None:
-        outbox: Outbox[str] = Outbox()
+        outbox: ReportQueue[str] = ReportQueue()
         loop = asyncio.get_running_loop()
         loop.call_later(0.03, outbox.put, "said")
         assert await outbox.take(0.05) == "said"
@@ -41,7 +41,7 @@ def test_a_silence_longer_than_patience_is_noticed_though_the_timer_was_set_for_
 
 def test_less_patience_than_before_is_kept_too() -> None:
     async def scene() -> None:
-        outbox: Outbox[str] = Outbox()
+        outbox: ReportQueue[str] = ReportQueue()
         taking = asyncio.ensure_future(outbox.take(60.0))
         await asyncio.sleep(0)
         outbox.put("said")
@@ -55,7 +55,7 @@ def test_less_patience_than_before_is_kept_too() -> None:
 
 def test_a_taker_that_is_cancelled_loses_nothing() -> None:
     async def scene() -> None:
-        outbox: Outbox[str] = Outbox()
+        outbox: ReportQueue[str] = ReportQueue()
         taking = asyncio.ensure_future(outbox.take(60.0))
         await asyncio.sleep(0)
         taking.cancel()

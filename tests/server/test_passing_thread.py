@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from space_server.machine.run_in_thread import in_passing_thread
+from space_server.machine.run_in_thread import run_in_thread
 
 
 def test_it_returns_what_the_work_returns_and_is_gone() -> None:
@@ -15,7 +15,7 @@ def test_it_returns_what_the_work_returns_and_is_gone() -> None:
         names.append(threading.current_thread().name)
         return int(torch.ones(3).sum())
 
-    assert in_passing_thread(work) == 3
+    assert run_in_thread(work) == 3
     assert names == ["passing"]
     assert set(threading.enumerate()) <= before
 
@@ -25,4 +25,4 @@ def test_it_raises_what_the_work_raises() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        in_passing_thread(work)
+        run_in_thread(work)

@@ -2,10 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.batch.limits import Limits
-from space_server.batch.sequence import Sequence
+from space_server.batch.limits import SequenceLimits
+from space_server.batch.sequence import RunningSequence
 from space_server.scheduling.prefill_budget import LEAST_ROWS, PrefillBudget
 from space_server.scheduling.scheduled_batch import plan_step
 from space_server.speculation.controller import FixedLayout
@@ -15,16 +15,16 @@ BLOCK = 16
 PLAIN = FixedLayout(lambda room: DraftLayout.plain())
 
 
-def sequence(seq_id: int, num_ids: int, num_computed: int = 0, num_pages: int | None = None) -> Sequence:
+def sequence(seq_id: int, num_ids: int, num_computed: int = 0, num_pages: int | None = None) -> RunningSequence:
     pages = list(range(num_ids // BLOCK + 1 if num_pages is None else num_pages))
-    return Sequence(
+    return RunningSequence(
         seq_id=seq_id,
         ids=[9] * num_ids,
         num_prompt=num_ids,
         num_computed=num_computed,
         pages=pages,
-        law=Law(key=0),
-        limits=Limits(100, 10_000, frozenset(), frozenset()),
+        law=SamplingParams(key=0),
+        limits=SequenceLimits(100, 10_000, frozenset(), frozenset()),
         max_drafts=0,
         num_logprobs=None,
         num_prompt_logprobs=None,
@@ -34,7 +34,7 @@ def sequence(seq_id: int, num_ids: int, num_computed: int = 0, num_pages: int | 
     )
 
 
-def rows(sequences: list[Sequence], budget: int) -> dict[int, int]:
+def rows(sequences: list[RunningSequence], budget: int) -> dict[int, int]:
     plan = plan_step(sequences, PLAIN, block_size=BLOCK, budget=PrefillBudget(budget))
     return {one.sequence.seq_id: one.num_pending for one in plan.plans}
 
@@ -69,7 +69,7 @@ def test_drafts_wait_where_they_would_take_a_step_with_prompt_rows_over_its_seco
     drafting.drafts, drafting.max_drafts = [7, 7, 7], 3
     full = FixedLayout(lambda room: DraftLayout.full(room.num_drafts, 0))
 
-    def chain_rows(*others: Sequence, seconds: float) -> int:
+    def chain_rows(*others: RunningSequence, seconds: float) -> int:
         budget = PrefillBudget(100, seconds, Slow([]))
         return plan_step([*others, drafting], full, block_size=BLOCK, budget=budget).shape.num_chain_rows
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
-from space_server.tensor_parallel.plan_message import Kind, Message, MessageLost, PlanReader, PlanWriter
+from space_server.tensor_parallel.plan_message import MessageLost, PlanMessage, PlanMessageKind, PlanReader, PlanWriter
 
 
 def some_steps(rng: random.Random) -> Iterator[list[Segment]]:
@@ -30,7 +30,7 @@ def some_steps(rng: random.Random) -> Iterator[list[Segment]]:
         yield step
 
 
-def understood(message: Message) -> list[tuple[object, ...]]:
+def understood(message: PlanMessage) -> list[tuple[object, ...]]:
     return [(list(s.ids), s.start, list(s.pages), s.layout, s.adapter) for s in message.segments]
 
 
@@ -39,8 +39,8 @@ def test_a_follower_lays_out_the_same_rows(seed: int) -> None:
     writer, reader = PlanWriter(), PlanReader()
     for number, step in enumerate(some_steps(random.Random(seed))):
         message = reader.read(writer.rows(step, number))
-        assert (message.kind, message.figures) == (Kind.ROWS, (number,))
-        assert understood(message) == understood(Message(Kind.ROWS, (), tuple(step)))
+        assert (message.kind, message.figures) == (PlanMessageKind.ROWS, (number,))
+        assert understood(message) == understood(PlanMessage(PlanMessageKind.ROWS, (), tuple(step)))
 
 
 def test_pages_are_said_once_and_then_only_the_new_ones() -> None:
@@ -65,13 +65,18 @@ def test_a_sequence_number_that_comes_again_with_other_pages_is_another_sequence
 
 def test_messages_without_rows_carry_their_figures() -> None:
     writer, reader = PlanWriter(), PlanReader()
-    for kind, figures in ((Kind.PAGES, (64, 16)), (Kind.HEAD, (3,)), (Kind.BEAT, ()), (Kind.END, ())):
-        assert reader.read(writer.simple(kind, *figures)) == Message(kind, figures)
+    for kind, figures in (
+        (PlanMessageKind.PAGES, (64, 16)),
+        (PlanMessageKind.HEAD, (3,)),
+        (PlanMessageKind.BEAT, ()),
+        (PlanMessageKind.END, ()),
+    ):
+        assert reader.read(writer.simple(kind, *figures)) == PlanMessage(kind, figures)
 
 
 def test_a_number_that_does_not_follow_is_an_error_that_names_both() -> None:
     writer, reader = PlanWriter(), PlanReader()
-    reader.read(writer.simple(Kind.BEAT))
-    writer.simple(Kind.BEAT)
-    with pytest.raises(MessageLost, match="Message 3 came where message 2 was due"):
-        reader.read(writer.simple(Kind.BEAT))
+    reader.read(writer.simple(PlanMessageKind.BEAT))
+    writer.simple(PlanMessageKind.BEAT)
+    with pytest.raises(MessageLost, match="PlanMessage 3 came where message 2 was due"):
+        reader.read(writer.simple(PlanMessageKind.BEAT))

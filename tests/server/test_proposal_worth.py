@@ -5,7 +5,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.drafts.drafts import DraftSources
-from space_server.speculation.controller import FixedLayout, Load, Room
+from space_server.speculation.controller import DraftLimits, FixedLayout, StepLoad
 from space_server.speculation.lookup_policy import (
     GAIN_RATE,
     LONGEST_NAP,
@@ -13,10 +13,10 @@ from space_server.speculation.lookup_policy import (
     READING,
     RETRY,
     WINDOW,
+    LookupPolicy,
     Offer,
-    ProposalWorth,
 )
-from space_server.speculation.speculation_controller import PATIENCE, SELDOM, MeasuredController
+from space_server.speculation.speculation_controller import PATIENCE, SELDOM, SpeculationController
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
@@ -30,14 +30,14 @@ def good(seconds: float) -> Offer:
 
 
 def stepped(
-    worth: ProposalWorth, num_sequences: int = 8, *, num_read: int | None = None, by_masks: bool = False
+    worth: LookupPolicy, num_sequences: int = 8, *, num_read: int | None = None, by_masks: bool = False
 ) -> None:
     worth.stepped(num_sequences, num_sequences if num_read is None else num_read, by_masks=by_masks)
 
 
-def napping(num_sequences: int = 8) -> ProposalWorth:
+def napping(num_sequences: int = 8) -> LookupPolicy:
     """Who has read that many for nothing."""
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     for _ in range(WINDOW):
         stepped(worth, num_sequences)
     assert worth.naps
@@ -56,31 +56,31 @@ class Tiled(StepCost):
         return 1e-3 * (1.0 + self.tile * (more > 0) + 0.005 * more)
 
 
-def rooms(num_proposing: int, chances: tuple[float, ...] = (0.8, 0.8)) -> list[Room]:
-    proposing = [Room(n, len(chances), 0, 100, chances=chances) for n in range(num_proposing)]
-    return proposing + [Room(n, 0, 0, 100) for n in range(num_proposing, 8)]
+def rooms(num_proposing: int, chances: tuple[float, ...] = (0.8, 0.8)) -> list[DraftLimits]:
+    proposing = [DraftLimits(n, len(chances), 0, 100, chances=chances) for n in range(num_proposing)]
+    return proposing + [DraftLimits(n, 0, 0, 100) for n in range(num_proposing, 8)]
 
 
 @pytest.mark.parametrize(("num_proposing", "taken"), [(1, False), (8, True)])
 def test_one_sequences_drafts_are_not_taken_where_all_pay_for_them(num_proposing: int, taken: bool) -> None:
-    controller = MeasuredController(Tiled(0.3))
-    layouts = [controller.layouts(rooms(num_proposing), Load()) for _ in range(RETRY - 1)][-1]
+    controller = SpeculationController(Tiled(0.3))
+    layouts = [controller.layouts(rooms(num_proposing), StepLoad()) for _ in range(RETRY - 1)][-1]
     assert [layout.num_drafts for layout in layouts] == ([2] * num_proposing if taken else [0] * 8)
 
 
 def test_where_the_first_row_more_is_cheap_one_sequences_drafts_are_taken() -> None:
-    controller = MeasuredController(Tiled(0.0))
-    assert controller.layouts(rooms(1), Load())[0] == DraftLayout.of(2, (0, 0, 0))
+    controller = SpeculationController(Tiled(0.0))
+    assert controller.layouts(rooms(1), StepLoad())[0] == DraftLayout.of(2, (0, 0, 0))
 
 
 def test_the_price_of_what_does_not_pay_is_looked_at_again() -> None:
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     assert [worth.pays(BAD) for _ in range(2 * RETRY)].count(True) == 2
 
 
 @pytest.mark.parametrize(("num_sequences", "num_steps"), [(1, 64), (2, 32), (8, 8), (64, 8)])
 def test_texts_are_not_read_where_that_has_not_paid_for_itself(num_sequences: int, num_steps: int) -> None:
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     for _ in range(num_steps):
         assert not worth.naps
         stepped(worth, num_sequences)
@@ -88,21 +88,21 @@ def test_texts_are_not_read_where_that_has_not_paid_for_itself(num_sequences: in
 
 
 def test_steps_of_those_whose_texts_nobody_reads_say_nothing() -> None:
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     for _ in range(5 * WINDOW):
         stepped(worth, num_read=0)
         assert not worth.naps
 
 
 def test_texts_are_read_as_long_as_drafts_save_more_than_reading_takes() -> None:
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     for _ in range(3 * WINDOW):
         assert worth.pays(good(16 * READING))
         stepped(worth)
         assert not worth.naps
 
 
-def naps_of(worth: ProposalWorth, num_steps: int) -> list[int]:
+def naps_of(worth: LookupPolicy, num_steps: int) -> list[int]:
     """The steps of each nap that ended."""
     lengths, slept = [], 0
     for _ in range(num_steps):
@@ -116,7 +116,7 @@ def naps_of(worth: ProposalWorth, num_steps: int) -> list[int]:
 
 
 def test_each_nap_in_a_row_is_twice_as_long_up_to_a_bound() -> None:
-    assert naps_of(ProposalWorth(), 3 * LONGEST_NAP) == [NAP, 2 * NAP, LONGEST_NAP, LONGEST_NAP]
+    assert naps_of(LookupPolicy(), 3 * LONGEST_NAP) == [NAP, 2 * NAP, LONGEST_NAP, LONGEST_NAP]
 
 
 def test_a_crowd_of_half_the_size_is_read_and_the_whole_one_naps_on() -> None:
@@ -137,7 +137,7 @@ def test_nobody_naps_while_masks_draft() -> None:
 
 @pytest.mark.parametrize("by_masks", [False, True])
 def test_the_gain_follows_what_drafts_save_or_would(by_masks: bool) -> None:
-    worth = ProposalWorth()
+    worth = LookupPolicy()
     for _ in range(round(5 / GAIN_RATE)):
         stepped(worth, by_masks=by_masks)
         if by_masks and worth.asks:
@@ -152,13 +152,15 @@ def test_masks_must_beat_plain_decoding_with_its_proposals() -> None:
     """Ten rows of masks bring each sequence 1.5 tokens more; where texts repeat themselves proposals bring as much."""
     rate = {}
     for proposing in (0, 2):
-        controller = MeasuredController(Ridge())
+        controller = SpeculationController(Ridge())
         drawn = [
-            Room(n, 5, 5, 100, acceptance=Acceptance(AcceptanceShape((0.7,) * 5, 5)), is_read=True, chances=chances)
+            DraftLimits(
+                n, 5, 5, 100, acceptance=Acceptance(AcceptanceShape((0.7,) * 5, 5)), is_read=True, chances=chances
+            )
             for n, chances in enumerate([(0.95,) * 5] * proposing + [()] * (2 - proposing))
         ]
         for _ in range(PATIENCE + 8 * SELDOM):
-            layouts = controller.layouts(drawn, Load())
+            layouts = controller.layouts(drawn, StepLoad())
         rate[proposing] = controller.rule is not None
         assert (layouts[0].num_masks > 0) is rate[proposing]
     assert rate == {0: True, 2: False}

@@ -15,7 +15,7 @@ from space_common.log_lines import JsonLines
 from space_common.tracing import TracingUnavailable, check_tracing, exporting
 from space_proto import worker_pb2 as pb
 from space_server.config import parse
-from space_server.grpc_server.router_session import Conversation
+from space_server.grpc_server.router_session import RouterSession
 from space_server.grpc_server.sequence_spans import SequenceSpans
 from space_server.testing import ScriptedModel
 from space_server.worker import Worker
@@ -99,7 +99,7 @@ def test_released_and_left_sequences_end_their_spans(kept: Kept) -> None:
 
 async def _conversation(kept: Kept) -> None:
     worker = Worker(ScriptedModel(), num_blocks=64, block_size=4)
-    conversation = Conversation(worker, SequenceSpans(kept.tracer))
+    conversation = RouterSession(worker, SequenceSpans(kept.tracer))
     conversation.start()
     conversation.receive([pb.Command(start=pb.Start(protocol_major=1, max_draft_length=3)), admit()])
     ended = False

@@ -14,7 +14,7 @@ from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.grpc_server import service
-from space_server.grpc_server.router_session import MAX_UNSENT, Conversation
+from space_server.grpc_server.router_session import MAX_UNSENT, RouterSession
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.machine.energy import Meter
 from space_server.speculation.controller import FixedLayout
@@ -306,7 +306,7 @@ def test_draining_without_a_router_is_over_at_once(tmp_path: Path) -> None:
 def test_a_router_that_does_not_read_is_not_run_ahead_of() -> None:
     async def scenario() -> None:
         worker = Worker(ScriptedModel(num_masks=0), num_blocks=256, block_size=4)
-        conversation = Conversation(worker)
+        conversation = RouterSession(worker)
         conversation.receive([start(), admit(1, max_tokens=900)])
         conversation.receive([pb.Command(extend=pb.Extend(seq_id=1, pages=range(20, 256)))])
         conversation.start()
@@ -328,7 +328,7 @@ def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_worker()
     async def scenario() -> None:
         model = SlowModel()
         worker = Worker(model, num_blocks=256, block_size=4)
-        conversation = Conversation(worker)
+        conversation = RouterSession(worker)
         conversation.receive([start(), admit(1, max_tokens=900)])
         conversation.start()
         await asyncio.to_thread(model.begun.wait, 10)

@@ -14,7 +14,7 @@ from space_kernels.build import cpu_library
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_server.machine.machine_load import Load, LoadWatch
+from space_server.machine.machine_load import LoadWatch, MachineLoad
 from space_server.startup import calibration
 from space_server.startup.calibration import FEWEST, PLAIN_STEP, Calibration, Timing
 from space_server.startup.cost_file import BadCostFile, CostFile
@@ -343,5 +343,5 @@ def test_every_kind_of_compiled_operations_is_measured_for_itself(
 
 
 def test_a_load_without_figures_is_no_load() -> None:
-    assert Load(2).why_busy is None
-    assert set(Load(2).as_json().values()) == {2, None}
+    assert MachineLoad(2).why_busy is None
+    assert set(MachineLoad(2).as_json().values()) == {2, None}

@@ -34,7 +34,7 @@ from space_server.__main__ import main
 from space_server.config import parse
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
-from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.lead_model import TensorParallelLeader
 from space_server.tensor_parallel.rank_place import RankPlace
 from space_server.tensor_parallel.rank_start import leading
 from space_server.tensor_parallel.ranks import GROUP_LOST, GroupLost
@@ -62,7 +62,7 @@ def flags(model: Path | str, listen: str = "h:1", timeout: float = 30.0) -> list
 
 
 @contextmanager
-def two_ranks(path: Path, lost: Callable[[str], NoReturn], timeout: float) -> Iterator[LeadModel]:
+def two_ranks(path: Path, lost: Callable[[str], NoReturn], timeout: float) -> Iterator[TensorParallelLeader]:
     """Rank 0 is this process; rank 1 is another one."""
     arguments = flags(path, timeout=timeout)
 

@@ -9,7 +9,7 @@ import tokenizers
 from space_model.testing import tiny_checkpoint
 from space_router.text.testing import write_checkpoint
 from space_router.text.tokenizer import Tokenizer
-from space_server.grammar.vocabulary import NoVocabulary, Vocabulary, bits_of, ids_of
+from space_server.grammar.vocabulary import NoVocabulary, TokenVocabulary, bits_of, ids_of
 from tokenizers import AddedToken, decoders, models, normalizers
 
 
@@ -47,14 +47,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_id_has_the_bytes_that_clients_get(folder: Path) -> None:
     router = Tokenizer.load(folder)
     count = 20 + max(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"].values())
-    vocabulary = Vocabulary.read(folder, count)
+    vocabulary = TokenVocabulary.read(folder, count)
     for id_, text in enumerate(vocabulary.texts):
         assert text == (b"" if id_ in router.special_ids else router.bytes_of[id_])
 
 
 def test_special_ids_have_no_text_and_masks_are_in_no_grammar(folder: Path) -> None:
     special = sorted(Tokenizer.load(folder).special_ids)
-    vocabulary = Vocabulary.read(folder, 300, never=special[:1])
+    vocabulary = TokenVocabulary.read(folder, 300, never=special[:1])
     possible = ids_of(vocabulary.possible)
     assert special[0] not in possible
     assert [id_ for id_ in special[1:] if id_ < 300 and id_ not in possible] == []
@@ -71,7 +71,7 @@ def test_a_set_of_ids_is_as_many_bits(num_ids: int) -> None:
 def test_a_checkpoint_whose_bytes_nobody_knows_is_refused_with_the_reason(tmp_path: Path) -> None:
     def why() -> str:
         with pytest.raises(NoVocabulary) as caught:
-            Vocabulary.read(tmp_path, 8)
+            TokenVocabulary.read(tmp_path, 8)
         return str(caught.value)
 
     assert why() == "the checkpoint has no tokenizer.json"
@@ -89,6 +89,6 @@ def test_files_with_a_byte_order_mark_and_special_tokens_of_the_other_files_are_
     content["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(content).encode())
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
-    vocabulary = Vocabulary.read(tmp_path, 16)
+    vocabulary = TokenVocabulary.read(tmp_path, 16)
     assert (vocabulary.texts[0], vocabulary.texts[2]) == (b"", b""), "special ids are no text"
     assert vocabulary.texts[1] == b"<|im_start|>", "which only tokenizer.json could have called special"

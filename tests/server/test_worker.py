@@ -3,7 +3,7 @@
 import pytest
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
-from space_server.speculation.controller import FixedLayout, Room
+from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import ProtocolError, Worker
 
@@ -258,7 +258,7 @@ def test_speculation_off_lays_out_the_root_alone() -> None:
 def test_layouts_may_differ_between_sequences_and_steps() -> None:
     model = ScriptedModel(wrong=[p for p in range(400) if p % 5 == 0 or p % 7 == 3])
 
-    def rule(room: Room) -> DraftLayout:
+    def rule(room: DraftLimits) -> DraftLayout:
         if room.seq_id == 1:
             return DraftLayout.full(room.num_drafts, 2)
         return DraftLayout(room.num_drafts, (3, 0, 2, 1)[: room.num_drafts + 1])

@@ -10,17 +10,17 @@ from typing import Any
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import Cause
-from space_router.engine.workers.worker_connection import Seat
+from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.metrics import Metrics
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from simulation.worker import SimulatedWorker
 
-ReportListener = Callable[[worker_pb2.StepReport, Sequence[LiveRequest]], None]
+ReportListener = Callable[[worker_pb2.StepReport, Sequence[RequestState]], None]
 """Called with a report and the requests that its parts are about, once the engine has processed it."""
 
 
@@ -51,7 +51,7 @@ class _Series:
 _SERIES = _Series()
 
 
-class SimulatedConnection(Seat):
+class SimulatedConnection(WorkerConnection):
     """A worker whose messages take `cluster.link` seconds each way, and which steps whenever it has work."""
 
     def __init__(self, cluster: SimulatedCluster, new_worker: Callable[[], SimulatedWorker]) -> None:
@@ -68,7 +68,7 @@ class SimulatedConnection(Seat):
         engine = self._cluster.engine
         self.worker = self._new_worker()
         self.num_incarnations += 1
-        facts = ModelFacts.from_hello(self.worker.worker.hello(str(self.num_incarnations)))
+        facts = WorkerModelFacts.from_hello(self.worker.worker.hello(str(self.num_incarnations)))
         engine.expect(facts)
         self.scheduler = engine.new_scheduler(facts)
         self._inbox, self._is_stepping, self._num_reports = deque(), False, 0
@@ -84,7 +84,7 @@ class SimulatedConnection(Seat):
         """Lose the worker with everything that it has not reported yet."""
         if self.scheduler is not None:
             lost, self.scheduler, self.worker = self.scheduler, None, None
-            self._cluster.engine.worker_lost(self, lost, Cause.OUTSIDE)
+            self._cluster.engine.worker_lost(self, lost, ExitCause.OUTSIDE)
 
     def flush(self) -> None:
         if self.scheduler is not None and (commands := self.scheduler.take_commands()):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Refused
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.stream import Stream
 from space_server.step_costs.step_cost import StepCost
 
@@ -199,7 +199,7 @@ class Simulation:
 
     # What the engine delivers.
 
-    def _on_report(self, report: worker_pb2.StepReport, lives: Sequence[LiveRequest]) -> None:
+    def _on_report(self, report: worker_pb2.StepReport, lives: Sequence[RequestState]) -> None:
         interval = self._interval
         if report.stepped:
             interval.busy += report.stats.forward_seconds

@@ -15,10 +15,10 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
-from space_server.host_runner.host_runner import Advance, Stepper, StepTimes
-from space_server.scheduling.scheduled_batch import Plan, shape_of
-from space_server.speculation.controller import Controller, FixedLayout, Load, Room
-from space_server.speculation.speculation_controller import MeasuredController
+from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
+from space_server.scheduling.scheduled_batch import ScheduledSequence, shape_of
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
+from space_server.speculation.speculation_controller import SpeculationController
 from space_server.step_costs.step_cost import StepCost
 from space_server.worker import Worker
 
@@ -85,7 +85,7 @@ class NoWeights:
         raise AttributeError(f"a simulated model has no {name}: it never runs")
 
 
-class CostedStepper(Stepper):
+class CostedStepper(HostRunner):
     """Continues each sequence by its text, and advances the clock by the machine's seconds."""
 
     def __init__(
@@ -96,15 +96,15 @@ class CostedStepper(Stepper):
         self._machine, self._library, self._time, self._noise = machine, library, clock, noise
         self._next_drafts: dict[tuple[DraftLayout, int], tuple[int, int]] = {}  # -> first mask, drafts
 
-    def run(self, plans: Sequence[Plan], times: StepTimes) -> list[Advance]:
+    def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         seconds = self._machine.seconds(shape_of(plans)) * self._noise()
         self._time.now += seconds
         times.forward += seconds
         self.num_forwards += 1
         return [self._advance(plan) for plan in plans]
 
-    def _advance(self, plan: Plan) -> Advance:
-        advance = Advance(plan)
+    def _advance(self, plan: ScheduledSequence) -> SequenceOutput:
+        advance = SequenceOutput(plan)
         if not plan.closes:
             return advance
         sequence, layout = plan.sequence, plan.layout
@@ -147,9 +147,9 @@ class CountingController:
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         self.controller.stepped(num_tokens, seconds, pause)
 
-    def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
+    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         chosen = self.controller.layouts(rooms, load)
-        if isinstance(self.controller, MeasuredController):
+        if isinstance(self.controller, SpeculationController):
             drafts = self.controller.rule is not None
             self.num_switches += drafts != self._drafts
             self._drafts = drafts
@@ -172,7 +172,7 @@ class SimulatedWorker:
         """`cost`: what it knows of the machine at its start; `jitter`: standard deviation of a step's log seconds."""
         self.clock = VirtualClock()
         fixed = setup.speculation if isinstance(setup.speculation, int) else 0
-        self.controller = CountingController(FixedLayout.full(fixed) if fixed else MeasuredController(cost))
+        self.controller = CountingController(FixedLayout.full(fixed) if fixed else SpeculationController(cost))
         self.worker = Worker(
             NoWeights(setup),
             num_blocks=setup.num_blocks,

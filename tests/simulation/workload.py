@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 
 from simulation.texts import EOS, prefix_ids, prompt_ids
 
@@ -123,7 +123,7 @@ class ClientRequest:
         return ValidRequest(
             request_id=f"{self.number}.{choice}",
             prompt_ids=self.prompt_ids,
-            sampling=Sampling(seed=self.number, choice=choice, temperature=1.0),
+            sampling=SamplingOptions(seed=self.number, choice=choice, temperature=1.0),
             max_tokens=self.max_tokens,
             eos_ids=(EOS,) if self.max_tokens > self.num_output else (),
             priority=self.priority,

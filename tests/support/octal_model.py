@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from exact_distribution import Floats, softmax
 from space_eval.desk import Desk, Record, Request
-from space_kernels.sampling.choice import Choice
-from space_kernels.sampling.logits_processors import Row, process
+from space_kernels.sampling.choice import SampledTokens
+from space_kernels.sampling.logits_processors import process
+from space_kernels.sampling.sampling_rows import SamplingRow
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts.draft_source import DraftSource
@@ -154,7 +155,7 @@ class RejectionRule:
         self._rng, self._residual = np.random.default_rng(seed), residual
         self._q = np.isin(np.arange(VOCABULARY), LIVE_IDS) / len(LIVE_IDS)
 
-    def __call__(self, logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choice:
+    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
         p = softmax(process(logits, rows, banned_ids).double().numpy())
         # The next row's tail ends with the draft that this row judges; a sequence's last row judges none.
         judged = [n + 1 < len(rows) and len(rows[n + 1].tail) == len(row.tail) + 1 for n, row in enumerate(rows)]
@@ -170,4 +171,4 @@ class RejectionRule:
                     weights = np.maximum(weights - self._q, 0)
                     weights = weights / weights.sum()
             chosen.append(int(self._rng.choice(VOCABULARY, p=weights)))
-        return Choice(torch.tensor(chosen), torch.ones(len(rows), dtype=torch.bool))
+        return SampledTokens(torch.tensor(chosen), torch.ones(len(rows), dtype=torch.bool))

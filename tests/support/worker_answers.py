@@ -10,7 +10,7 @@ from space_proto import worker_pb2 as pb
 from space_router.text.model_text import ModelText
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
-from space_server.speculation.speculation_controller import MeasuredController
+from space_server.speculation.speculation_controller import SpeculationController
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
@@ -47,7 +47,7 @@ def answers(
     """The answers, all requests at once. `plain`: what a script of drafts knows of each."""
     cost = IdleArithmetic()
     source = None if drafting.right is None else ScriptedDrafts(drafting.right, range(model.facts.vocab_size))
-    controller = MeasuredController(cost) if drafting.k is None else FixedLayout.full(drafting.k)
+    controller = SpeculationController(cost) if drafting.k is None else FixedLayout.full(drafting.k)
     worker = Worker(
         model,
         num_blocks=len(requests) * SLOTS // BLOCK_SIZE,

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 from space_train.data.data_error import BadRecord
-from space_train.data.data_forms import Conversation, PlainText, Role, documents
-from space_train.data.data_source import Record, records
+from space_train.data.data_forms import DataConversation, PlainText, Role, documents
+from space_train.data.data_source import SourceRecord, records
 
 ASKED_AND_ANSWERED = [("user", "Hi?", False), ("assistant", "Ho.", True)]
 
 
 def said(record: dict[str, Any]) -> list[tuple[str, str, bool]]:
     """(role, content, learned) of each turn."""
-    ((_, _, document),) = documents([Record("data.jsonl", 1, record)])
-    assert isinstance(document, Conversation)
+    ((_, _, document),) = documents([SourceRecord("data.jsonl", 1, record)])
+    assert isinstance(document, DataConversation)
     return [(str(turn.role), turn.content, turn.learned) for turn in document.turns]
 
 
@@ -66,7 +66,7 @@ def test_every_turn_of_an_assistant_is_learned_but_those_of_weight_0() -> None:
 
 @pytest.mark.parametrize("record", [{"text": "All of it."}, {"content": "All of it.", "path": "a.py"}])
 def test_plain_text_is_one_text(record: dict[str, Any]) -> None:
-    ((_, form, document),) = documents([Record("data.jsonl", 1, record)])
+    ((_, form, document),) = documents([SourceRecord("data.jsonl", 1, record)])
     assert (form, document) == ("plain text", PlainText("All of it."))
 
 
@@ -151,7 +151,7 @@ def test_a_record_in_another_form_than_its_file_is_refused_with_both(tmp_path: P
 )
 def test_a_broken_record_is_refused_with_its_place_and_what_is_wrong(record: object, message: str) -> None:
     with pytest.raises(BadRecord, match=message):
-        list(documents([Record("d", 7, record)]))
+        list(documents([SourceRecord("d", 7, record)]))
 
 
 def test_roles_go_by_many_names() -> None:

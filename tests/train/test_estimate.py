@@ -15,14 +15,14 @@ from space_train.costs.training_cost import (
     ALLOWANCE,
     FILL,
     GPUS,
-    Estimate,
+    TrainingEstimate,
     activation_bytes,
     estimate,
     fitted,
     masks_per_token,
 )
 from space_train.data.example import Example
-from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.train_batch import TrainBatch, train_batch
 from space_train.estimate import main, number, to_markdown
@@ -65,7 +65,7 @@ def batch_of(plan: TrainPlan) -> TrainBatch:
     ids = torch.randint(20, 128, (8, plan.length), generator=torch.Generator().manual_seed(0)).tolist()
     examples = [Example(row, [True] * plan.length) for row in ids]
     data = PackedExamples(examples, length=plan.length, seed=0, pad_id=0)
-    return train_batch(MixedRows([Stream(data, 1.0)], 0), plan, 0, plan.rows_per_step)
+    return train_batch(MixedRows([RowStream(data, 1.0)], 0), plan, 0, plan.rows_per_step)
 
 
 # ------------------------------------------------------------------------------------------------------- by hand
@@ -122,7 +122,7 @@ def test_memory_holds_four_numbers_for_each_weight_that_learns_and_two_bytes_for
 
 
 def test_time_is_operations_over_the_rate_of_the_gpu_and_its_utilisation() -> None:
-    found = Estimate(TINY, PLAN, 0.0, 0, {"real rows": 3e10}, 1e10, {})
+    found = TrainingEstimate(TINY, PLAN, 0.0, 0, {"real rows": 3e10}, 1e10, {})
     # 10 M tokens of 4e10 operations at 0.4 · 989e12 a second
     assert found.seconds(10e6, GPUS["h100"], 0.4) == pytest.approx(4e17 / 395.6e12)
 

@@ -9,14 +9,14 @@ import pytest
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
 from space_train.data.chat_text import TEMPLATES, ChatText
 from space_train.data.data_error import BadRecord, DataError, NothingToLearn, UnusableTemplate, UnusableTokenizer
-from space_train.data.data_forms import Conversation, PlainText, Role, Turn
-from space_train.data.data_source import Record
+from space_train.data.data_forms import ConversationTurn, DataConversation, PlainText, Role
+from space_train.data.data_source import SourceRecord
 from space_train.data.example_encoder import Encoder
 from space_train.data.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-HERE = Record("data", 1, {})
+HERE = SourceRecord("data", 1, {})
 ASKED = [("user", "Hi?"), ("assistant", "Ho.")]
 # Rewrites earlier answers, as templates of reasoning models do: only the last is shown whole.
 FORGETFUL = (
@@ -51,8 +51,10 @@ def merging_tokenizer(chat_template: str | None = None, **tokens: str) -> Any:
     )
 
 
-def conversation(*turns: tuple[str, str]) -> Conversation:
-    return Conversation(tuple(Turn(Role(role), content, learned=role == "assistant") for role, content in turns))
+def conversation(*turns: tuple[str, str]) -> DataConversation:
+    return DataConversation(
+        tuple(ConversationTurn(Role(role), content, learned=role == "assistant") for role, content in turns)
+    )
 
 
 def encode(tokenizer: Any, *turns: tuple[str, str], template: str | None = None, **options: Any) -> list[Example]:

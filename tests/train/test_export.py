@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from space_train.data.tokenizer import train_tokenizer, write_tokenizer
-from space_train.networks.network import Network, NetworkShape
+from space_train.networks.network import NetworkShape, TrainNetwork
 from space_train.training.export import export, load_llama
 from transformers import AutoModelForCausalLM
 
 SHAPE = NetworkShape(300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48)
 
 
-def trained(folder: Path) -> Network:
+def trained(folder: Path) -> TrainNetwork:
     generator = torch.Generator().manual_seed(0)
-    network = Network(SHAPE)
+    network = TrainNetwork(SHAPE)
     network.initialise(generator)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -40,7 +40,7 @@ def test_transformers_computes_the_same_logits_and_counts_the_same_parameters(tm
 def test_an_exported_checkpoint_is_read_back_exactly(tmp_path: Path) -> None:
     network = trained(tmp_path)
     export(network, tmp_path / "tokenizer", tmp_path / "model", dtype=torch.float32)
-    other = Network(SHAPE)
+    other = TrainNetwork(SHAPE)
     load_llama(other, tmp_path / "model")
     for name, tensor in network.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
@@ -49,7 +49,7 @@ def test_an_exported_checkpoint_is_read_back_exactly(tmp_path: Path) -> None:
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
     export(trained(tmp_path), tmp_path / "tokenizer", tmp_path / "model")
     with pytest.raises(ValueError, match=r"not of this shape \(first difference: .*mlp.down_proj"):
-        load_llama(Network(replace(SHAPE, intermediate_size=40)), tmp_path / "model")
+        load_llama(TrainNetwork(replace(SHAPE, intermediate_size=40)), tmp_path / "model")
 
 
 def test_the_weights_are_written_in_bf16(tmp_path: Path) -> None:

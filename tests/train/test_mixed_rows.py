@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from space_train.data.mixed_rows import PERIOD, MixedRows, Stream, with_own_texts
+from space_train.data.mixed_rows import PERIOD, MixedRows, RowStream, with_own_texts
 from space_train.data.packed_examples import ExampleRows
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class Numbered:
 
 
 def mixed(*shares: float) -> MixedRows:
-    return MixedRows([Stream(Numbered(name, 10 * (name + 1)), share) for name, share in enumerate(shares)], seed=3)
+    return MixedRows([RowStream(Numbered(name, 10 * (name + 1)), share) for name, share in enumerate(shares)], seed=3)
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.75, 0.25), (6.0, 3.0, 1.0), (0.9, 0.1)])
@@ -86,7 +86,7 @@ def test_a_stream_without_a_share_is_not_read_and_none_at_all_is_refused() -> No
 
 
 def test_the_ordinary_loss_learns_from_no_row_of_text_that_the_model_wrote() -> None:
-    streams = [Stream(Numbered(0, 10), 0.5), Stream(Numbered(1, 10), 0.5, teaches=False)]
+    streams = [RowStream(Numbered(0, 10), 0.5), RowStream(Numbered(1, 10), 0.5, teaches=False)]
     data = MixedRows(streams, seed=0)
     names = data.rows(0, 60).ids[:, 0].tolist()
     assert [data.teaches(row) for row in range(60)] == [name == 0 for name in names]

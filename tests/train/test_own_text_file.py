@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 from space_train.data.examples import Example
-from space_train.self_generation.own_text_file import OtherTexts, OwnText, OwnTextError, OwnTextFile, Recipe, keep_asked
+from space_train.self_generation.own_text_file import (
+    OtherTexts,
+    OwnText,
+    OwnTextError,
+    OwnTextFile,
+    OwnTextRecipe,
+    keep_asked,
+)
 from space_train.self_generation.self_generate import own_examples
 
-RECIPE = Recipe("abc", 12, True)
+RECIPE = OwnTextRecipe("abc", 12, True)
 TEXT = OwnText((1, 2), (3,), 0.7, 9)
 
 
@@ -22,10 +29,10 @@ def test_a_file_of_another_law_or_another_content_is_refused_whole(tmp_path: Pat
         file.append(TEXT)
     with (
         pytest.raises(OtherTexts, match="max_tokens 12, and 13 is asked for"),
-        OwnTextFile(path, Recipe("abc", 13, True)),
+        OwnTextFile(path, OwnTextRecipe("abc", 13, True)),
     ):
         pass
-    with pytest.raises(OtherTexts, match="model abc, and abd"), OwnTextFile(path, Recipe("abd", 12, True)):
+    with pytest.raises(OtherTexts, match="model abc, and abd"), OwnTextFile(path, OwnTextRecipe("abd", 12, True)):
         pass
     path.write_text('{"text": "hello"}\n')
     with pytest.raises(OwnTextError, match=r"Line 1 .* is no text"), OwnTextFile(path, RECIPE):

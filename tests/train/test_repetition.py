@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from space_train.networks.network import Network, NetworkShape
+from space_train.networks.network import NetworkShape, TrainNetwork
 from space_train.self_generation.repetition import DECAY, loop_loss, looped
 
 LINE_END = 9
@@ -30,7 +30,7 @@ def test_a_window_without_lines_loops_too() -> None:
 
 
 def test_the_loss_asks_each_round_for_a_share_of_the_round_before() -> None:
-    network = Network(NetworkShape(20, hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16))
+    network = TrainNetwork(NetworkShape(20, hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16))
     network.initialise(torch.Generator().manual_seed(0))
     windows, start, period = torch.tensor([[1, 2, 3, 4, 3, 4, 3, 4]]), torch.tensor([2]), torch.tensor([2])
     chance = network.logits(network(windows)).softmax(-1)[0].detach()
@@ -41,7 +41,7 @@ def test_the_loss_asks_each_round_for_a_share_of_the_round_before() -> None:
 
 def test_training_on_loops_lowers_the_chance_of_another_round() -> None:
     torch.manual_seed(0)
-    network = Network(NetworkShape(20, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32))
+    network = TrainNetwork(NetworkShape(20, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32))
     network.initialise(torch.Generator().manual_seed(0))
     optimiser = torch.optim.Adam(network.parameters(), lr=1e-2)
     windows, start, period = torch.tensor([[1, 2, *([3, 4, 5] * 8)]]), torch.tensor([2]), torch.tensor([3])

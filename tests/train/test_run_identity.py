@@ -9,7 +9,7 @@ import pytest
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.data.example import Example
-from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.packed_tokens import PackedTokens
 from space_train.data.token_rows import TokenRows
@@ -93,15 +93,15 @@ def test_a_digest_is_over_every_stream_and_what_it_teaches() -> None:
         return TokenRows(PackedTokens(np.array([*range(99), last], dtype=np.uint16), 0), 8)
 
     chats = PackedExamples([Example([1, 2, 3], [False, True, True])], length=4, seed=0, pad_id=0)
-    own = Stream(chats, 0.5)
+    own = RowStream(chats, 0.5)
     digests = [
         MixedRows(streams, 0).digest()
         for streams in (
-            [Stream(tokens(1), 0.5), own],
-            [Stream(tokens(1), 0.5), own],
-            [Stream(tokens(2), 0.5), own],
-            [Stream(tokens(1), 0.5), Stream(chats, 0.5, teaches=False)],
-            [Stream(tokens(1), 0.6), own],
+            [RowStream(tokens(1), 0.5), own],
+            [RowStream(tokens(1), 0.5), own],
+            [RowStream(tokens(2), 0.5), own],
+            [RowStream(tokens(1), 0.5), RowStream(chats, 0.5, teaches=False)],
+            [RowStream(tokens(1), 0.6), own],
         )
     ]
     assert digests[0] == digests[1]

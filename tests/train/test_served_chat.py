@@ -9,8 +9,8 @@ from space_router.config import ServeConfig
 from space_router.text.chat_template import BUILT_IN
 from space_router.text.model_text import ModelText
 from space_train.data.chat_text import TEMPLATES, ChatText
-from space_train.data.data_forms import Conversation, Role, Turn
-from space_train.data.data_source import Record
+from space_train.data.data_forms import ConversationTurn, DataConversation, Role
+from space_train.data.data_source import SourceRecord
 from space_train.data.example_encoder import Encoder
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -37,8 +37,8 @@ def test_a_chat_begins_in_training_as_it_does_when_it_is_served(
     """With the template that a run leaves, and with the server's own of that name: a chat's ids are its text's."""
     tokenizer = bare_model(tmp_path, begins=begins)
     chat = ChatText(tokenizer, template)
-    turns = tuple(Turn(Role(role), content, learned=role == "assistant") for role, content in TURNS)
-    ((example,),) = Encoder(tokenizer, chat).examples([(Record("data", 1, {}), Conversation(turns))])
+    turns = tuple(ConversationTurn(Role(role), content, learned=role == "assistant") for role, content in TURNS)
+    ((example,),) = Encoder(tokenizer, chat).examples([(SourceRecord("data", 1, {}), DataConversation(turns))])
     (tmp_path / "chat_template.jinja").write_text(chat.template)
     messages = [{"role": role, "content": content} for role, content in TURNS]
     for choice in (None, template) if begins and template in BUILT_IN else (None,):

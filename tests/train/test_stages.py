@@ -8,14 +8,14 @@ import pytest
 import torch
 from space_train.data.packed_tokens import PackedTokens
 from space_train.networks.draft_head import DraftHead
-from space_train.networks.network import Network, NetworkShape
+from space_train.networks.network import NetworkShape, TrainNetwork
 from space_train.schedule import Budget
 from space_train.train_plan import HeadForm
 from space_train.training.pretrain import PretrainPlan, bits_per_byte, pretrain
-from space_train.training.stage import Measures, Pace
+from space_train.training.stage import Measures, StagePace
 
 SHAPE = NetworkShape(40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
-OFTEN = Pace(checkpoint=0.0, line=1e9, evaluation=1e9)
+OFTEN = StagePace(checkpoint=0.0, line=1e9, evaluation=1e9)
 PRETRAIN = PretrainPlan(tokens_per_step=64, lengths=(16, 32), compile=False, autocast=False)
 
 
@@ -31,8 +31,8 @@ def no_measures() -> Measures:
     return {}
 
 
-def next_token(folder: Path, steps: int, stop_after: int | None = None) -> Network:
-    network = Network(SHAPE)
+def next_token(folder: Path, steps: int, stop_after: int | None = None) -> TrainNetwork:
+    network = TrainNetwork(SHAPE)
     network.initialise(torch.Generator().manual_seed(0))
     budget = Budget(tokens=64 * steps)
     counters = pretrain(
@@ -93,7 +93,7 @@ def test_a_low_rank_head_adds_a_correction_made_of_the_scaled_embedding_alone() 
 
 
 def test_loops_are_unlearnt_beside_the_next_token(tmp_path: Path) -> None:
-    network = Network(SHAPE)
+    network = TrainNetwork(SHAPE)
     network.initialise(torch.Generator().manual_seed(0))
     plan = replace(PRETRAIN, loops_every=1, loop_length=64, loop_tokens=128)
     lines = np.zeros(40, dtype=np.bool_)

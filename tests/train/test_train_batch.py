@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from space_train.data.example import NOT_LEARNED, Example
-from space_train.data.mixed_rows import MixedRows, Stream
+from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.paper_collator import cut_at
 from space_train.data.train_batch import TrainBatch, is_plain, train_batch, within_documents
@@ -161,6 +161,6 @@ def test_fixed_cuts_of_texts_that_begin_alike_are_at_places_of_their_own() -> No
     plan = replace(ONE, fixed_cuts=True)
     begin = random_ids(20, 0)
     examples = [Example(begin + random_ids(12, seed), [True] * 32) for seed in range(1, 17)]
-    data = MixedRows([Stream(PackedExamples(examples, length=32, seed=0, pad_id=0, pack=False), 1.0)], 0)
+    data = MixedRows([RowStream(PackedExamples(examples, length=32, seed=0, pad_id=0, pack=False), 1.0)], 0)
     batch = train_batch(data, plan, 0, 16)
     assert len({cut_of(batch, text) for text in range(16)}) > 6

@@ -204,7 +204,7 @@ def test_memory_that_does_not_suffice_is_named_and_the_run_goes_on_in_more_parts
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("space_train.training.trainer.Run.update", full)
+        patch.setattr("space_train.training.trainer.TrainingRun.update", full)
         code = train(base, chats, tmp_path)
     assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 4, ")
     assert train(base, chats, tmp_path, "--accumulate 4") == 0

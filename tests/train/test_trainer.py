@@ -27,7 +27,7 @@ from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.interruption import Interrupted
 from space_train.training.optimiser import Diverged
 from space_train.training.stage import Measures, load_checkpoint
-from space_train.training.trainer import Run
+from space_train.training.trainer import TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,14 @@ def assert_same_run(one: Path, other: Path, *, exact: bool = True) -> None:
 
 def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill in the middle of an update."""
-    update = Run.update
+    update = TrainingRun.update
 
-    def dying(self: Run, multiplier: float) -> Measures:
+    def dying(self: TrainingRun, multiplier: float) -> Measures:
         if self.counters.step == step:
             raise MemoryError("killed")
         return update(self, multiplier)
 
-    monkeypatch.setattr(Run, "update", dying)
+    monkeypatch.setattr(TrainingRun, "update", dying)
 
 
 @pytest.mark.parametrize(
@@ -265,14 +265,14 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
     plan = tiny_plan(budget=Budget(steps=5))
     run(base, plan, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        update = Run.update
+        update = TrainingRun.update
 
-        def told(self: Run, multiplier: float) -> Measures:
+        def told(self: TrainingRun, multiplier: float) -> Measures:
             if self.counters.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return update(self, multiplier)
 
-        patch.setattr(Run, "update", told)
+        patch.setattr(TrainingRun, "update", told)
         with pytest.raises(Interrupted, match=r"Stopped behind update 3 \(60 %\)"):
             run(base, plan, tmp_path / "cut", progress=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from space_train.self_generation.worker_process import WorkerDidNotStart, WorkerProcess
+from space_train.self_generation.worker_process import TrainingWorkerDidNotStart, WorkerProcess
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def test_a_worker_that_cannot_start_is_quoted(script: Callable[[str], str]) -> N
     module = script("import sys; print('loading', file=sys.stderr); sys.exit('error: no weights')")
     process = WorkerProcess({"--model": "x"}, module=module)
     with pytest.raises(
-        WorkerDidNotStart, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"
+        TrainingWorkerDidNotStart, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"
     ):
         process.__enter__()
 
 
 def test_a_worker_that_never_gets_ready_is_given_up_and_ended(script: Callable[[str], str]) -> None:
     process = WorkerProcess({}, start_timeout=0.3, module=script("import time; time.sleep(600)"))
-    with pytest.raises(WorkerDidNotStart, match=r"within 0\.3 s"):
+    with pytest.raises(TrainingWorkerDidNotStart, match=r"within 0\.3 s"):
         process.__enter__()
     assert process.pid == 0
 

@@ -7,10 +7,10 @@ So a sequence's rows and their Q queries are packed into the rows of one matrix,
     packed row   0        1        2        3        4        5        6        7        8 ...
     row, query   root 0   root 1   root 2   root 3   c_1 0    c_1 1    c_1 2    c_1 3    c_2 0 ... M0_1 0 ...
 
-A program takes `Tile.queries` packed rows, one kv head and one split of the context, and walks the pages in blocks of
-`Tile.keys` positions: two products on tensor cores per block and an online softmax between them. Whatever a sequence
-lays out (plain, full k = 5, pruned, a prefill chunk), the prefix comes from memory once; where its rows fill several
-tiles, their programs are neighbours in the grid and find the prefix in the L2 cache.
+A program takes `AttentionTile.queries` packed rows, one kv head and one split of the context, and walks the pages in
+blocks of `AttentionTile.keys` positions: two products on tensor cores per block and an online softmax between them.
+Whatever a sequence lays out (plain, full k = 5, pruned, a prefill chunk), the prefix comes from memory once; where its
+rows fill several tiles, their programs are neighbours in the grid and find the prefix in the L2 cache.
 
 **What a row sees** is an interval in each of two key spaces: positions [own - window, start + reach) in the pages, and
 for a mask row the masks [first of its group, itself] among the step's own keys. A tile walks the union of its rows'
@@ -68,7 +68,15 @@ from space_kernels.attention import attention_kernels as kernels
 from space_kernels.attention.attention_kernels import ONE_SPLIT, PARALLEL, SERIAL
 from space_kernels.attention.merge_triton import merge as merge
 from space_kernels.attention.store_kv_triton import store_kv
-from space_kernels.attention.tile import SPLIT, Tile, combine_warps, padded, padded_queries, precision, tile_for
+from space_kernels.attention.tile import (
+    SPLIT,
+    AttentionTile,
+    combine_warps,
+    padded,
+    padded_queries,
+    precision,
+    tile_for,
+)
 from space_kernels.attention.tuned_shapes import TUNED as TUNED
 from space_kernels.fp8 import as_kept
 from space_kernels.paging.slots import StepRows
@@ -334,7 +342,7 @@ def _check(
     tables: StepTables,
     scale: float,
     split: int,
-    tile: Tile,
+    tile: AttentionTile,
 ) -> None:
     if not scale > 0:
         raise ValueError(f"The scale is {scale}; it must be positive. Negate the queries instead.")

@@ -58,7 +58,9 @@ def space_attention(
     prefix = PrefixRows.of(rows)
     if not is_stored:
         own.store_kv(key, value, key_pages, value_pages, prefix.tables)
-    ask = Ask(query.shape[1], key.shape[1], query.shape[2], rows.block_size, query.dtype, scale, window, softcap or 0.0)
+    ask = FlashInferCall(
+        query.shape[1], key.shape[1], query.shape[2], rows.block_size, query.dtype, scale, window, softcap or 0.0
+    )
     pages = key_pages, value_pages
     chain, num_rows = rows.num_chain_rows, prefix.tables.pattern.num_rows
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -78,7 +80,7 @@ def space_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class FlashInferCall:
     """What a plan depends on besides the rows."""
 
     num_heads: int
@@ -156,7 +158,7 @@ class FlashInfer:
         return cls(module.BatchPrefillWithPagedKVCacheWrapper, workspace, graphs, most_pages)
 
     def run(
-        self, kind: Kind, rows: StepRows, ask: Ask, query: Tensor, pages: tuple[Tensor, Tensor]
+        self, kind: Kind, rows: StepRows, ask: FlashInferCall, query: Tensor, pages: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """query [rows of the kind, H, D] -> out like it, lse [rows, H] in base 2. Plans where that is not done yet."""
         slot = self._planned(kind, rows, ask)
@@ -168,7 +170,7 @@ class FlashInfer:
         for kind, ask in _asked(rows.pattern):
             self._planned(kind, rows, ask)
 
-    def _planned(self, kind: Kind, rows: StepRows, ask: Ask) -> _Slot:
+    def _planned(self, kind: Kind, rows: StepRows, ask: FlashInferCall) -> _Slot:
         runs = _Runs.of(rows.pattern, kind)
         if runs is None:
             raise ValueError(f"This step has no {kind}.")
@@ -200,7 +202,7 @@ class FlashInfer:
             paged_kv_last_page_len_buf=kept(num_runs),
         )
 
-    def _plan(self, wrapper: Any, kind: Kind, rows: StepRows, ask: Ask, runs: _Runs) -> None:
+    def _plan(self, wrapper: Any, kind: Kind, rows: StepRows, ask: FlashInferCall, runs: _Runs) -> None:
         size = rows.block_size
         lengths = rows.starts[runs.members] + runs.reach
         counts = -(-lengths // size)
@@ -235,7 +237,7 @@ class FlashInfer:
         )
 
 
-def _asked(pattern: RowPattern) -> set[tuple[Kind, Ask]]:
+def _asked(pattern: RowPattern) -> set[tuple[Kind, FlashInferCall]]:
     """Which plans steps with this pattern need."""
     known: Any = pattern.parts.setdefault(FlashInfer, set())
     return known  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ SPLIT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """What one program holds at a time."""
 
     queries: int  # packed rows
@@ -20,13 +20,13 @@ class Tile:
     stages: int  # blocks in flight
 
 
-def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(head_dim: int, dtype: torch.dtype) -> AttentionTile:
     """By the rule of `attention_triton`; never by rows, sequences or context."""
     wide = padded(head_dim)
     warps = 4 if wide <= 128 else 8
     if dtype is torch.float32:
-        return Tile(queries=16, keys=max(16, min(64, 2048 // wide)), warps=warps, stages=2)
-    return Tile(queries=64, keys=max(32, min(64, 8192 // wide)), warps=warps, stages=3)
+        return AttentionTile(queries=16, keys=max(16, min(64, 2048 // wide)), warps=warps, stages=2)
+    return AttentionTile(queries=64, keys=max(32, min(64, 8192 // wide)), warps=warps, stages=3)
 
 
 def padded(head_dim: int) -> int:

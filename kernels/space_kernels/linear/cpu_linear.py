@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from space_kernels.build.cpu_library import CpuLibrary, cpu_library
 from space_kernels.build.cpu_structs import LinearStruct, ProductStruct
-from space_kernels.linear.int8_linear import EightBitLinear, EightBits
+from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
 LANES = 16
@@ -50,7 +50,7 @@ class CompiledLinear(nn.Module):
         num_panels = -(-self.out_features // LANES)
         self.scale: Tensor | None = None
         if eight_bits:
-            kept = EightBits.of(weight)
+            kept = Int8Weights.of(weight)
             self.weight = torch.empty(num_panels * LANES, self.in_features + self.in_features % 4, dtype=torch.uint8)
             library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
             self.scale = _per_output(kept.scale, num_panels)
@@ -121,4 +121,4 @@ def cpu_linear(weight: Tensor, bias: Tensor | None, *, eight_bits: bool = False)
     library = cpu_library() if CompiledLinear.takes(weight) else None
     if library is not None:
         return CompiledLinear(library, weight, bias, eight_bits=eight_bits)
-    return EightBitLinear(weight, bias) if eight_bits else PackedLinear(weight, bias)
+    return Int8Linear(weight, bias) if eight_bits else PackedLinear(weight, bias)

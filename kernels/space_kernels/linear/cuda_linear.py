@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from space_kernels import fp8 as float8
-from space_kernels.fp8 import Float8
+from space_kernels.fp8 import Fp8
 
 
 class CudaLinear(nn.Module):
@@ -43,13 +43,13 @@ class ExactLinear(CudaLinear):
         return row_invariant_product(flat, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
 
 
-class Float8Linear(nn.Module):
+class Fp8Linear(nn.Module):
     """x·Wᵀ + b with weights of eight bits, row-invariant: on a GPU by triton, elsewhere by the definition.
 
     A module of transformers' own models too: its path and its sizes are those of the linear it stands for.
     """
 
-    def __init__(self, kept: Float8, bias: Tensor | None) -> None:
+    def __init__(self, kept: Fp8, bias: Tensor | None) -> None:
         """Nothing is copied."""
         super().__init__()
         self.out_features, self.in_features = kept.numbers.shape
@@ -61,10 +61,10 @@ class Float8Linear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def joined(cls, linears: Sequence[Float8Linear]) -> Float8Linear:
+    def joined(cls, linears: Sequence[Fp8Linear]) -> Fp8Linear:
         """One below the other; all have a bias, or none."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        kept = Float8.joined([Float8(linear.numbers, linear.scale) for linear in linears])
+        kept = Fp8.joined([Fp8(linear.numbers, linear.scale) for linear in linears])
         return cls(kept, torch.cat(biases) if biases else None)
 
     def forward(self, x: Tensor) -> Tensor:

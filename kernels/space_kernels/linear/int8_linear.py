@@ -24,14 +24,14 @@ _OUTPUTS = 1024
 
 
 @dataclass(frozen=True)
-class EightBits:
+class Int8Weights:
     """W[n, k] ≈ scale[n]·numbers[n, k]"""
 
     numbers: Tensor  # [out, in] int8
     scale: Tensor  # [out] float32; of an output without weights, 1
 
     @classmethod
-    def of(cls, weight: Tensor) -> EightBits:
+    def of(cls, weight: Tensor) -> Int8Weights:
         """The nearest to a weight [out, in]."""
         numbers, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
         for begin in range(0, len(weight), _OUTPUTS):
@@ -47,7 +47,7 @@ class EightBits:
         return self.numbers.float().mul_(self.scale[:, None])
 
 
-class EightBitLinear(nn.Module):
+class Int8Linear(nn.Module):
     """x·Wᵀ + b by torch alone, in float32; a row's result does not depend on the other rows, nor on their number.
 
     What stands in where nothing can be compiled: it holds as little as the compiled product, and is slower than
@@ -58,7 +58,7 @@ class EightBitLinear(nn.Module):
         """weight [out, in], bias [out], on the CPU. The weight is copied. `wide`: results are float32."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.kept = EightBits.of(weight)
+        self.kept = Int8Weights.of(weight)
         self.bias = None if bias is None else bias.detach().float()
         self._wide = wide
 

@@ -32,7 +32,7 @@ _FEW_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Tile:
+class LinearTile:
     """What one program computes at a time, and into how many parts its sums over k are cut."""
 
     rows: int
@@ -44,7 +44,7 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, out: int, width: int, dtype: torch.dtype) -> Tile:
+    def of(cls, out: int, width: int, dtype: torch.dtype) -> LinearTile:
         """By the weight's shape and dtype alone."""
         wide = dtype is torch.float32
         rows, outs, depth = (32, 64, 32) if wide else (64, 64, 64)
@@ -172,7 +172,7 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
     out = x.new_empty(rows, outs)
     if not rows:
         return out
-    tile = Tile.of(outs, width, x.dtype)
+    tile = LinearTile.of(outs, width, x.dtype)
     split = tile.parts > 1 and rows <= _FEW_ROWS
     place = x.new_empty(tile.parts, rows, outs, dtype=torch.float32) if split else out
     # row tiles first: programs that run together read the same weights
@@ -237,7 +237,7 @@ def _tuned() -> tuple[Tuned, ...]:
         scaled = held == "u8"
         tensors = {"scale": "*fp32" if scaled else f"*{name}", "bias": f"*{name}"}
         for out, width in ((6144, 4096), (4096, 14336), (128256, 4096)):
-            tile = Tile.of(out, width, dtype)
+            tile = LinearTile.of(out, width, dtype)
             shape = {
                 "ROWS": tile.rows,
                 "OUTS": tile.outs,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from space_kernels.paging.bucket_pattern import PlanKey
 from space_kernels.paging.cached_plan import KEY_BLOCK as KEY_BLOCK
-from space_kernels.paging.cached_plan import BlockGround, BucketGround, PlanGround
+from space_kernels.paging.cached_plan import CachedBlock, CachedBucket, CachedPlan
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.paging.slots import StepRows
 
@@ -66,7 +66,7 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
     offsets = slots % size
     first_head = (slots - offsets) * key.kv_heads + offsets
     writes = first_head[:, None] + np.arange(0, key.kv_heads * size, size)
-    ground = PlanGround.of(rows, key)
+    ground = CachedPlan.of(rows, key)
     buckets = []
     for of_bucket in ground.buckets:
         starts, written = rows.starts, rows.written
@@ -77,7 +77,7 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
     return AttentionPlan(_to(writes.reshape(-1), rows), buckets, ground.outputs)
 
 
-def _key_block(rows: StepRows, bucket: BucketGround, block: BlockGround, starts: Ints, written: Ints) -> KeyBlock:
+def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts: Ints, written: Ints) -> KeyBlock:
     """Where its keys are, and what of it each row must not attend. starts, written [S]"""
     n, free = block.num_sequences, block.num_free
     if isinstance(block.keys, Tensor):

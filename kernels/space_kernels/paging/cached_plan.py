@@ -18,7 +18,7 @@ KEY_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class BlockGround:
+class CachedBlock:
     """The i-th key block of the first `num_sequences` sequences of a bucket."""
 
     num_sequences: int
@@ -29,7 +29,7 @@ class BlockGround:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketGround:
+class CachedBucket:
     """Sequences with (padded) the same number of rows, those with the most key blocks first.
 
     Of sequences with equally many, those come last whose rows are the first not to see all of a block.
@@ -42,25 +42,25 @@ class BucketGround:
     step_bound: Tensor | None  # [S, 1, P, 1, N]
     reach: Ints  # [S, P] slots that a row attends, from its sequence's first chain row on
     oldest: Ints | None  # [S, P] the first of them, counted from there too; None: all before
-    blocks: Sequence[BlockGround]  # ascending
+    blocks: Sequence[CachedBlock]  # ascending
 
 
 @dataclass(frozen=True, slots=True)
-class PlanGround:
+class CachedPlan:
     """What the plans of consecutive steps have in common."""
 
     page_table: Ints
     lowest: Ints  # [sequences] starts from here on
     highest: Ints  # [sequences] up to here leave everything below as it is
-    buckets: Sequence[BucketGround]
+    buckets: Sequence[CachedBucket]
     outputs: Tensor  # [R·H]
 
     @classmethod
-    def of(cls, rows: StepRows, key: PlanKey) -> PlanGround:
+    def of(cls, rows: StepRows, key: PlanKey) -> CachedPlan:
         """The ground of the last step with this pattern if it still holds, else a new one."""
         name = (cls, key, rows.device)
         known = rows.pattern.parts.get(name)
-        if not isinstance(known, PlanGround) or not known._holds(rows):
+        if not isinstance(known, CachedPlan) or not known._holds(rows):
             known = rows.pattern.parts[name] = _build(rows, key)
         return known
 
@@ -69,7 +69,7 @@ class PlanGround:
         return rows.page_table is self.page_table and bool(((starts >= self.lowest) & (starts <= self.highest)).all())
 
 
-def _build(rows: StepRows, key: PlanKey) -> PlanGround:
+def _build(rows: StepRows, key: PlanKey) -> CachedPlan:
     starts, num_chain = rows.starts, rows.pattern.chains[1]
     first, highest = (
         np.zeros_like(starts),
@@ -96,10 +96,10 @@ def _build(rows: StepRows, key: PlanKey) -> PlanGround:
         within = pattern.within.copy()
         within[: len(rows.pattern.owner)] += places[rows.pattern.owner, None]
         outputs = torch.from_numpy(within).to(rows.device)
-    return PlanGround(rows.page_table, starts, highest, buckets, outputs.view(-1))
+    return CachedPlan(rows.page_table, starts, highest, buckets, outputs.view(-1))
 
 
-def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) -> tuple[BucketGround, Ints | None]:
+def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) -> tuple[CachedBucket, Ints | None]:
     """And the order of its sequences; None: as they are."""
     order, table = bucket.numbers, bucket.table
     queries, step_keys, step_bound = bucket.queries, bucket.step_keys, bucket.step_bound
@@ -117,7 +117,7 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
     if step_bound is not None:
         step_bound = step_bound.expand(len(order), *step_bound.shape[1:])
     is_whole_step = moved is None and len(order) == len(rows.starts)
-    ground = BucketGround(
+    ground = CachedBucket(
         shape=bucket.shape,
         order=None if is_whole_step else order,
         queries=queries.view(-1),
@@ -134,7 +134,7 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
 # [0 ... free: whole for every row ...) [... some row does not see it) [n ...
 def _blocks(
     rows: StepRows, key: PlanKey, order: Ints, first: Ints, num_blocks: Ints, num_whole: Ints
-) -> list[BlockGround]:
+) -> list[CachedBlock]:
     unit = min(rows.block_size, KEY_BLOCK)  # slots of a page that one key block takes
     per_block, per_page = KEY_BLOCK // unit, rows.block_size // unit
     counts, whole = num_blocks.tolist(), num_whole.tolist()
@@ -157,5 +157,5 @@ def _blocks(
         else:
             keys = (of_block[..., None] * unit + lanes).reshape(n, -1, KEY_BLOCK)
         num_free = 0 if key.window is not None else next((m for m in range(n) if whole[m] <= i), n)
-        blocks.append(BlockGround(n, (first[:n] + i) * KEY_BLOCK, keys, num_free))
+        blocks.append(CachedBlock(n, (first[:n] + i) * KEY_BLOCK, keys, num_free))
     return blocks

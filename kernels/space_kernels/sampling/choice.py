@@ -13,8 +13,8 @@ from space_kernels.sampling.cpu_choice import greatest, is_bare, takes
 from space_kernels.sampling.logits_processors import process
 from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
 from space_kernels.sampling.ordering import first_columns
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import Row, RowRuns
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 
 _LOUD_NOISE = 6.0
 _LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
@@ -25,21 +25,21 @@ _NO_ID = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledTokens:
     """What N rows chose."""
 
     ids: Tensor  # [N] int64; without meaning where not `usable`
     usable: Tensor  # [N] bool: the row had no NaN, and at least one possible id
 
 
-def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choice:
+def choose_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
     """What each row chooses under its law.
 
     logits [N, V] float32 raw (overwritten), N rows, banned_ids [B] int64: never chosen.
     """
-    runs = RowRuns.of(rows)
+    runs = SamplingRows.of(rows)
     if is_bare(runs.run_laws) and (library := takes(logits)) is not None:
-        return Choice(*greatest(library, logits, banned_ids))
+        return SampledTokens(*greatest(library, logits, banned_ids))
     process(logits, runs, banned_ids)
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
     usable = logits.gather(1, first)[:, 0].isfinite()
@@ -53,10 +53,10 @@ def choose_rows(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Choi
         else:
             sampled = runs.numbers(_is_sampled)
             chosen[sampled] = sample(logits[sampled], keys, positions)
-    return Choice(chosen, usable)
+    return SampledTokens(chosen, usable)
 
 
-def _is_sampled(law: Law) -> bool:
+def _is_sampled(law: SamplingParams) -> bool:
     return not law.greedy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from space_kernels.build.cpu_library import CpuLibrary, cpu_library
 from space_kernels.build.cpu_structs import LogitsStruct
-from space_kernels.sampling.sampling_rows import Laws
+from space_kernels.sampling.sampling_rows import BatchSamplingParams
 
 
 def takes(logits: Tensor) -> CpuLibrary | None:
@@ -19,7 +19,7 @@ def takes(logits: Tensor) -> CpuLibrary | None:
     return cpu_library()
 
 
-def is_bare(laws: Laws) -> bool:
+def is_bare(laws: BatchSamplingParams) -> bool:
     """Whether choosing by these is taking the greatest logit that is not banned."""
     return not (laws.edits or laws.divides or laws.truncates or laws.samples)
 

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.ordering import first_columns, order_keys
-from space_kernels.sampling.sampling_tensors import IN_PROMPT, LawTensors, Stages
+from space_kernels.sampling.sampling_tensors import IN_PROMPT, SamplingTensors, Stages
 
 _NEVER = -math.inf
 _LOW_WORD = 0xFFFFFFFF
@@ -22,7 +22,7 @@ _LOW_WORD = 0xFFFFFFFF
 
 def choose(
     logits: Tensor,
-    laws: LawTensors,
+    laws: SamplingTensors,
     stages: Stages,
     positions: Tensor,
     banned_ids: Tensor,
@@ -31,7 +31,7 @@ def choose(
     num_tail: Tensor,
     counts: Tensor | None = None,
     bans: Tensor | None = None,
-) -> Choice:
+) -> SampledTokens:
     """What J rows of each of S sequences choose: ids and usable, [S, J] each.
 
     logits [S, J, V] float32 raw (overwritten); positions [S] int64: absolute index of the token that a sequence's
@@ -60,12 +60,12 @@ def choose(
         noise = gumbel(laws.key.repeat_interleave(J), places.flatten(), ids)
         sampled = (z.to(torch.float64) + noise.view(S, J, V)).argmax(dim=2)
         chosen = torch.where(laws.greedy[:, None], chosen, sampled)
-    return Choice(chosen, usable)
+    return SampledTokens(chosen, usable)
 
 
 def edit(
     logits: Tensor,
-    laws: LawTensors,
+    laws: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     *,
@@ -91,14 +91,14 @@ def edit(
     return z
 
 
-def end_bans(laws: LawTensors, num_generated: Tensor) -> Tensor:
+def end_bans(laws: SamplingTensors, num_generated: Tensor) -> Tensor:
     """EOS and stop ids where a row stands before min_tokens. num_generated [S, J] -> [S, J, num_ends], or NO_ID."""
     early = num_generated < laws.min_tokens[:, None]  # [S, J]
     return torch.where(early[..., None], laws.end_ids[:, None], -1)
 
 
 def word_bans(
-    laws: LawTensors, history: Tensor, num_known: Tensor, tails: Tensor, num_tail: Tensor, num_unknown: Tensor
+    laws: SamplingTensors, history: Tensor, num_known: Tensor, tails: Tensor, num_tail: Tensor, num_unknown: Tensor
 ) -> Tensor:
     """Last ids of the bad words whose other ids each row's prefix ends with; [S, J, num_words], NO_ID elsewhere.
 
@@ -132,7 +132,7 @@ def log_probabilities(raw: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, T
     return logprobs.gather(1, ids[:, None])[:, 0], columns, logprobs.gather(1, columns)
 
 
-def _biased(z: Tensor, laws: LawTensors) -> Tensor:
+def _biased(z: Tensor, laws: SamplingTensors) -> Tensor:
     S, J, _ = z.shape
     at, values = _lines(laws.bias_ids, z), torch.where(laws.bias_ids >= 0, laws.bias, 0.0)
     wide = torch.nn.functional.pad(z, (0, 1))  # the column behind takes what fills the lists
@@ -150,12 +150,12 @@ def _lines(ids: Tensor, z: Tensor) -> Tensor:
     return torch.where(ids >= 0, ids, z.shape[2])
 
 
-def _allowed(laws: LawTensors) -> Tensor:
+def _allowed(laws: SamplingTensors) -> Tensor:
     ids = torch.arange(laws.vocab_size, device=laws.allowed.device)
     return (laws.allowed[:, ids // 32] >> (ids % 32)) & 1 != 0  # [S, V]
 
 
-def _penalised(z: Tensor, laws: LawTensors, counts: Tensor, tails: Tensor, num_tail: Tensor) -> Tensor:
+def _penalised(z: Tensor, laws: SamplingTensors, counts: Tensor, tails: Tensor, num_tail: Tensor) -> Tensor:
     S, J, V = z.shape
     output = (counts & (IN_PROMPT - 1))[:, None].expand(S, J, V)
     if tails.shape[1]:
@@ -173,7 +173,7 @@ def _penalised(z: Tensor, laws: LawTensors, counts: Tensor, tails: Tensor, num_t
     return z - column(laws.frequency) * output
 
 
-def _first(z: Tensor, laws: LawTensors) -> Tensor:
+def _first(z: Tensor, laws: SamplingTensors) -> Tensor:
     """top-k, then top-p among those: `processors._keep_first` with every candidate sorted."""
     S, J, V = z.shape
     k, p = laws.top_k.clamp(max=V)[:, None, None], laws.top_p[:, None, None]
@@ -187,7 +187,7 @@ def _first(z: Tensor, laws: LawTensors) -> Tensor:
     return torch.where(kept | ((k >= V) & (p >= 1.0)), z, _NEVER)
 
 
-def _typical(z: Tensor, laws: LawTensors) -> Tensor:
+def _typical(z: Tensor, laws: SamplingTensors) -> Tensor:
     """`processors._keep_typical`."""
     log_p = torch.log_softmax(z.to(torch.float64), dim=2)
     probability = log_p.exp()

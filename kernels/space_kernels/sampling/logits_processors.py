@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from space_kernels.sampling.ordering import first_columns
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import Row as Row
-from space_kernels.sampling.sampling_rows import RowRuns
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow as SamplingRow
+from space_kernels.sampling.sampling_rows import SamplingRows
 from space_kernels.sampling.sampling_rows import TokenCounts as TokenCounts
-from space_kernels.sampling.token_list_tensors import LawLists
+from space_kernels.sampling.token_list_tensors import TokenListTensors
 
 _NEVER = -math.inf
 _FIRST_CANDIDATES = 256
@@ -34,21 +34,21 @@ _CEILINGS = torch.where((torch.arange(256)[:, None] >> torch.arange(8) & 1).bool
 """[256, 8]: infinity for each bit of a byte that is set, the lowest first."""
 
 
-def process(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> Tensor:
+def process(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> Tensor:
     """Apply the whole law of each row, in place; impossible ids become -inf.
 
     logits [N, V] float32 (overwritten and returned), N rows, banned_ids [B] int64 (impossible in every row).
     """
-    runs = RowRuns.of(rows)
+    runs = SamplingRows.of(rows)
     edit(logits, runs, banned_ids)
     divide(logits, runs)
     truncate(logits, runs)
     return logits
 
 
-def edit(logits: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> None:
+def edit(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> None:
     """Bias, allowed and banned ids, grammar, min_tokens, bad words, penalties; in place."""
-    runs = RowRuns.of(rows)
+    runs = SamplingRows.of(rows)
     edited = runs.rows(_edits) if runs.run_laws.edits else []
     if edited:
         _add_bias(logits, edited)
@@ -74,24 +74,24 @@ def _places(found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(numbers).to(ids.device), ids
 
 
-def _add_bias(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
-    biased = [(number, LawLists.of(row.law, logits)) for number, row in edited if row.law.bias]
+def _add_bias(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
+    biased = [(number, TokenListTensors.of(row.law, logits)) for number, row in edited if row.law.bias]
     if biased:
         at = _places([(number, lists.bias_ids) for number, lists in biased])
         logits[at] += torch.cat([lists.biases for _, lists in biased])
 
 
-def _keep_allowed(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+def _keep_allowed(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     bounded = [(number, row.law) for number, row in edited if row.law.allowed_ids]
     together = groupby(enumerate(bounded), key=lambda one: (id(one[1][1]), one[1][0] - one[0]))
     for _, group in together:  # consecutive rows of one law
         rows = [row for _, row in group]
-        forbidden = LawLists.of(rows[0][1], logits).forbidden
+        forbidden = TokenListTensors.of(rows[0][1], logits).forbidden
         if forbidden is not None:
             logits[rows[0][0] : rows[-1][0] + 1].masked_fill_(forbidden, _NEVER)
 
 
-def _keep_possible(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+def _keep_possible(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     found = [(number, row.possible) for number, row in edited if row.possible is not None]
     if found:
         words = torch.from_numpy(np.stack([bits for _, bits in found])).to(logits.device)  # [P, ceil(V / 32)]
@@ -114,15 +114,15 @@ def _ceilings(words: Tensor, num_ids: int) -> Tensor:
     return of_bits.view(P, 32 * W)[:, :num_ids]
 
 
-def _ban(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+def _ban(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     bans: list[tuple[int, Tensor]] = []
     behind: list[tuple[int, int]] = []
     for number, row in edited:
         law = row.law
         if law.end_ids and row.num_generated < law.min_tokens:
-            bans.append((number, LawLists.of(law, logits).end_ids))
+            bans.append((number, TokenListTensors.of(law, logits).end_ids))
         if law.bad_words:
-            lists = LawLists.of(law, logits)
+            lists = TokenListTensors.of(law, logits)
             bans.append((number, lists.banned))
             words = () if row.last_id is None else lists.bad_behind.get(row.last_id, ())
             behind += [(number, word[-1]) for word in words if row.ends_with(word[:-1])]
@@ -132,7 +132,7 @@ def _ban(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
         logits[_cells(behind, logits.device)] = _NEVER
 
 
-def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
+def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     penalised = [(number, row) for number, row in edited if row.law.penalises]
     if not penalised:
         return
@@ -159,14 +159,14 @@ def _penalise(logits: Tensor, edited: list[tuple[int, Row]]) -> None:
     logits[numbers] = z - frequency * output
 
 
-def divide(logits: Tensor, rows: RowRuns) -> None:
+def divide(logits: Tensor, rows: SamplingRows) -> None:
     """÷ temperature, in place; rows at temperature 0 stay as they are."""
     if rows.run_laws.divides:
         divisors = [law.divisor for law in rows.laws()]
         logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
-def truncate(z: Tensor, rows: RowRuns) -> None:
+def truncate(z: Tensor, rows: SamplingRows) -> None:
     """top-k, top-p, min-p, typical-p; in place, on rows already divided by their temperature."""
     if not rows.run_laws.truncates:
         return
@@ -181,19 +181,19 @@ def truncate(z: Tensor, rows: RowRuns) -> None:
 _edits = attrgetter("edits")
 
 
-def _has_nucleus(law: Law) -> bool:
+def _has_nucleus(law: SamplingParams) -> bool:
     return law.truncates and (law.top_k > 0 or law.top_p < 1.0)
 
 
-def _has_floor(law: Law) -> bool:
+def _has_floor(law: SamplingParams) -> bool:
     return law.truncates and law.min_p > 0.0
 
 
-def _is_typical(law: Law) -> bool:
+def _is_typical(law: SamplingParams) -> bool:
     return law.truncates and law.typical_p < 1.0
 
 
-def _keep_first(z: Tensor, laws: list[Law]) -> Tensor:
+def _keep_first(z: Tensor, laws: list[SamplingParams]) -> Tensor:
     """The top_k first candidates, then of those the first that together reach top_p (at least one).
 
     A candidate stays if the probability before it, renormalised over the top-k, is below top_p. Sums run in float64

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from space_kernels.sampling.token_list_tensors import LawLists
+    from space_kernels.sampling.token_list_tensors import TokenListTensors
 
 MIN_TEMPERATURE = 1e-6
 """Positive temperatures below this act as this one: no finite logit overflows when divided by it."""
 
 
 @dataclass(frozen=True)
-class Law:
+class SamplingParams:
     """The law of choice of one request. Its stages act in the order of the fields' groups; defaults are neutral."""
 
     key: int = 0  # noise key (noise.request_key), an int64
@@ -54,12 +54,12 @@ class Law:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
-    def ending(self) -> Law:
+    def ending(self) -> SamplingParams:
         """What is left of it where a text is complete and nothing can follow: nothing may forbid its end."""
         return replace(self, allowed_ids=(), min_tokens=0, bad_words=())
 
     @cached_property
-    def lists(self) -> dict[tuple[int, torch.dtype, torch.device], LawLists]:
+    def lists(self) -> dict[tuple[int, torch.dtype, torch.device], TokenListTensors]:
         """Its lists as tensors, by vocabulary, dtype and device of the logits: made when they are first asked for."""
         return {}
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
 IdBits = npt.NDArray[np.int32]
 """A set of ids, [ceil(V / 32)]: bit v % 32 of word v // 32 is set for the ids v in it."""
@@ -35,10 +35,10 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """One choice to be made: by which law, and behind which ids."""
 
-    law: Law
+    law: SamplingParams
     ids: Sequence[int]  # known ids of the sequence: prompt, then output
     num_prompt: int
     tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
@@ -75,10 +75,10 @@ class Row:
         return [*before, *behind] == list(head)
 
 
-class Laws(Sequence[Law]):
+class BatchSamplingParams(Sequence[SamplingParams]):
     """The laws of a step's sequences, and what of all of them together is asked at each step. Not to be changed."""
 
-    def __init__(self, laws: Sequence[Law]) -> None:
+    def __init__(self, laws: Sequence[SamplingParams]) -> None:
         self._laws = laws
         self.edits = any(law.edits for law in laws)
         self.divides = any(law.divisor != 1.0 for law in laws)
@@ -87,63 +87,67 @@ class Laws(Sequence[Law]):
         self.keys = np.array([law.key for law in laws], dtype=np.int64)
 
     @classmethod
-    def of(cls, laws: Sequence[Law]) -> Laws:
+    def of(cls, laws: Sequence[SamplingParams]) -> BatchSamplingParams:
         """These laws."""
-        return laws if isinstance(laws, Laws) else cls(laws)
+        return laws if isinstance(laws, BatchSamplingParams) else cls(laws)
 
     def __len__(self) -> int:
         return len(self._laws)
 
-    def __iter__(self) -> Iterator[Law]:
+    def __iter__(self) -> Iterator[SamplingParams]:
         return iter(self._laws)
 
     @overload
-    def __getitem__(self, number: int) -> Law: ...
+    def __getitem__(self, number: int) -> SamplingParams: ...
 
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Law]: ...
+    def __getitem__(self, number: slice) -> Sequence[SamplingParams]: ...
 
-    def __getitem__(self, number: int | slice) -> Law | Sequence[Law]:
+    def __getitem__(self, number: int | slice) -> SamplingParams | Sequence[SamplingParams]:
         return self._laws[number]
 
 
-class RowRuns(Sequence[Row]):
+class SamplingRows(Sequence[SamplingRow]):
     """The choices of a step: runs of consecutive positions, one for each sequence, sequence after sequence.
 
-    What is asked of all of them is answered run by run, and a `Row` is made only where a law looks at its prefix.
+    Questions about all rows are answered run by run; a `SamplingRow` is made only where its parameters need its prefix.
     """
 
     def __init__(
-        self, laws: Sequence[Law], positions: Sequence[int], counts: Sequence[int], row: Callable[[int, int], Row]
+        self,
+        laws: Sequence[SamplingParams],
+        positions: Sequence[int],
+        counts: Sequence[int],
+        row: Callable[[int, int], SamplingRow],
     ) -> None:
         """By run: the law, the absolute index of the first token being chosen, and how many choices.
 
         row(run, number): that choice of that run, both from 0.
         """
-        self.run_laws = Laws.of(laws)
+        self.run_laws = BatchSamplingParams.of(laws)
         self.run_positions, self.run_counts, self._row = positions, counts, row
         self._count = sum(counts)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> RowRuns:
+    def of(cls, rows: Sequence[SamplingRow]) -> SamplingRows:
         """These choices; each is a run of its own where nothing else is known."""
-        if isinstance(rows, RowRuns):
+        if isinstance(rows, SamplingRows):
             return rows
         return cls([row.law for row in rows], [row.position for row in rows], [1] * len(rows), lambda run, _: rows[run])
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[SamplingRow]:
         return (self._row(run, number) for run, count in enumerate(self.run_counts) for number in range(count))
 
     @overload
-    def __getitem__(self, number: int) -> Row: ...
+    def __getitem__(self, number: int) -> SamplingRow: ...
 
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Row]: ...
+    def __getitem__(self, number: slice) -> Sequence[SamplingRow]: ...
 
-    def __getitem__(self, number: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, number: int | slice) -> SamplingRow | Sequence[SamplingRow]:
         if isinstance(number, slice):
             return list(self)[number]
         behind = number if number >= 0 else number + self._count
@@ -153,17 +157,17 @@ class RowRuns(Sequence[Row]):
             behind -= count
         raise IndexError(f"There are {self._count} rows; asked for row {number}.")
 
-    def positions(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[int]:
+    def positions(self, wanted: Callable[[SamplingParams], bool] = lambda law: True) -> list[int]:
         """Absolute indices of the tokens that rows with such a law choose."""
         runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
         return list(chain.from_iterable(range(first, first + count) for law, first, count in runs if wanted(law)))
 
-    def laws(self, wanted: Callable[[Law], bool] = lambda law: True) -> list[Law]:
+    def laws(self, wanted: Callable[[SamplingParams], bool] = lambda law: True) -> list[SamplingParams]:
         """The law of each row whose law is such a one."""
         runs = zip(self.run_laws, self.run_counts, strict=True)
         return list(chain.from_iterable([law] * count for law, count in runs if wanted(law)))
 
-    def numbers(self, wanted: Callable[[Law], bool]) -> list[int]:
+    def numbers(self, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         """Rows with such a law."""
         found: list[int] = []
         first = 0
@@ -173,7 +177,7 @@ class RowRuns(Sequence[Row]):
             first += count
         return found
 
-    def rows(self, wanted: Callable[[Law], bool]) -> list[tuple[int, Row]]:
+    def rows(self, wanted: Callable[[SamplingParams], bool]) -> list[tuple[int, SamplingRow]]:
         """Rows with such a law, and their numbers."""
         runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
         made = (self._row(run, number) for run, (law, count) in runs if wanted(law) for number in range(count))

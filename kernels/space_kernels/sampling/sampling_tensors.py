@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
 NO_ID = -1
 """Fills lists of ids up to their width."""
@@ -33,12 +33,12 @@ class Stages:
     floors: bool = False  # min-p
 
     @classmethod
-    def of(cls, laws: Iterable[Law]) -> Stages:
+    def of(cls, laws: Iterable[SamplingParams]) -> Stages:
         """Those that some of these laws need."""
         return reduce(cls.__or__, map(cls._of_one, laws), cls())
 
     @classmethod
-    def _of_one(cls, law: Law) -> Stages:
+    def _of_one(cls, law: SamplingParams) -> Stages:
         return cls(
             edits=bool(law.bias or law.min_tokens or law.bad_words),
             bounds=bool(law.allowed_ids),
@@ -61,7 +61,7 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class LawRoom:
+class SamplingCapacity:
     """The longest lists that a batch's laws may have."""
 
     num_biases: int = 64
@@ -69,7 +69,7 @@ class LawRoom:
     num_words: int = 16  # bad words
     word_length: int = 8  # ids of a bad word
 
-    def holds(self, law: Law) -> bool:
+    def holds(self, law: SamplingParams) -> bool:
         """Whether this law's lists fit. A grammar has no list: it says something else at every place."""
         return (
             not law.grammar
@@ -81,11 +81,11 @@ class LawRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class LawTensors:
+class SamplingTensors:
     """The laws of S sequences. A line is written by `put`; its address never changes."""
 
     vocab_size: int
-    room: LawRoom
+    room: SamplingCapacity
     key: Tensor  # [S] int64
     greedy: Tensor  # [S] bool
     divisor: Tensor  # [S] float32
@@ -109,12 +109,12 @@ class LawTensors:
         num_sequences: int,
         vocab_size: int,
         *,
-        room: LawRoom | None = None,
+        room: SamplingCapacity | None = None,
         bounds: bool = False,
         device: torch.device | str = "cpu",
-    ) -> LawTensors:
+    ) -> SamplingTensors:
         """Room for S laws, greedy and neutral. `bounds`: also for allowed ids, a bit per id of the vocabulary."""
-        room = room or LawRoom()
+        room = room or SamplingCapacity()
         S = num_sequences
 
         def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
@@ -143,9 +143,9 @@ class LawTensors:
         )
 
     @classmethod
-    def of(cls, laws: list[Law], vocab_size: int, *, device: torch.device | str = "cpu") -> LawTensors:
+    def of(cls, laws: list[SamplingParams], vocab_size: int, *, device: torch.device | str = "cpu") -> SamplingTensors:
         """These laws, and room for no more than they need."""
-        room = LawRoom(
+        room = SamplingCapacity(
             num_biases=max([0, *(len(law.bias) for law in laws)]),
             num_ends=max([0, *(len(law.end_ids) for law in laws)]),
             num_words=max([0, *(len(law.bad_words) for law in laws)]),
@@ -157,8 +157,8 @@ class LawTensors:
             tensors.put(line, law)
         return tensors
 
-    def put(self, line: int, law: Law) -> None:
-        """Write one sequence's law. Raises ValueError for one whose lists do not fit (`LawRoom.holds`)."""
+    def put(self, line: int, law: SamplingParams) -> None:
+        """Write one sequence's law. Raises ValueError for one whose lists do not fit (`SamplingCapacity.holds`)."""
         if not self.room.holds(law) or (law.allowed_ids and not self.allowed.shape[1]):
             raise ValueError(
                 f"A law of {len(law.bias)} biases, {len(law.end_ids)} end ids, {len(law.bad_words)} bad words and "

@@ -40,9 +40,9 @@ import triton
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.sampling_kernels import _BINS, _edit, _loudest, _temper, _weigh, _winner
-from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.sampling.top_k_top_p_kernels import _cut
 
 MAX_VOCAB = 1 << 20
@@ -50,7 +50,7 @@ MAX_VOCAB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LogitsShape:
     """How the passes share a vocabulary out. What is chosen does not depend on it."""
 
     tile: int  # ids per program
@@ -58,7 +58,7 @@ class Shape:
     num_warps: int
 
     @classmethod
-    def of(cls, vocab_size: int) -> Shape:
+    def of(cls, vocab_size: int) -> LogitsShape:
         """Large enough tiles that a row's peaks fit a warp's registers, small enough that 11 rows fill a device.
 
         32 to 64 tiles of 128k to 256k ids; 16 to 32 values per thread.
@@ -77,7 +77,7 @@ def scale(vocab_size: int) -> float:
 
 def choose(
     logits: Tensor,
-    laws: LawTensors,
+    laws: SamplingTensors,
     stages: Stages,
     positions: Tensor,
     banned_ids: Tensor,
@@ -86,14 +86,14 @@ def choose(
     num_tail: Tensor,
     counts: Tensor | None = None,
     bans: Tensor | None = None,
-    shape: Shape | None = None,
-) -> Choice:
+    shape: LogitsShape | None = None,
+) -> SampledTokens:
     """What J rows of each of S sequences choose: `choose.choose`, in place on contiguous logits [S, J, V] float32.
 
     `shape`: how to launch it; None: by the size of the vocabulary.
     """
     S, J, V = logits.shape
-    shape = shape or Shape.of(V)
+    shape = shape or LogitsShape.of(V)
     N, T = S * J, triton.cdiv(V, shape.tile)
     TILES = triton.next_power_of_2(T)
     device = logits.device
@@ -103,7 +103,7 @@ def choose(
 
     chosen, usable = room(S, J, dtype=torch.int64), room(S, J, dtype=torch.bool)
     if not N:
-        return Choice(chosen, usable)
+        return SampledTokens(chosen, usable)
     warps = {"num_warps": shape.num_warps}
     peaks, peak_ids, faults = (room(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
     _edit_and_temper(
@@ -209,12 +209,12 @@ def choose(
         TILES=TILES,
         num_warps=1,
     )
-    return Choice(chosen, usable)
+    return SampledTokens(chosen, usable)
 
 
 def edit(
     logits: Tensor,
-    laws: LawTensors,
+    laws: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     *,
@@ -225,7 +225,7 @@ def edit(
 ) -> Tensor:
     """The stages before the temperature, in place: `choose.edit`."""
     S, J, V = logits.shape
-    shape = Shape.of(V)
+    shape = LogitsShape.of(V)
     T = triton.cdiv(V, shape.tile)
     peaks = tuple(
         torch.empty(S * J, T, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32, torch.int32)
@@ -237,7 +237,7 @@ def edit(
 
 def _edit_and_temper(
     logits: Tensor,
-    laws: LawTensors,
+    laws: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     tails: Tensor,
@@ -246,7 +246,7 @@ def _edit_and_temper(
     bans: Tensor | None,
     divisor: Tensor,
     peaks: tuple[Tensor, ...],
-    shape: Shape,
+    shape: LogitsShape,
 ) -> None:
     """The first two passes. peaks: of each tile the value, the id, and whether it has a fault; written."""
     S, J, V = logits.shape
@@ -316,7 +316,7 @@ def _tuned() -> tuple[Tuned, ...]:
         )
     ]
     for vocab_size in (32_000, 256_000):
-        shape = Shape.of(vocab_size)
+        shape = LogitsShape.of(vocab_size)
         tiles = triton.next_power_of_2(triton.cdiv(vocab_size, shape.tile))
         tile = {"TILES": tiles, "TILE": shape.tile}
         weighed = {"SCALE": scale(vocab_size), **tile}

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LawLists:
+class TokenListTensors:
     """Biases, allowed ids, end ids and bad words of one law, where the logits are."""
 
     bias_ids: Tensor  # [B] int64
@@ -23,7 +23,7 @@ class LawLists:
     bad_behind: Mapping[int, Sequence[tuple[int, ...]]]  # longer ones, by their last id but one
 
     @classmethod
-    def of(cls, law: Law, logits: Tensor) -> LawLists:
+    def of(cls, law: SamplingParams, logits: Tensor) -> TokenListTensors:
         """Those for such logits [N, V]. They are kept as long as the law is."""
         kind = (logits.shape[1], logits.dtype, logits.device)
         found = law.lists.get(kind)
@@ -32,7 +32,7 @@ class LawLists:
         return found
 
     @classmethod
-    def _made(cls, law: Law, logits: Tensor) -> LawLists:
+    def _made(cls, law: SamplingParams, logits: Tensor) -> TokenListTensors:
         def of_ids(ids: Sequence[int]) -> Tensor:
             return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 

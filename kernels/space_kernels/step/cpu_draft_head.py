@@ -11,7 +11,7 @@ from space_kernels.build.cpu_library import CpuLibrary
 from space_kernels.build.cpu_structs import DraftHeadStruct, DraftsStruct
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.sampling.noise import gumbel
-from space_kernels.step.draft_head import DraftHeadForm, LawColumns
+from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns
 
 
 class CompiledDraftHead:
@@ -43,7 +43,7 @@ class CompiledDraftHead:
         return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
 
     @staticmethod
-    def obeys(laws: LawColumns) -> bool:
+    def obeys(laws: SamplingColumns) -> bool:
         """Whether these laws are among those it chooses by."""
         return laws.top_k is None
 
@@ -55,7 +55,7 @@ class CompiledDraftHead:
         bonus: Tensor,
         positions: Tensor,
         keys: Tensor,
-        laws: LawColumns,
+        laws: SamplingColumns,
     ) -> Tensor:
         """[S, K] int64; arguments as `propose` has them."""
         num_sequences, num_masks, num_candidates = ids.shape

@@ -8,18 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.sampling_tensors import LawTensors, Stages
-from space_kernels.step.draft_head import NUM_CANDIDATES, LawColumns
+from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
+from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns
 
 
-def law_columns(laws: LawTensors, stages: Stages) -> LawColumns:
+def sampling_columns(laws: SamplingTensors, stages: Stages) -> SamplingColumns:
     """What choosing among candidates needs of these laws."""
 
     def column(values: Tensor) -> Tensor:
         return values.to(torch.float64)[:, None]
 
     cuts = stages.cuts or stages.floors
-    return LawColumns(
+    return SamplingColumns(
         greedy=laws.greedy[:, None] if stages.samples else None,
         divisor=column(laws.divisor),
         top_k=column(laws.top_k) if cuts else None,

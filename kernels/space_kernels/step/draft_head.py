@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from space_kernels.sampling.noise import gumbel
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
 NUM_CANDIDATES = 256
 """Ids per mask that are rescored: a mask's own 256 best keep 97 % of the agreement (SPACE §4)."""
@@ -30,7 +30,7 @@ class DraftHeadForm(StrEnum):
 
 
 @dataclass(frozen=True)
-class LawColumns:
+class SamplingColumns:
     """What the choice among candidates needs of S laws, on the device. [S, 1] each; None: neutral for all."""
 
     greedy: Tensor | None  # bool; None: all are, and the others are empty
@@ -40,7 +40,7 @@ class LawColumns:
     min_p: Tensor
 
     @classmethod
-    def of(cls, laws: Sequence[Law], device: torch.device) -> LawColumns:
+    def of(cls, laws: Sequence[SamplingParams], device: torch.device) -> SamplingColumns:
         """Float64, the precision of the choice. Of greedy laws nothing else is asked."""
         if all(law.greedy for law in laws):
             none = torch.empty(0, 1, dtype=torch.float64, device=device)
@@ -57,7 +57,7 @@ class LawColumns:
         )
 
 
-def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tensor, positions: Tensor) -> Tensor:
+def choose_candidates(logits: Tensor, ids: Tensor, laws: SamplingColumns, keys: Tensor, positions: Tensor) -> Tensor:
     """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
 
     logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
@@ -80,7 +80,7 @@ def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tenso
     return torch.where(laws.greedy, first, sampled)[:, 0]
 
 
-ChooseCandidates = Callable[[Tensor, Tensor, LawColumns, Tensor, Tensor], Tensor]
+ChooseCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], Tensor]
 """`choose_candidates`."""
 
 
@@ -91,7 +91,7 @@ def propose(
     bonus: Tensor,
     positions: Tensor,
     keys: Tensor,
-    laws: LawColumns,
+    laws: SamplingColumns,
     *,
     w1: Tensor,
     w2: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from space_kernels.build.launch import Tuned
 from space_kernels.sampling.noise_triton import gumbel_of_bits, random_bits, row_stream
-from space_kernels.step.draft_head import LawColumns
+from space_kernels.step.draft_head import SamplingColumns
 
 _AT_ONCE = 32
 """Candidates that all others are compared with at a time."""
@@ -77,7 +77,7 @@ def _choose_candidates(
     tl.store(drafts + row, tl.sum(tl.where(lanes == tl.where(place < M, place, 0), id_, 0), 0))
 
 
-def choose_candidates(logits: Tensor, ids: Tensor, laws: LawColumns, keys: Tensor, positions: Tensor) -> Tensor:
+def choose_candidates(logits: Tensor, ids: Tensor, laws: SamplingColumns, keys: Tensor, positions: Tensor) -> Tensor:
     """One draft per row among few candidates: `draft_head.choose_candidates`. logits and ids [S, M], rows apart."""
     S, M = logits.shape
     drafts = torch.empty(S, dtype=torch.int64, device=logits.device)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import Choice
-from space_kernels.sampling.sampling_tensors import LawTensors, Stages
+from space_kernels.sampling.choice import SampledTokens
+from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step import draft_head
 from space_kernels.step import state as step_state
 from space_kernels.step import synthetic_acceptance as decreeing
-from space_kernels.step.state import DeviceRows, MaskRows, StepState
-from space_kernels.step.step_verification import StepVerdict
-from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState
+from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
 
 
@@ -28,7 +28,7 @@ class Choose(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        laws: LawTensors,
+        laws: SamplingTensors,
         stages: Stages,
         positions: Tensor,
         banned_ids: Tensor,
@@ -37,7 +37,7 @@ class Choose(Protocol):
         num_tail: Tensor,
         counts: Tensor | None = None,
         bans: Tensor | None = None,
-    ) -> Choice:
+    ) -> SampledTokens:
         """ids and usable, [S, J] each."""
         ...
 
@@ -48,7 +48,7 @@ class Edit(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        laws: LawTensors,
+        laws: SamplingTensors,
         stages: Stages,
         banned_ids: Tensor,
         *,
@@ -66,13 +66,13 @@ class StepOps:
     """One implementation of each part, like its reference in `step_state`, `choose`, `draft_head` or `decree`."""
 
     rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
-    judge_step: Callable[[StepState, StepIndex, DeviceRows, Choice], StepVerdict]
-    masks: Callable[[StepState, StepIndex, StepVerdict], MaskRows]
-    advance: Callable[[StepState, DeviceRows, StepVerdict, Tensor, Tensor, Tensor], Tensor]
+    judge_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
+    masks: Callable[[StepState, StepIndex, StepVerification], DeviceMaskRows]
+    advance: Callable[[StepState, DeviceRows, StepVerification, Tensor, Tensor, Tensor], Tensor]
     choose: Choose
     edit: Edit
     choose_candidates: draft_head.ChooseCandidates
-    decree: Callable[[Decrees, Tensor, Tensor, StepVerdict, Tensor, Tensor], Tensor]
+    decree: Callable[[SyntheticAcceptanceTensors, Tensor, Tensor, StepVerification, Tensor, Tensor], Tensor]
 
 
 def step_ops_for(device: torch.device | str) -> StepOps:

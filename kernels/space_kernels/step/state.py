@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.device_sampling import end_bans, word_bans
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_tensors import NO_ID, LawRoom, LawTensors, Stages, send, token_counts
-from space_kernels.step.step_verification import StepVerdict, judge
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_tensors import NO_ID, SamplingCapacity, SamplingTensors, Stages, send, token_counts
+from space_kernels.step.step_verification import StepVerification, judge
 from space_kernels.step.uniform_index import StepIndex
 
 NO_SLOT = -1
@@ -31,13 +31,13 @@ NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StateAdmission:
     """What a line of the batch is told about the sequence that takes it."""
 
     ids: Sequence[int]  # prompt, then output; all but the last have K and V in the pages
     num_prompt: int
     pages: Sequence[int]
-    law: Law
+    law: SamplingParams
     num_left: int  # ids that it may still emit
     eos_ids: Sequence[int]
     stop_ids: Sequence[int]
@@ -55,7 +55,7 @@ class StepState:
 
     block_size: int
     window: int  # ids in all that a sequence may have
-    laws: LawTensors
+    laws: SamplingTensors
     live: Tensor  # [S] bool: holds a sequence that has not ended
     root: Tensor  # [S] int64
     num_known: Tensor  # [S] int64: n, at least 1
@@ -82,7 +82,7 @@ class StepState:
         block_size: int,
         window: int,
         vocab_size: int,
-        room: LawRoom | None = None,
+        room: SamplingCapacity | None = None,
         bounds: bool = False,
         history: bool = True,
         counts: bool = True,
@@ -90,7 +90,7 @@ class StepState:
     ) -> StepState:
         """Lines without sequences. `max_drafts` is K; `history` serves bad words, `counts` penalties."""
         S = num_sequences
-        room = room or LawRoom()
+        room = room or SamplingCapacity()
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ class StepState:
         return cls(
             block_size=block_size,
             window=window,
-            laws=LawTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
+            laws=SamplingTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
             live=zeros(S, dtype=torch.bool),
             root=zeros(S),
             num_known=zeros(S) + 1,
@@ -122,10 +122,10 @@ class StepState:
         def cut(of: Tensor) -> Tensor:
             return of[:num_sequences]
 
-        laws = LawTensors(
+        laws = SamplingTensors(
             vocab_size=self.laws.vocab_size,
             room=self.laws.room,
-            **{name: cut(getattr(self.laws, name)) for name in _tensor_names(LawTensors)},
+            **{name: cut(getattr(self.laws, name)) for name in _tensor_names(SamplingTensors)},
         )
         tensors = {name: cut(getattr(self, name)) for name in _tensor_names(StepState)}
         return StepState(block_size=self.block_size, window=self.window, laws=laws, **tensors)
@@ -142,7 +142,7 @@ class StepState:
 
     # ------------------------------------------------------------------------------------------ by the host
 
-    def put(self, line: int, admission: Admission) -> None:
+    def put(self, line: int, admission: StateAdmission) -> None:
         """Let a sequence take a line. Raises ValueError where its law or its pages do not fit."""
         known, drafts = list(admission.ids), list(admission.drafts)
         ends = [*admission.eos_ids, *(id_ for id_ in admission.stop_ids if id_ not in set(admission.eos_ids))]
@@ -192,7 +192,7 @@ class StepState:
 
     def move(self, line: int, to: int) -> None:
         """Let the line's sequence take another line, which nobody has."""
-        for tensors, names in ((self.laws, _tensor_names(LawTensors)), (self, _tensor_names(StepState))):
+        for tensors, names in ((self.laws, _tensor_names(SamplingTensors)), (self, _tensor_names(StepState))):
             for name in names:
                 tensor: Tensor = getattr(tensors, name)
                 tensor[to].copy_(tensor[line])
@@ -269,7 +269,7 @@ def chain_choices(state: StepState, index: StepIndex, stages: Stages) -> Prefixe
     return Prefixes(state.num_known, tails, num_tail, bans)
 
 
-def mask_choices(state: StepState, verdict: StepVerdict, num_masks: int, stages: Stages) -> Prefixes:
+def mask_choices(state: StepState, verdict: StepVerification, num_masks: int, stages: Stages) -> Prefixes:
     """Those of the masks that draft: behind what was emitted, and drafts before them that nobody knows yet."""
     place = torch.arange(num_masks, device=state.root.device)
     num_tail = verdict.lengths[:, None].expand(-1, num_masks)
@@ -289,7 +289,7 @@ def _bans(
     return torch.cat(bans, dim=2)
 
 
-def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: Choice) -> StepVerdict:
+def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
     """`step_verdict.judge` of this batch. choice: ids and usable, [S, k+1] each."""
     return judge(
         choice.ids,
@@ -304,7 +304,7 @@ def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskRows:
+class DeviceMaskRows:
     """The masks that the next drafts come from."""
 
     rows: Tensor  # [S, K'] int64: flat row numbers; behind a sequence's last usable mask that one again, unread
@@ -312,7 +312,7 @@ class MaskRows:
     count: Tensor  # [S] int64: how many are usable
 
 
-def masks(state: StepState, index: StepIndex, verdict: StepVerdict) -> MaskRows:
+def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> DeviceMaskRows:
     """Group a's masks, or those of the largest earlier group that reach behind the bonus (`DraftLayout.next_drafts`).
 
     K' is the largest group's size. A sequence that ended, or has room for one more id only, drafts nothing.
@@ -334,7 +334,7 @@ def masks(state: StepState, index: StepIndex, verdict: StepVerdict) -> MaskRows:
     begin = index.mask_starts.gather(1, at) + torch.where(count > 0, first - 1, 0)
     flat = begin + torch.minimum(place, (count - 1).clamp(min=0))
     flat = flat.clamp(max=max(index.num_rows - 1, 0))
-    return MaskRows(flat, torch.where(count > 0, first, 0)[:, 0], count[:, 0])
+    return DeviceMaskRows(flat, torch.where(count > 0, first, 0)[:, 0], count[:, 0])
 
 
 RESULT_FIXED = 6
@@ -349,7 +349,7 @@ def result_width(num_drafts: int) -> int:
 def advance(
     state: StepState,
     laid_out: DeviceRows,
-    verdict: StepVerdict,
+    verdict: StepVerification,
     drafts: Tensor,
     num_drafts: Tensor,
     banned_ids: Tensor,

@@ -12,11 +12,11 @@ import triton
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.sampling.choice import Choice
+from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.sampling_tensors import Stages
 from space_kernels.step.state import (
+    DeviceMaskRows,
     DeviceRows,
-    MaskRows,
     Prefixes,
     StepState,
     chain_choices,
@@ -24,7 +24,7 @@ from space_kernels.step.state import (
     result_width,
 )
 from space_kernels.step.state_kernels import _advance, _masks, _rows
-from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.uniform_index import StepIndex
 from space_kernels.step.verification_triton import judge
 
@@ -87,7 +87,7 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
     return laid_out
 
 
-def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: Choice) -> StepVerdict:
+def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
     """`step_state.judge_step`."""
     return judge(
         choice.ids,
@@ -101,10 +101,12 @@ def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice:
     )
 
 
-def masks(state: StepState, index: StepIndex, verdict: StepVerdict) -> MaskRows:
+def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> DeviceMaskRows:
     """The masks that the next drafts come from: `step_state.masks`."""
     S, most = index.num_sequences, index.most_drafts
-    found = MaskRows(*(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S)))
+    found = DeviceMaskRows(
+        *(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S))
+    )
     _masks[(S,)](
         verdict.lengths,
         verdict.end,
@@ -129,7 +131,7 @@ def masks(state: StepState, index: StepIndex, verdict: StepVerdict) -> MaskRows:
 def advance(
     state: StepState,
     laid_out: DeviceRows,
-    verdict: StepVerdict,
+    verdict: StepVerification,
     drafts: Tensor,
     num_drafts: Tensor,
     banned_ids: Tensor,

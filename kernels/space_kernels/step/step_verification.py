@@ -22,7 +22,7 @@ class EndCode(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StepVerdict:
+class StepVerification:
     """The outcome of a step for S sequences of at most k drafts."""
 
     accepted: Tensor  # [S] int64: drafts among what was emitted
@@ -40,7 +40,7 @@ def judge(
     num_left: Tensor,
     end_ids: Tensor,
     num_eos: Tensor,
-) -> StepVerdict:
+) -> StepVerification:
     """Accept the drafts that agree, then cut at the first row without a choice, end id or limit.
 
     samples, usable [S, k+1]: what the chain rows chose; drafts [S, k], num_live [S]: as `verify` takes them;
@@ -70,4 +70,4 @@ def judge(
     end = torch.where(lengths > goes_on, why, int(EndCode.NONE))
     end = torch.where(running & (fit == 0), int(EndCode.ERROR), end)
     emitted = torch.where(place < lengths[:, None], samples, 0)
-    return StepVerdict(torch.minimum(verdict.accepted, lengths), emitted, lengths, end)
+    return StepVerification(torch.minimum(verdict.accepted, lengths), emitted, lengths, end)

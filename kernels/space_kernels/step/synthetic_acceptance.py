@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from space_kernels.sampling.sampling_tensors import send
-from space_kernels.step.step_verification import StepVerdict
+from space_kernels.step.step_verification import StepVerification
 
 
 @dataclass(frozen=True, slots=True)
-class Decrees:
+class SyntheticAcceptanceTensors:
     """What S lines are told of the text behind their prompts, by place. Tensors keep their addresses."""
 
     chances: Tensor  # [D] float64: that a draft from mask 1 .. D comes true; a deeper mask has the last
@@ -28,7 +28,7 @@ class Decrees:
     @classmethod
     def empty(
         cls, num_sequences: int, num_places: int, chances: Sequence[float], *, device: torch.device | str = "cpu"
-    ) -> Decrees:
+    ) -> SyntheticAcceptanceTensors:
         """Room for so many lines and places; nothing is known."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -48,10 +48,10 @@ class Decrees:
         """N."""
         return self.ids.shape[1]
 
-    def first(self, num_sequences: int) -> Decrees:
+    def first(self, num_sequences: int) -> SyntheticAcceptanceTensors:
         """The first lines, as views."""
         ids, luck, others, counts = (of[:num_sequences] for of in (self.ids, self.luck, self.others, self.counts))
-        return Decrees(self.chances, ids, luck, others, counts)
+        return SyntheticAcceptanceTensors(self.chances, ids, luck, others, counts)
 
     def put(self, line: int, ids: Sequence[int], luck: Sequence[float], others: Sequence[int]) -> None:
         """Tell a line what follows its prompt; nothing, where that is empty."""
@@ -71,7 +71,12 @@ class Decrees:
 
 
 def decree(
-    decrees: Decrees, num_known: Tensor, num_prompt: Tensor, verdict: StepVerdict, first: Tensor, drafts: Tensor
+    decrees: SyntheticAcceptanceTensors,
+    num_known: Tensor,
+    num_prompt: Tensor,
+    verdict: StepVerification,
+    first: Tensor,
+    drafts: Tensor,
 ) -> Tensor:
     """The drafts of the next step as they are decreed. [S, K'] int64
 

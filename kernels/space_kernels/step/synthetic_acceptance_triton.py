@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.step.step_verification import StepVerdict
-from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 
 
 @triton.jit(do_not_specialize=["k", "width"])
@@ -57,7 +57,12 @@ def _decree(
 
 
 def decree(
-    decrees: Decrees, num_known: Tensor, num_prompt: Tensor, verdict: StepVerdict, first: Tensor, drafts: Tensor
+    decrees: SyntheticAcceptanceTensors,
+    num_known: Tensor,
+    num_prompt: Tensor,
+    verdict: StepVerification,
+    first: Tensor,
+    drafts: Tensor,
 ) -> Tensor:
     """The drafts of the next step as they are decreed: `decree.decree`."""
     S, width = drafts.shape

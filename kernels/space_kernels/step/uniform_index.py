@@ -13,7 +13,7 @@ ROW_MULTIPLE = 4
 """Packed rows are padded to a multiple of this, as the host packs them."""
 
 
-class Layout(Protocol):
+class UniformLayout(Protocol):
     """What a step lays out behind each root: `space_model.DraftLayout` is one."""
 
     @property
@@ -44,7 +44,7 @@ class StepIndex:
     mask_starts: Tensor  # [S, k+1] int64: first flat row of each group
 
     @classmethod
-    def of(cls, num_sequences: int, layout: Layout, device: torch.device | str = "cpu") -> StepIndex:
+    def of(cls, num_sequences: int, layout: UniformLayout, device: torch.device | str = "cpu") -> StepIndex:
         """Lay S sequences out."""
         S, k, sizes = num_sequences, layout.num_drafts, tuple(layout.masks)
         chain = [(s, i, -1) for s in range(S) for i in range(k + 1)]

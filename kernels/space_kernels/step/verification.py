@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """The outcome for S sequences of at most k drafts."""
 
     accepted: Tensor  # [S] int64: a, drafts that stand
@@ -18,7 +18,7 @@ class Verdict:
     lengths: Tensor  # [S] int64: a + 1
 
 
-def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
+def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
     """Accept the longest prefix of live drafts that equals the samples; the first sample that disagrees is the bonus.
 
     samples [S, k+1] int64: what the chain rows chose; drafts [S, k] int64; num_live [S] int64: how many of the drafts
@@ -29,7 +29,7 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
     accepted = ((samples[:, :k] == drafts) & live).to(torch.int64).cumprod(dim=1).sum(dim=1)  # [S]
     lengths = accepted + 1
     kept = torch.arange(k + 1, device=drafts.device) < lengths[:, None]  # [S, k+1]
-    return Verdict(accepted, torch.where(kept, samples, 0), lengths)
+    return Verification(accepted, torch.where(kept, samples, 0), lengths)
 
 
 def num_accepted(samples: Sequence[int], drafts: Sequence[int]) -> int:

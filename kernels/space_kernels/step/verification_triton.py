@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.step.step_verification import EndCode, StepVerdict
-from space_kernels.step.verification import Verdict
+from space_kernels.step.step_verification import EndCode, StepVerification
+from space_kernels.step.verification import Verification
 
 _NONE: tl.constexpr = tl.constexpr(int(EndCode.NONE))
 _EOS: tl.constexpr = tl.constexpr(int(EndCode.EOS))
@@ -79,7 +79,7 @@ def _judge(
     tl.store(emitteds + sequence * (k + 1) + places, tl.where(places < length, sample, 0), inside)
 
 
-def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
+def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
     """Accept the longest prefix of live drafts that equals the samples: `verdict.verify`."""
     S, k = drafts.shape
     accepted, lengths = num_live.new_empty(S, dtype=torch.int64), num_live.new_empty(S, dtype=torch.int64)
@@ -106,7 +106,7 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verdict:
             PLACES=_places(k),
             num_warps=1,
         )
-    return Verdict(accepted, emitted, lengths)
+    return Verification(accepted, emitted, lengths)
 
 
 def judge(
@@ -118,7 +118,7 @@ def judge(
     num_left: Tensor,
     end_ids: Tensor,
     num_eos: Tensor,
-) -> StepVerdict:
+) -> StepVerification:
     """Accept the drafts that agree, then cut: `step_verdict.judge`. Rows of drafts and end_ids may be apart."""
     S, k = drafts.shape
     accepted, lengths, end = (torch.empty(S, dtype=torch.int64, device=samples.device) for _ in range(3))
@@ -146,7 +146,7 @@ def judge(
             PLACES=_places(k),
             num_warps=1,
         )
-    return StepVerdict(accepted, emitted, lengths, end)
+    return StepVerification(accepted, emitted, lengths, end)
 
 
 def _places(k: int) -> int:

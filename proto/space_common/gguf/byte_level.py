@@ -7,12 +7,12 @@ from typing import Any
 
 from space_common.gguf.errors import GgufError
 from space_common.gguf.pre_tokenizers import PreTokenizer
-from space_common.gguf.vocabulary import Pair, Vocabulary
+from space_common.gguf.vocabulary import GgufVocabulary, Pair
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
-def sections(vocabulary: Vocabulary, merges: Sequence[Pair], pre_tokenizer: PreTokenizer) -> dict[str, Any]:
+def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], pre_tokenizer: PreTokenizer) -> dict[str, Any]:
     """normalizer, pre_tokenizer, decoder and model of tokenizer.json."""
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from space_common.gguf.errors import GgufError
-from space_common.gguf.vocabulary import Pair, Vocabulary
+from space_common.gguf.vocabulary import GgufVocabulary, Pair
 
 _SPACE = "▁"
 
 
-def sections(vocabulary: Vocabulary, merges: Sequence[Pair], *, prefixed: bool) -> dict[str, Any]:
+def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], *, prefixed: bool) -> dict[str, Any]:
     """normalizer, pre_tokenizer, decoder and model of tokenizer.json.
 
     `prefixed`: a space is put before the first word, and before what follows a special token.

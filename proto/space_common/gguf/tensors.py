@@ -40,7 +40,7 @@ _GEMMA_NORMS = {
 
 
 @dataclass(frozen=True)
-class Rows:
+class TensorRows:
     """Some rows of a tensor of the file; of one with one dimension, some numbers."""
 
     tensor: GgufTensor
@@ -52,7 +52,7 @@ class Rows:
 class TensorSource:
     """What a tensor of the model is made of."""
 
-    parts: tuple[Rows, ...]  # one below the other
+    parts: tuple[TensorRows, ...]  # one below the other
     turned_heads: int = 0  # heads whose rows lie interleaved; 0: all lie as they should
     shift: float = 0.0  # what was added to every number
 
@@ -135,11 +135,11 @@ class _Sources:
         for (name, target), count in zip(_ATTENTION.items(), (heads, kv_heads, kv_heads), strict=True):
             turned = count if self._architecture == "llama" and name != "attn_v" else 0
             if joined in self._file.tensors:
-                rows = Rows(self._tensor(joined), start, start + count * size)
+                rows = TensorRows(self._tensor(joined), start, start + count * size)
                 start = rows.stop
             else:
                 tensor = self._tensor(f"{here}.{name}.{kind}")
-                rows = Rows(tensor, 0, tensor.shape[0])
+                rows = TensorRows(tensor, 0, tensor.shape[0])
             if rows.stop > rows.tensor.shape[0] or rows.stop - rows.start != count * size:
                 raise GgufError(
                     f"{rows.tensor.name} in {self._file.path} has {rows.tensor.shape[0]} rows, which {count} heads of "
@@ -153,12 +153,12 @@ class _Sources:
         if names[0] not in self._file.tensors and f"{here}.attn_q.weight" in self._file.tensors:
             names = [f"{here}.{name}.weight" for name in _ATTENTION]
         tensors = [self._tensor(name) for name in names]
-        self._found[f"{target}.weight"] = TensorSource(tuple(Rows(one, 0, one.shape[0]) for one in tensors))
+        self._found[f"{target}.weight"] = TensorSource(tuple(TensorRows(one, 0, one.shape[0]) for one in tensors))
 
     def _take(self, name: str, target: str) -> None:
         tensor = self._tensor(name)
         shift = 1.0 if self._is_gemma and name.endswith("norm.weight") else 0.0
-        self._found[target] = TensorSource((Rows(tensor, 0, tensor.shape[0]),), shift=shift)
+        self._found[target] = TensorSource((TensorRows(tensor, 0, tensor.shape[0]),), shift=shift)
 
     def _tensor(self, name: str) -> GgufTensor:
         tensor = self._file.tensors.get(name)

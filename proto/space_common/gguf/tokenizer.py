@@ -12,7 +12,7 @@ from typing import Any
 
 from space_common.gguf import byte_level, pre_tokenizers, sentencepiece
 from space_common.gguf.errors import GgufError
-from space_common.gguf.vocabulary import Pair, TokenType, Vocabulary, read_ids
+from space_common.gguf.vocabulary import GgufVocabulary, Pair, TokenType, read_ids
 
 _TEMPLATE = "tokenizer.chat_template"
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
@@ -29,13 +29,13 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         pre_tokenizer = pre_tokenizers.named(str(metadata.get("tokenizer.ggml.pre") or "default"))
         ids = read_ids(metadata)
         merges = byte_level.read_merges(metadata, ids)
-        vocabulary = Vocabulary.read(metadata, ids, _results(merges), defaults={})
+        vocabulary = GgufVocabulary.read(metadata, ids, _results(merges), defaults={})
         sections = byte_level.sections(vocabulary, merges, pre_tokenizer)
         adds_bos = pre_tokenizer.add_bos
     elif model == "llama":
         ids = read_ids(metadata)
         merges = sentencepiece.read_merges(metadata, ids)
-        vocabulary = Vocabulary.read(metadata, ids, _results(merges), defaults=_SENTENCEPIECE_IDS)
+        vocabulary = GgufVocabulary.read(metadata, ids, _results(merges), defaults=_SENTENCEPIECE_IDS)
         prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
         sections = sentencepiece.sections(vocabulary, merges, prefixed=prefixed)
         adds_bos = True
@@ -75,7 +75,7 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
-def _added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
     """The tokens that are found in a text before it is cut into words; those of type control are special.
 
     A user-defined token is text that the model reads as one token. Phi-3's swallow the white space behind them.
@@ -98,7 +98,7 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[d
     ]
 
 
-def _post_processor(vocabulary: Vocabulary, first: int | None, last: int | None) -> dict[str, Any] | None:
+def _post_processor(vocabulary: GgufVocabulary, first: int | None, last: int | None) -> dict[str, Any] | None:
     """Puts BOS before a prompt and EOS behind it; None for neither."""
     if first is None and last is None:
         return None
@@ -121,7 +121,7 @@ def _post_processor(vocabulary: Vocabulary, first: int | None, last: int | None)
     }
 
 
-def _config(metadata: Mapping[str, Any], vocabulary: Vocabulary, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:
     """tokenizer_config.json: the special tokens by their roles."""
     roles = {
         "bos_token": vocabulary.bos,
@@ -141,7 +141,7 @@ def _config(metadata: Mapping[str, Any], vocabulary: Vocabulary, adds_bos: bool,
     }
 
 
-def _generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
+def _generation_config(vocabulary: GgufVocabulary) -> dict[str, Any]:
     ids = {"bos_token_id": vocabulary.bos, "pad_token_id": vocabulary.padding}
     return {
         **{key: id_ for key, id_ in ids.items() if id_ is not None},

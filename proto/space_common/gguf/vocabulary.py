@@ -52,7 +52,7 @@ _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrai
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """Tokens by id, the type of each, and the special ids that the file names or llama.cpp knows by their texts."""
 
     ids: Mapping[str, int]
@@ -87,7 +87,7 @@ class Vocabulary:
     @classmethod
     def read(
         cls, metadata: Mapping[str, Any], ids: Mapping[str, int], merged: Set[str], *, defaults: Mapping[str, int]
-    ) -> Vocabulary:
+    ) -> GgufVocabulary:
         """From the metadata of a file; `defaults`: special ids by name where the file has none. Raises GgufError."""
         types = _types(metadata, len(ids))
 

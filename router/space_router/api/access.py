@@ -16,7 +16,7 @@ from space_router.http_server.paths import GENERATING_PATHS, is_open
 log = logging.getLogger(__name__)
 
 
-class Access:
+class HttpAccess:
     """ASGI middleware: checks the API key and what it may still do, notes its name and the time; refuses early what
     would be refused later; an unforeseen exception gets an id.
     """

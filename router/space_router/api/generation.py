@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from space_router.api.plan import Choice, Plan
+from space_router.api.plan import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import Statistics, TokenLogprobs, ValidRequest
@@ -62,10 +62,10 @@ def _of_prompt(delta: TextDelta) -> TextDelta:
 
 
 @dataclass
-class Progress:
+class ChoiceState:
     """One choice as far as it has come."""
 
-    choice: Choice
+    choice: PlannedChoice
     stream: Stream
     text_stream: TextStream
     scope: AsyncExitStack  # closing it gives the stream back; more than once is harmless
@@ -78,16 +78,16 @@ class Progress:
 
 
 @dataclass
-class Written:
+class CompletedChoice:
     """The whole of one choice."""
 
-    progress: Progress
+    progress: ChoiceState
     text: str = ""
     tokens: list[TextToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class Running:
+class Generation:
     """Streams of a plan. Entering submits every choice, or none; leaving gives all of them back.
 
     async with Running(engine, tokenizer, metrics, plan) as running:
@@ -99,7 +99,7 @@ class Running:
         engine: Engine,
         tokenizer: Tokenizer,
         metrics: Metrics,
-        plan: Plan,
+        plan: GenerationPlan,
         charge: Callable[[int, int], None] = lambda num_prompt, num_generated: None,
         tracer: "Tracer | None" = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Running:
         self.plan = plan
         self._charge = charge
         self._tracer = tracer
-        self.choices: list[Progress] = []
+        self.choices: list[ChoiceState] = []
         self._engine = engine
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -127,7 +127,7 @@ class Running:
         """OpenAI's `system_fingerprint`: while it is the same, a seed gives the same text."""
         return "" if self._engine.facts is None else self._engine.facts.fingerprint
 
-    async def __aenter__(self) -> "Running":
+    async def __aenter__(self) -> "Generation":
         leader: Stream | None = None
         async with AsyncExitStack() as undo:
             for choice in self.plan.choices:
@@ -143,7 +143,7 @@ class Running:
                 await scope.enter_async_context(stream)
                 leader = stream if follows is None else leader
                 text = TextStream(self._tokenizer, choice.prompt.ids, choice.rules)
-                self.choices.append(Progress(choice, stream, text, scope))
+                self.choices.append(ChoiceState(choice, stream, text, scope))
             undo.pop_all()
         self._charge(sum(len(prompt.ids) for prompt in self.plan.prompts), 0)
         return self
@@ -174,7 +174,7 @@ class Running:
         """Its client's own clock has ended it: what has not finished counts as out of time, not as cancelled."""
         self._outcome = "deadline"
 
-    async def steps(self) -> AsyncIterator[list[tuple[Progress, TextDelta]]]:
+    async def steps(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
         """What became certain, for all choices that moved at one moment. Raises ApiError."""
         try:
             if len(self.choices) == 1:
@@ -189,9 +189,9 @@ class Running:
                 self._outcome = "cancelled"
             raise translate(error) from error
 
-    async def whole(self) -> list[Written]:
+    async def whole(self) -> list[CompletedChoice]:
         """Every choice to its end."""
-        written = [Written(progress) for progress in self.choices]
+        written = [CompletedChoice(progress) for progress in self.choices]
         pieces: list[list[str]] = [[] for _ in written]
         async for step in self.steps():
             for progress, delta in step:
@@ -203,7 +203,7 @@ class Running:
             one.text = "".join(texts)
         return written
 
-    async def _read(self, progress: Progress) -> AsyncIterator[TextDelta]:
+    async def _read(self, progress: ChoiceState) -> AsyncIterator[TextDelta]:
         """One delta for each of the engine's that made something certain."""
         ends_in_prompt = progress.choice.ends_in_prompt
         async for step in progress.stream:
@@ -218,12 +218,12 @@ class Running:
             if delta.finish is not None:
                 return
 
-    async def _merge(self) -> AsyncIterator[list[tuple[Progress, TextDelta]]]:
+    async def _merge(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
         """The choices' deltas in the order they come; those that are there together come together."""
         # Bounded, so that a slow reader is felt by the streams and not by the memory.
-        ready: asyncio.Queue[tuple[Progress, TextDelta] | Exception | None] = asyncio.Queue(2 * len(self.choices))
+        ready: asyncio.Queue[tuple[ChoiceState, TextDelta] | Exception | None] = asyncio.Queue(2 * len(self.choices))
 
-        async def pump(progress: Progress) -> None:
+        async def pump(progress: ChoiceState) -> None:
             try:
                 async for delta in self._read(progress):
                     await ready.put((progress, delta))
@@ -238,7 +238,7 @@ class Running:
             await asyncio.sleep(0)  # the others of this step are about to be pumped, too
             while not ready.empty():
                 items.append(ready.get_nowait())
-            step: list[tuple[Progress, TextDelta]] = []
+            step: list[tuple[ChoiceState, TextDelta]] = []
             for item in items:
                 if item is None:
                     num_open -= 1

@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
 from space_common.grammar import MOST_CHARACTERS
 
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, shown
@@ -190,7 +190,7 @@ def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
     return of_schema(value, param)
 
 
-async def checked(check: GrammarCheck, facts: ModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
+async def checked(check: GrammarCheck, facts: WorkerModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
     """The grammar, once it is known that it can be used; bounded in time, and no stream has begun.
 
     Raises InvalidRequest with the reason, Overloaded.

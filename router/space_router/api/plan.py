@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.text.text_stream import TextRules
 
 
@@ -16,7 +16,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedChoice:
     """One continuation of one prompt: one request to the engine."""
 
     index: int  # among the choices of its HTTP request
@@ -24,13 +24,13 @@ class Choice:
     request: ValidRequest
     rules: TextRules
 
-    def ending_in_prompt(self) -> "Choice":
+    def ending_in_prompt(self) -> "PlannedChoice":
         """Where only the prompt is wanted and fills the window: its last id becomes the one that the engine makes,
         whatever its probability. Log-probabilities are the model's own, be it of a prompt's id or of another.
         """
         request = self.request
         *before, last = request.prompt_ids
-        sampling = Sampling(seed=request.sampling.seed, choice=request.sampling.choice, allowed_ids=(last,))
+        sampling = SamplingOptions(seed=request.sampling.seed, choice=request.sampling.choice, allowed_ids=(last,))
         changed = replace(
             request,
             prompt_ids=tuple(before),
@@ -52,13 +52,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """All choices of one HTTP request; those of one prompt lie together, choice 0 of it first."""
 
     request_id: str  # as the client gave it, or ours
     seed: int  # the client's, or a fresh one
     prompts: tuple[Prompt, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[PlannedChoice, ...]
     num_shown: int  # choices of each prompt that are answered; fewer than there are with best_of
     limit_param: str  # the field that `max_tokens` came in
     answered: bool  # False: only the prompt is wanted (max_tokens 0); the engine's one token is no answer

@@ -2,15 +2,15 @@
 
 from collections.abc import AsyncIterator
 
-from space_router.api.generation import Progress
-from space_router.api.plan import Plan
+from space_router.api.generation import ChoiceState
+from space_router.api.plan import GenerationPlan
 from space_router.engine.request.request import TokenLogprobs
 from space_router.text.text_stream import TextDelta
 
-Step = list[tuple[Progress, TextDelta]]
+Step = list[tuple[ChoiceState, TextDelta]]
 
 
-async def with_prompts(steps: AsyncIterator[Step], plan: Plan) -> AsyncIterator[Step]:
+async def with_prompts(steps: AsyncIterator[Step], plan: GenerationPlan) -> AsyncIterator[Step]:
     """The same steps, but every choice's deltas begin with its prompt's log-probabilities.
 
     The first choice has them as they come; the others wait until they are complete, and have them in one piece.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from space_router.api.generation import Written
+from space_router.api.generation import CompletedChoice
 from space_router.text.text_stream import TextToken
 
 
@@ -12,6 +12,6 @@ def mean_logprob(tokens: Iterable[TextToken]) -> float:
     return sum(values) / len(values) if values else float("-inf")
 
 
-def most_probable(choices: Sequence[Written]) -> list[Written]:
+def most_probable(choices: Sequence[CompletedChoice]) -> list[CompletedChoice]:
     """The best first; of equals the one that came first."""
     return sorted(choices, key=lambda one: mean_logprob(one.tokens), reverse=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from space_router.api.infill import Infill
 from space_router.api.parameters import Parameters as Parameters
-from space_router.api.plan import Choice, Plan, Prompt
+from space_router.api.plan import GenerationPlan, PlannedChoice, Prompt
 from space_router.config import ServeConfig
-from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import shown
 from space_router.text.fim import FillInTheMiddle
@@ -56,12 +56,12 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
 
 
 @dataclass(frozen=True)
-class Door:
+class RequestBuilder:
     """Turns parameters and prompts into plans, for one model under one config."""
 
     config: ServeConfig
     text: ModelText
-    facts: ModelFacts
+    facts: WorkerModelFacts
     key: str = ""  # name of the API key that its requests come with
 
     def adapter(self, name: str | None, param: str = "model") -> str:
@@ -186,7 +186,7 @@ class Door:
         self._check_masks(ids, "suffix")
         return Infill(tokens, tuple(ids))
 
-    def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> Plan:
+    def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> GenerationPlan:
         """One engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
         count = wanted.num_choices
         if count * len(prompts) > self.config.max_choices:
@@ -236,10 +236,10 @@ class Door:
                 key=self.key,
                 stops_on_text=bool(rules.stops),
             )
-            made = Choice(index, prompt, request, rules)
+            made = PlannedChoice(index, prompt, request, rules)
             fills_window = len(prompt.ids) == self.facts.window > 1
             choices.append(made.ending_in_prompt() if fills_window and max_tokens == 0 else made)
-        return Plan(
+        return GenerationPlan(
             request_id,
             seed,
             tuple(prompts),
@@ -306,14 +306,14 @@ class Door:
                 param=param,
             )
 
-    def _sampling(self, wanted: Parameters, seed: int) -> Sampling:
+    def _sampling(self, wanted: Parameters, seed: int) -> SamplingOptions:
         defaults = self.text.sampling_defaults
         penalty = wanted.repetition_penalty or defaults.get("repetition_penalty", 1.0)
 
         def chosen(name: str, value: float | None, neutral: float) -> float:
             return defaults.get(name, neutral) if value is None else value
 
-        return Sampling(
+        return SamplingOptions(
             seed=seed % 2**64,
             temperature=float(chosen("temperature", wanted.temperature, 1.0)),
             top_k=max(0, int(chosen("top_k", wanted.top_k, 0))),

@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from space_router.api.generation import Running, translate
+from space_router.api.generation import Generation, translate
 from space_router.api.grammar_fields import checked
-from space_router.api.plan import Plan
-from space_router.api.request_builder import Door
+from space_router.api.plan import GenerationPlan
+from space_router.api.request_builder import RequestBuilder
 from space_router.api_keys import ApiKeys, KeyLimits
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -52,20 +52,20 @@ class Service:
         """New work is taken and a worker is there to do it."""
         return self.engine.ready and not self.draining
 
-    def door(self, key: str = "") -> Door:
+    def door(self, key: str = "") -> RequestBuilder:
         """For requests of one API key, by its name. Raises Unavailable while the model is not known yet, or no more."""
         if self.draining:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")
         facts = self.engine.facts
         if facts is None:
             raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
-        return Door(self.config, self.text, facts, key)
+        return RequestBuilder(self.config, self.text, facts, key)
 
     async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
         """The grammar, which can be used. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
         return await checked(self.grammars, self.door().facts, grammar, param)
 
-    def name_of(self, plan: Plan) -> str:
+    def name_of(self, plan: GenerationPlan) -> str:
         """The model name of a plan's answer: its adapter's, or the model's own."""
         return plan.choices[0].request.adapter or self.text.name
 
@@ -75,10 +75,10 @@ class Service:
         facts = self.engine.facts
         return tuple(name for name, _ in self.config.adapter) if facts is None else facts.adapters
 
-    def run(self, plan: Plan) -> Running:
+    def run(self, plan: GenerationPlan) -> Generation:
         """Its tokens are charged to the key that the plan's requests came with."""
         charge = self.allowances.of(plan.choices[0].request.key).charge
-        return Running(self.engine, self.text.tokenizer, self.metrics, plan, charge, self.tracer)
+        return Generation(self.engine, self.text.tokenizer, self.metrics, plan, charge, self.tracer)
 
     def check_room(self) -> None:
         """Raises Overloaded where nobody can wait any more: sooner said than after a body is read and tokenised."""

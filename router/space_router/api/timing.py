@@ -4,13 +4,13 @@ import time
 
 from starlette.requests import Request
 
-from space_router.api.generation import Running
+from space_router.api.generation import Generation
 
 RECEIVED = "spaceserve.received"
 """Where a request's scope notes when it came: monotonic seconds."""
 
 
-def begun(request: Request, running: Running) -> dict[str, str]:
+def begun(request: Request, running: Generation) -> dict[str, str]:
     """What is known before the first token: all that a stream's headers can say."""
     prompts = running.plan.prompts
     return {
@@ -22,7 +22,7 @@ def begun(request: Request, running: Running) -> dict[str, str]:
     }
 
 
-def ended(request: Request, running: Running) -> dict[str, str]:
+def ended(request: Request, running: Generation) -> dict[str, str]:
     """The same and what is known at the end. With several choices: the longest wait, and the longest answer's pace."""
     lengths = [choice.statistics.num_tokens if running.plan.answered else 0 for choice in running.choices]
     now = time.monotonic()

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from space_router.api.generation import Progress
-from space_router.api.plan import Plan
+from space_router.api.generation import ChoiceState
+from space_router.api.plan import GenerationPlan
 
 
-def usage(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:
+def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """Tokens so far, over all choices; the prompts count once each."""
     num_prompt = sum(len(prompt.ids) for prompt in plan.prompts)
     num_generated = sum(choice.statistics.num_tokens for choice in choices) if plan.answered else 0
@@ -30,7 +30,7 @@ def usage(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:
     }
 
 
-def statistics(plan: Plan, choices: Sequence[Progress]) -> dict[str, Any]:
+def statistics(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
     """The `spaceserve` object: what speculation did for this request, over all its choices."""
     figures = [choice.statistics for choice in choices]
     steps = sum(one.num_steps for one in figures)

@@ -130,7 +130,7 @@ class Tally:
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """One terminal's talk with one server."""
 
     server: ChatServer
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt = _prompt(given.prompt, sys.stdin)
         settings = _settings(given)
         colour = not given.no_color and wants_colour(sys.stdout, os.environ)
-        return _run(Conversation(server, settings, Paint(colour), sys.stdout, sys.stderr), given.complete, prompt)
+        return _run(ChatHistory(server, settings, Paint(colour), sys.stdout, sys.stderr), given.complete, prompt)
     except ChatError as error:
         sys.stderr.write(f"spaceserve chat: {error}\n")
         return 1
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(conversation: Conversation, complete: bool, prompt: str | None) -> int:
+def _run(conversation: ChatHistory, complete: bool, prompt: str | None) -> int:
     info = _ready(conversation)
     can_chat = bool(info["chat_template"])
     conversation.settings = replace(conversation.settings, chat=can_chat and not complete)
@@ -311,7 +311,7 @@ def _run(conversation: Conversation, complete: bool, prompt: str | None) -> int:
     return conversation.talk()
 
 
-def _ready(conversation: Conversation) -> dict[str, Any]:
+def _ready(conversation: ChatHistory) -> dict[str, Any]:
     """What the server says of itself, once its model is there."""
     waiting = False
     while not (info := conversation.server.info())["ready"]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
-from space_router.engine.engine_metrics import Observer
+from space_router.engine.engine_metrics import EngineMetrics
 from space_router.engine.errors import (
     DeadlineExceeded,
     Draining,
@@ -21,23 +21,23 @@ from space_router.engine.errors import (
     WorkerFailed,
     WorkerStartFailed,
 )
-from space_router.engine.model_facts import ModelFacts
-from space_router.engine.queueing.admission import Admission, Admitted
+from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.queueing.admission import Admitted, QueueAdmission
 from space_router.engine.queueing.admission_limits import LoadFigures, allowed_tokens, worth_waiting
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.queueing.throughput_estimator import Pace
-from space_router.engine.request.report_result import Advance
+from space_router.engine.queueing.throughput_estimator import ThroughputEstimator
+from space_router.engine.request.report_result import SequenceUpdate
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.engine.timer import CallLater, on_the_loop
-from space_router.engine.workers.crash_quarantine import Trials
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.crash_quarantine import CrashQuarantine
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.worker_command import worker_command
-from space_router.engine.workers.worker_connection import Seat, WorkerSource
+from space_router.engine.workers.worker_connection import WorkerConnection, WorkerSource
 from space_router.engine.workers.worker_link import WorkerMismatch
-from space_router.engine.workers.worker_pool import Roster
+from space_router.engine.workers.worker_pool import WorkerPool
 from space_router.engine.workers.worker_sources import worker_sources
 from space_router.metrics import Metrics
 
@@ -73,19 +73,19 @@ class Engine:
         names, none at all for those that `roster.follow` will; `max_lag`: tokens a reader may be behind; `clock`:
         seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
         """
-        self.facts: ModelFacts | None = None  # what the workers said about the model; None until the first Hello
+        self.facts: WorkerModelFacts | None = None  # what the workers said about the model; None until the first Hello
         self.config = config
         self._clock = clock
         self._call_later = call_later or on_the_loop
         self._max_lag = max_lag
-        self._observer = Observer(metrics)
+        self._observer = EngineMetrics(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
         self.full = self._queue.refusal
-        self._pace = Pace(config.max_prefill_rows)
-        self._admission = Admission(self._queue, self._pace)
-        self._trials = Trials(self._queue, self._admission)
-        self._open: dict[Stream, LiveRequest] = {}  # not ended yet
-        self._by_name: dict[str, set[LiveRequest]] = {}  # of these
+        self._pace = ThroughputEstimator(config.max_prefill_rows)
+        self._admission = QueueAdmission(self._queue, self._pace)
+        self._trials = CrashQuarantine(self._queue, self._admission)
+        self._open: dict[Stream, RequestState] = {}  # not ended yet
+        self._by_name: dict[str, set[RequestState]] = {}  # of these
         self._num_submitted = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -94,7 +94,7 @@ class Engine:
         self._given_up = asyncio.Event()
         self._hopeless: WorkerStartFailed | None = None
         self._tokenizer_hash = tokenizer_hash
-        self.roster = Roster(
+        self.roster = WorkerPool(
             worker_sources(config, worker_argv) if sources is None else sources,
             seat_for=self._new_seat,
             engaged=self,
@@ -102,14 +102,14 @@ class Engine:
         )
         self.seats = self.roster.seats
 
-    def new_scheduler(self, facts: ModelFacts) -> Scheduler:
+    def new_scheduler(self, facts: WorkerModelFacts) -> Scheduler:
         """For a worker that has come."""
         return Scheduler(
             facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
         )
 
-    def _new_seat(self, source: WorkerSource, number: int) -> Seat:
-        return Seat(
+    def _new_seat(self, source: WorkerSource, number: int) -> WorkerConnection:
+        return WorkerConnection(
             source,
             schedule=self.new_scheduler,
             tokenizer_hash=self._tokenizer_hash,
@@ -137,7 +137,7 @@ class Engine:
         """At least one worker is up, none of those that crash again and again, and the engine is not draining."""
         return not self._draining and any(seat.steady for seat in self.seats)
 
-    async def wait_ready(self) -> ModelFacts:
+    async def wait_ready(self) -> WorkerModelFacts:
         """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
         await self._up.wait()
         if self.facts is None:
@@ -161,7 +161,7 @@ class Engine:
         if self.facts is None:
             raise NotReady("No worker is up yet. Try again when /health says so.")
         max_tokens = allowed_tokens(request, self.facts)
-        live = LiveRequest(request, max_tokens, self._num_submitted, self._clock())
+        live = RequestState(request, max_tokens, self._num_submitted, self._clock())
         if hopeless := self._admission.hopeless(live, 1, live.submitted):  # all but one prompt id may be cached
             raise hopeless
         live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, self._queue.expected_answer(live))
@@ -230,12 +230,12 @@ class Engine:
             self._break_off(live, WorkerFailed("No worker can be started any more."))
         self._settle()
 
-    def expect(self, facts: ModelFacts) -> None:
+    def expect(self, facts: WorkerModelFacts) -> None:
         """Every worker may have to go on where another has stopped."""
         if self.facts is not None and (difference := facts.difference(self.facts)):
             raise WorkerMismatch(difference)
 
-    def worker_up(self, seat: Seat) -> None:
+    def worker_up(self, seat: WorkerConnection) -> None:
         """A worker has said hello, and is empty."""
         present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is seat.scheduler))
         if present:  # the largest one's, and the last one's of equals: what fits it is taken
@@ -247,7 +247,7 @@ class Engine:
         self._schedule()
         self._settle()
 
-    def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None:
+    def worker_report(self, seat: WorkerConnection, report: worker_pb2.StepReport) -> None:
         """A worker has done something."""
         if seat.scheduler is None:
             return
@@ -266,11 +266,11 @@ class Engine:
             self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
         self._settle()
 
-    def worker_away(self, seat: Seat) -> None:
+    def worker_away(self, seat: WorkerConnection) -> None:
         """A worker is lost; why is yet to be found out."""
         self._observer.workers(len(self._schedulers()))
 
-    def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None:
+    def worker_lost(self, seat: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
         """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
@@ -308,7 +308,7 @@ class Engine:
         pools = (scheduler.pool for scheduler in self._schedulers())
         self._observer.state(pools, len(self._queue), len(self._open) - len(self._queue))
 
-    def _deliver(self, advance: Advance, now: float) -> None:
+    def _deliver(self, advance: SequenceUpdate, now: float) -> None:
         """Hand a reader what a report says, unless its request has ended."""
         live, delta, part = advance
         stream = live.stream
@@ -328,7 +328,7 @@ class Engine:
         if delta.finish is not None:
             self._forget(live)
 
-    def _release_followers(self, live: LiveRequest, num_computed: int | None = None) -> None:
+    def _release_followers(self, live: RequestState, num_computed: int | None = None) -> None:
         """Let those go on that wait for no more than `num_computed` ids of this request; None: all of them."""
         followers, live.followers = live.followers, []
         for follower in followers:
@@ -337,12 +337,12 @@ class Engine:
             elif follower in self._queue:
                 self._queue.unpark(follower)
 
-    def _wait_again(self, live: LiveRequest) -> None:
+    def _wait_again(self, live: RequestState) -> None:
         """Back into the queue, with what it has emitted."""
         self._queue.push(live, parked=live.lagging or self._trials.holds(live))
         self._release_followers(live)
 
-    def _caught_up(self, live: LiveRequest) -> None:
+    def _caught_up(self, live: RequestState) -> None:
         """A reader that lagged reads again."""
         if live in self._queue and not self._trials.holds(live):
             self._queue.unpark(live)
@@ -351,17 +351,17 @@ class Engine:
         self._schedule()
         self._settle()
 
-    def _leave(self, live: LiveRequest) -> None:
+    def _leave(self, live: RequestState) -> None:
         """The reader has left its block."""
         self._end(live, RequestCancelled(f"Request {live.request.request_id} was left by its reader."))
 
-    def _end(self, live: LiveRequest, error: EngineError) -> None:
+    def _end(self, live: RequestState, error: EngineError) -> None:
         """End a request that is not done, wherever it is, and let others take its place."""
         if self._break_off(live, error):
             self._schedule()
             self._settle()
 
-    def _break_off(self, live: LiveRequest, error: EngineError) -> bool:
+    def _break_off(self, live: RequestState, error: EngineError) -> bool:
         """The same, without what follows for others; False, and nothing happens, if the request is done."""
         if live.stream is None or live.stream not in self._open:
             return False
@@ -373,7 +373,7 @@ class Engine:
             scheduler.release(live)
         return True
 
-    def _forget(self, live: LiveRequest) -> None:
+    def _forget(self, live: RequestState) -> None:
         """A request has ended, one way or the other."""
         if live.stream is not None:
             del self._open[live.stream]

@@ -8,15 +8,15 @@ from space_proto import worker_pb2
 
 from space_router.engine.cache.pages import PagePool
 from space_router.engine.queueing.throughput_estimator import step_seconds
-from space_router.engine.request.report_result import Advance, Outcome
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.report_result import ReportResult, SequenceUpdate
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.workers.energy import EnergyShare
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
 
 SPEEDUP_MEMORY = 0.98  # weight of the past per step: the gauge follows about the last 50 steps
 
 
-class Observer:
+class EngineMetrics:
     """Observes for the engine; times are seconds and arguments."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -35,7 +35,7 @@ class Observer:
         self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
         self._spent_seconds = 0.0  # what their steps did cost, fading
 
-    def step(self, report: worker_pb2.StepReport, outcome: Outcome, worker: object = None) -> None:
+    def step(self, report: worker_pb2.StepReport, outcome: ReportResult, worker: object = None) -> None:
         """One report of a worker, and what it meant: rows, seconds, what speculation brought, and the energy that was
         drawn.
         """
@@ -53,7 +53,7 @@ class Observer:
             self._stats(report.stats)
             self._speedup(report.stats, len(outcome.decoded), sum(outcome.decoded))
 
-    def _drafts(self, drafting: Sequence[Advance]) -> None:
+    def _drafts(self, drafting: Sequence[SequenceUpdate]) -> None:
         """What came of the drafts of one step."""
         accepted = [0] * len(self._positions)
         num_drafted = num_accepted = 0
@@ -110,13 +110,13 @@ class Observer:
         if self._spent_seconds > 0:
             self._metrics.speculation_speedup.set(self._plain_seconds / self._spent_seconds)
 
-    def admitted(self, live: LiveRequest) -> None:
+    def admitted(self, live: RequestState) -> None:
         """A first admission."""
         self._metrics.queue_seconds.observe(live.statistics.queue_seconds or 0.0)
         self._metrics.prompt_tokens_total.inc(live.num_prompt)
         self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
 
-    def tokens(self, live: LiveRequest, num_tokens: int, now: float) -> None:
+    def tokens(self, live: RequestState, num_tokens: int, now: float) -> None:
         """A request got tokens; the gap since its last ones is shared among them, and observed once per step."""
         if live.last_token is None:
             self._metrics.time_to_first_token_seconds.observe(now - live.submitted)

@@ -9,7 +9,7 @@ from space_proto import worker_pb2
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class WorkerModelFacts:
     """The Hello of a worker, as the router uses it."""
 
     model_name: str
@@ -48,7 +48,7 @@ class ModelFacts:
         """A name for all of that."""
         return "fp_" + hashlib.sha256("\n".join(self.text_depends_on).encode()).hexdigest()[:12]
 
-    def difference(self, before: ModelFacts) -> str | None:
+    def difference(self, before: WorkerModelFacts) -> str | None:
         """Why this worker cannot take over the requests of one that was there before it; None: it can."""
         if self.text_depends_on != before.text_depends_on:
             theirs, ours = (" ".join(one.text_depends_on) for one in (self, before))
@@ -59,7 +59,7 @@ class ModelFacts:
         return None
 
     @classmethod
-    def from_hello(cls, hello: worker_pb2.Hello) -> ModelFacts:
+    def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:
         return cls(
             model_name=hello.model_name,
             model_hash=hello.model_hash,

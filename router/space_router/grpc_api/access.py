@@ -24,7 +24,7 @@ def authorization(metadata: Metadata | None) -> str:
     return next((str(value) for key, value in metadata or () if key == "authorization"), "")
 
 
-class Access(grpc.aio.ServerInterceptor):
+class GrpcAccess(grpc.aio.ServerInterceptor):
     """Refuses calls without a known key before their request is read."""
 
     def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:

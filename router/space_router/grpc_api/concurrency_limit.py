@@ -17,7 +17,7 @@ NUM_GUESTS = 32
 """Connections and calls beyond the most: probes are answered, calls told to go. Beyond these gRPC itself says no."""
 
 
-class Crowd(grpc.aio.ServerInterceptor):
+class ConcurrencyLimit(grpc.aio.ServerInterceptor):
     """Counts calls with one request, whatever connections they come by, and refuses those beyond `most`."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:

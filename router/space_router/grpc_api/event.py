@@ -6,9 +6,9 @@ from typing import Any
 
 from space_proto import generate_pb2
 
-from space_router.api.generation import Progress, Running
+from space_router.api.generation import ChoiceState, Generation
 from space_router.api.openai.logprobs import finite
-from space_router.api.plan import Plan, Prompt
+from space_router.api.plan import GenerationPlan, Prompt
 from space_router.api.usage import statistics, usage
 from space_router.engine.request.request import TokenLogprobs
 from space_router.grpc_api.request import Asked
@@ -37,14 +37,14 @@ class Events:
     _begun: set[int] = field(default_factory=set)  # choices that have had an event
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> GenerationPlan:
         return self.asked.plan
 
     @property
     def request(self) -> generate_pb2.GenerateRequest:
         return self.asked.request
 
-    def of(self, one: Shown, running: Running) -> Iterator[generate_pb2.GenerateEvent]:
+    def of(self, one: Shown, running: Generation) -> Iterator[generate_pb2.GenerateEvent]:
         """The events of one delta: more than one where it brings much of a prompt."""
         known = one.delta.prompt_logprobs
         while len(known) > PROMPT_IDS_PER_EVENT:
@@ -129,7 +129,7 @@ class Events:
         )
 
 
-def _usage(plan: Plan, choices: Sequence[Progress]) -> generate_pb2.Usage:
+def _usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> generate_pb2.Usage:
     counts = usage(plan, choices)
     details = counts.get("completion_tokens_details", {})
     return generate_pb2.Usage(

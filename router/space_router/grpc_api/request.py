@@ -10,8 +10,8 @@ from space_proto import generate_pb2
 from space_router.api.openai import chat, completions
 from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, Count20
-from space_router.api.plan import Plan
-from space_router.api.request_builder import Door
+from space_router.api.plan import GenerationPlan
+from space_router.api.request_builder import RequestBuilder
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest, TimedOut
 from space_router.grpc_api.values import values_of
@@ -27,7 +27,7 @@ class Asked:
     """One call, checked."""
 
     request: generate_pb2.GenerateRequest
-    plan: Plan
+    plan: GenerationPlan
     shape: chat.ChatShape | None  # how the answer to a conversation is read: calls apart from text
 
 
@@ -37,7 +37,9 @@ class Scores(Body):
     logprobs: Count20 | None = None
 
 
-async def read(service: Service, door: Door, request: generate_pb2.GenerateRequest, time_left: float | None) -> Asked:
+async def read(
+    service: Service, door: RequestBuilder, request: generate_pb2.GenerateRequest, time_left: float | None
+) -> Asked:
     """What a call asks. `time_left`: seconds until its deadline. Raises ApiError."""
     if time_left == 0:
         raise TimedOut("The call's deadline had passed before it was read. Give it more time.")

@@ -12,8 +12,8 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.service import Service
 from space_router.errors import ConfigError
 from space_router.grpc_api import health
-from space_router.grpc_api.access import Access
-from space_router.grpc_api.concurrency_limit import NUM_GUESTS, Crowd
+from space_router.grpc_api.access import GrpcAccess
+from space_router.grpc_api.concurrency_limit import NUM_GUESTS, ConcurrencyLimit
 from space_router.grpc_api.readable import Readable
 from space_router.grpc_api.service import GenerateService
 from space_router.http_server.listening import bound_buffers
@@ -40,8 +40,8 @@ class GrpcServer:
         unread_ms = round(1000 * config.slow_reader_timeout)
         self._server = grpc.aio.server(
             interceptors=[
-                Crowd(config.max_connections, service.metrics),
-                Access(keys, service.metrics),
+                ConcurrencyLimit(config.max_connections, service.metrics),
+                GrpcAccess(keys, service.metrics),
                 Readable(service.metrics),
             ],
             options=[

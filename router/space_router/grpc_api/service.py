@@ -11,7 +11,7 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.chat_fields import ChatBody
 from space_router.api.ops.operating import VERSION
-from space_router.api.request_builder import Door
+from space_router.api.request_builder import RequestBuilder
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
 from space_router.errors import InvalidRequest, SlowReader
@@ -120,7 +120,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         with self._service.allowances.of(self._key(context)).request():
             yield
 
-    def _door(self, context: Context) -> Door:
+    def _door(self, context: Context) -> RequestBuilder:
         """For the key that the call came with."""
         return self._service.door(self._key(context))
 
@@ -128,7 +128,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         return self._keys.name_of(authorization(context.invocation_metadata())) or ""
 
 
-def _ids(door: Door, request: generate_pb2.TokenizeRequest) -> list[int]:
+def _ids(door: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list[int]:
     """Of a text, or of a conversation as the template writes it, special tokens and all."""
     refuse_unknown(request)
     if request.HasField("text") == bool(request.messages):

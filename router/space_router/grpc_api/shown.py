@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from space_router.api.generation import Progress, Running
+from space_router.api.generation import ChoiceState, Generation
 from space_router.api.ranking import mean_logprob
 from space_router.engine.request.request import TokenLogprobs
 from space_router.text.text_stream import TextDelta
@@ -14,12 +14,12 @@ class Shown:
     """A delta of a choice that is answered."""
 
     index: int  # of the choice in the answer
-    progress: Progress
+    progress: ChoiceState
     delta: TextDelta
     last: bool  # no delta of any choice comes behind it
 
 
-async def shown(running: Running) -> AsyncGenerator[Shown]:
+async def shown(running: Generation) -> AsyncGenerator[Shown]:
     """Every delta as it comes; with `best_of`, those of the most probable choices, once all have ended."""
     if running.plan.per_prompt > running.plan.num_shown:
         for one in await _best(running):
@@ -32,7 +32,7 @@ async def shown(running: Running) -> AsyncGenerator[Shown]:
             yield Shown(progress.choice.index, progress, delta, not num_open)
 
 
-async def _best(running: Running) -> list[Shown]:
+async def _best(running: Generation) -> list[Shown]:
     """The best come first; the first has its prompt's log-probabilities, whichever choice computed them."""
     kept: list[list[TextDelta]] = [[] for _ in running.choices]
     known: list[list[TokenLogprobs]] = [[] for _ in running.plan.prompts]

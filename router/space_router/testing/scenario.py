@@ -18,11 +18,11 @@ from space_router.engine.errors import (
     WorkerFailed,
 )
 from space_router.engine.request import worker_messages as wire
-from space_router.engine.request.request import Finish, Sampling, ValidRequest
+from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import PREFILL_STEPS_AHEAD, Scheduler
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.metrics import Metrics
 from space_router.testing.language import HashLanguage
 from space_router.testing.script import Script, always, half, never, sometimes
@@ -80,7 +80,7 @@ class Scenario:
 
     seed: int
     visits: list[Visit]
-    deaths: list[tuple[int, int, int, Cause]]  # tick, seat, ticks until it is back, why
+    deaths: list[tuple[int, int, int, ExitCause]]  # tick, seat, ticks until it is back, why
     num_workers: int
     delay: int
     max_lag: int
@@ -117,7 +117,12 @@ class Scenario:
                     visits.append(Visit(other, visit.arrives, follows=visit))
         num_workers = dice.choice([1, 1, 2])
         deaths = [
-            (dice.randrange(5, 80), dice.randrange(num_workers), dice.choice([0, 0, 3, 20]), dice.choice(list(Cause)))
+            (
+                dice.randrange(5, 80),
+                dice.randrange(num_workers),
+                dice.choice([0, 0, 3, 20]),
+                dice.choice(list(ExitCause)),
+            )
             for _ in range(dice.choice([0, 0, 0, 1, 2, 4]))
         ]
         config = ServeConfig(
@@ -148,7 +153,7 @@ def _visit(
     request = ValidRequest(
         request_id=str(number),
         prompt_ids=shared + own if dice.random() < 0.8 else (shared or own),
-        sampling=Sampling(seed=dice.randrange(100), temperature=dice.choice(temperatures)),
+        sampling=SamplingOptions(seed=dice.randrange(100), temperature=dice.choice(temperatures)),
         max_tokens=dice.randint(1, longest),
         eos_ids=eos_ids if dice.random() < 0.7 else (),
         max_draft_length=dice.choice([None, None, 0, 1, max_drafts]),
@@ -323,7 +328,7 @@ class Performance:
         expected = {
             "cancelled": visit.cancelled_at is not None,
             "deadline": visit.request.deadline is not None,
-            "worker failed": sum(cause is not Cause.OUTSIDE for *_, cause in self.scenario.deaths) >= 2,
+            "worker failed": sum(cause is not ExitCause.OUTSIDE for *_, cause in self.scenario.deaths) >= 2,
             "refused": self.scenario.config.max_queue < len(self.scenario.visits),
         }
         if not expected.get(visit.outcome or "", True):

@@ -11,11 +11,11 @@ from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG, Engine
-from space_router.engine.model_facts import ModelFacts
-from space_router.engine.request.sequence import Sequence
+from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.request.sequence import WorkerSequence
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import Cause
-from space_router.engine.workers.worker_connection import Seat
+from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.metrics import Metrics
 
 
@@ -34,7 +34,7 @@ class OldestPreempted(AssertionError):
     """The one that everybody relies on to finish was taken."""
 
 
-class TableSeat(Seat):
+class TableSeat(WorkerConnection):
     """A seat whose worker hears at once, and is heard `delay` steps late."""
 
     def __init__(self, engine: Engine, new_worker: Callable[[], TableWorker], delay: int) -> None:
@@ -53,7 +53,7 @@ class TableSeat(Seat):
     def start(self) -> None:
         """A fresh worker sits down."""
         self.worker = self._new_worker()
-        facts = ModelFacts.from_hello(self.worker.hello())
+        facts = WorkerModelFacts.from_hello(self.worker.hello())
         self._engine.expect(facts)
         scheduler = self._engine.new_scheduler(facts)
         _watch(scheduler)
@@ -68,7 +68,7 @@ class TableSeat(Seat):
         self.num_incarnations += 1
         self._engine.worker_up(self)
 
-    def die(self, cause: Cause) -> None:
+    def die(self, cause: ExitCause) -> None:
         """The worker is gone with everything it has not said yet."""
         if self.scheduler is not None:
             lost, self.scheduler, self.worker = self.scheduler, None, None
@@ -153,7 +153,7 @@ def _watch(scheduler: Scheduler) -> None:
     """Raise where the oldest of those that can go on is preempted."""
     preempt = scheduler._preempt
 
-    def watched(victim: Sequence) -> None:
+    def watched(victim: WorkerSequence) -> None:
         going_on = [s for s in scheduler.running if not (s.starving and s.live.lagging)]
         if victim is min(going_on, key=lambda s: s.live.age, default=None):
             raise OldestPreempted(f"request {victim.live.request.request_id} is the oldest, and was preempted")

@@ -19,7 +19,7 @@ from space_common.text_file import NotUtf8, read_text
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
 from space_router.text.checkpoint import read_json
-from space_router.text.template_budget import Budget, check_arguments, check_operands, check_result, metered
+from space_router.text.template_budget import TemplateBudget, check_arguments, check_operands, check_result, metered
 
 _MAX_PROMPT = 16 * 1024**2  # characters a template may produce: far above any window, below harm
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # what is passed to every template
@@ -126,7 +126,7 @@ class ChatTemplate:
 
         `continue_final_message`: it ends behind the last message's own words instead, which are to be continued.
         """
-        budget = Budget()
+        budget = TemplateBudget()
         values: dict[str, Any] = {
             **self._tokens,
             "documents": None,

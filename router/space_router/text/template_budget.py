@@ -28,7 +28,7 @@ _PADDING = frozenset(
 """Calls and filters whose result has a size that is named."""
 
 
-class Budget:
+class TemplateBudget:
     """What is left for one rendering. Raises SecurityError once it is spent."""
 
     def __init__(self) -> None:

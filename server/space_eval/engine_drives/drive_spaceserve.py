@@ -11,7 +11,7 @@ from space_common.version import version
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.layout_yield import PLAIN as NO_DRAFTS
-from space_server.speculation.layout_yield import Worth, worths
+from space_server.speculation.layout_yield import LayoutYield, layout_yields
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost, StepShape
@@ -47,7 +47,7 @@ class Bound:
     ) -> Bound:
         """`num_context`: ids before the root, of each sequence."""
 
-        def shape(worth: Worth) -> StepShape:
+        def shape(worth: LayoutYield) -> StepShape:
             drafts = worth.layout.num_drafts > 0
             return StepShape(
                 num_sequences,
@@ -58,7 +58,9 @@ class Bound:
             )
 
         plain_seconds = cost.seconds(shape(NO_DRAFTS))
-        best = max(worths(tuple(chances), max_drafts), key=lambda worth: worth.tokens / cost.seconds(shape(worth)))
+        best = max(
+            layout_yields(tuple(chances), max_drafts), key=lambda worth: worth.tokens / cost.seconds(shape(worth))
+        )
         times = cost.seconds(shape(best)) / plain_seconds
         return cls(best.tokens / times, best.tokens, best.chain_rows + best.mask_rows, times)
 

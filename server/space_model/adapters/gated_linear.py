@@ -14,7 +14,7 @@ from space_model.checkpoint.family import decoder_layers
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 
 
-class Gate:
+class ServedGate:
     """Which rows of the running step each adapter acts on."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Gate:
 class GatedLinear(nn.Module):
     """A linear, and behind it the delta of each adapter for the rows it acts on."""
 
-    def __init__(self, linear: nn.Module, deltas: Mapping[int, GatedDelta], gate: Gate) -> None:
+    def __init__(self, linear: nn.Module, deltas: Mapping[int, GatedDelta], gate: ServedGate) -> None:
         super().__init__()
         self.linear = linear
         self._deltas, self._gate = dict(deltas), gate
@@ -48,12 +48,12 @@ class GatedLinear(nn.Module):
         return y
 
 
-def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) -> Gate:
+def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) -> ServedGate:
     """Put the adapters into the decoder `base`, which is at `prefix` of the whole model; the gate that opens them.
 
     Mask embeddings replace the rows that enter the first layer, behind whatever the family does to embeddings.
     """
-    gate = Gate()
+    gate = ServedGate()
     for path in sorted({path for adapter in adapters for path in adapter.pairs}):
         parent_path, _, name = path.removeprefix(f"{prefix}.").rpartition(".")
         parent = base.get_submodule(parent_path)

@@ -31,7 +31,7 @@ from space_model.checkpoint.peft_folder import refuse_as_model
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry
 from space_model.convert.target import converted_folder, write_shards
-from space_model.convert.vocabulary import Vocabulary
+from space_model.convert.vocabulary import VocabularyTensors
 from space_model.model_error import CheckpointNotFound, ModelError
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
@@ -76,7 +76,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
                 "--dtype."
             )
         weights = SourceWeights.open(source)
-    vocabulary = Vocabulary.find(source, weights, num_added=wish.add_masks)
+    vocabulary = VocabularyTensors.find(source, weights, num_added=wish.add_masks)
     entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
     num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
     space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
@@ -126,7 +126,7 @@ def _read_config(source: Path) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field != "auto_map"}
 
 
-def _space_section(config: dict[str, Any], wish: Wish, vocabulary: Vocabulary) -> dict[str, Any] | None:
+def _space_section(config: dict[str, Any], wish: Wish, vocabulary: VocabularyTensors) -> dict[str, Any] | None:
     """What config.json is to say; None keeps what it says already."""
     if wish.add_masks and wish.mask_ids:
         raise ConvertError("Give --mask-ids for masks that the vocabulary has, or --add-masks for new ones; not both.")
@@ -152,7 +152,7 @@ def _space_section(config: dict[str, Any], wish: Wish, vocabulary: Vocabulary) -
     return {"adapter": None, "draft_head": None, **(kept or {}), "num_masks": num_masks, "mask_token_ids": list(ids)}
 
 
-def _bytes_after(name: str, entry: TensorEntry, vocabulary: Vocabulary, dtype: torch.dtype | None) -> int:
+def _bytes_after(name: str, entry: TensorEntry, vocabulary: VocabularyTensors, dtype: torch.dtype | None) -> int:
     num_added = vocabulary.num_added if name in vocabulary.tables else 0
     numel = math.prod(entry.shape) + num_added * math.prod(entry.shape[1:])
     wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
@@ -160,7 +160,7 @@ def _bytes_after(name: str, entry: TensorEntry, vocabulary: Vocabulary, dtype: t
 
 
 def _converted(
-    weights: SourceWeights, vocabulary: Vocabulary, dtype: torch.dtype | None
+    weights: SourceWeights, vocabulary: VocabularyTensors, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor as it is written: its own memory, the wanted dtype, the added rows."""
     num_added = vocabulary.num_added
@@ -208,7 +208,7 @@ def _write_config(
     folder: Path,
     config: dict[str, Any],
     space: dict[str, Any] | None,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyTensors,
     dtype: torch.dtype | None,
 ) -> None:
     written = {**config, "vocab_size": vocabulary.new_size}

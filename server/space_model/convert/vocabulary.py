@@ -15,7 +15,7 @@ _RECOMPUTED = ".rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follo
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyTensors:
     """The tables of a checkpoint, and how many rows they get."""
 
     tables: frozenset[str]  # names: input embedding and, unless tied to it, output head (and its bias)
@@ -28,7 +28,7 @@ class Vocabulary:
         return self.old_size + self.num_added
 
     @classmethod
-    def find(cls, source: Path, weights: SourceWeights, *, num_added: int) -> Vocabulary:
+    def find(cls, source: Path, weights: SourceWeights, *, num_added: int) -> VocabularyTensors:
         """Build the architecture without numbers, and hold every tensor's shape against it. Raises ConvertError."""
         from transformers import AutoModelForCausalLM
 

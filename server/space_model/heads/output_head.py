@@ -8,7 +8,7 @@ import torch
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.linear.int8_linear import EightBitLinear
+from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import PackedLinear, pad_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,7 +52,7 @@ class OutputHead:
             if library is not None:
                 self._product = CompiledLinear(library, padded, padded_bias, wide=True, eight_bits=eight_bits)
             elif eight_bits:
-                self._product = EightBitLinear(padded, padded_bias, wide=True)
+                self._product = Int8Linear(padded, padded_bias, wide=True)
             else:
                 self._product = PackedLinear(padded, padded_bias)
             let_go(weight)

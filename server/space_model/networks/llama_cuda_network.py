@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from space_kernels.dispatch import Attention, Ops
 from space_kernels.layers.rotary import HeadNorm, angles
-from space_kernels.linear.cuda_linear import Float8Linear
+from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.paging.step_tables import StepTables
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class LlamaCudaNetwork:
         if base.config.model_type not in FAMILIES or base.config.hidden_act != "silu":
             return False
         kinds = {type(linear) for path, linear in base.named_modules() if path.endswith("_proj")}
-        return kinds in ({nn.Linear}, {Float8Linear})
+        return kinds in ({nn.Linear}, {Fp8Linear})
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
@@ -197,11 +197,11 @@ def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequen
 def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
     """The linears `names` of `parent`, one below the other, where they may lie already; the originals are freed."""
     linears = [parent.get_submodule(name) for name in names]
-    small = [linear for linear in linears if isinstance(linear, Float8Linear)]
+    small = [linear for linear in linears if isinstance(linear, Fp8Linear)]
     if small:
         for name in names:
             delattr(parent, name)
-        return Float8Linear.joined(small)
+        return Fp8Linear.joined(small)
     weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
     for name in names:

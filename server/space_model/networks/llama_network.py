@@ -14,7 +14,7 @@ import torch
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.layers.activation import silu
 from space_kernels.linear.gated_delta import GatedDelta
-from space_kernels.linear.int8_linear import EightBitLinear
+from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import ROW_TILE, PackedLinear, can_pack
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ from space_model.mapped_files import let_go
 from space_model.networks.paged_kv import PagedKV
 from space_model.networks.tensor_parallel import Ranks
 
-Linear = PackedLinear | EightBitLinear
+Linear = PackedLinear | Int8Linear
 Pack = Callable[[Tensor, Tensor | None], Linear]
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -95,7 +95,7 @@ class LlamaNetwork:
         `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
         `eight_bits`: linears are held in whole numbers and scales.
         """
-        pack: Pack = EightBitLinear if eight_bits else PackedLinear
+        pack: Pack = Int8Linear if eight_bits else PackedLinear
         self._ranks = ranks
         self._heads = (num_heads, kv_heads, head_dim)
         self._embedding: Tensor = base.get_input_embeddings().weight.detach()

@@ -20,7 +20,7 @@ _MEANINGLESS_HERE = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
 
 @dataclass
-class Step:
+class AttentionStep:
     """What the attention of every layer needs: passed through the model's forward as one keyword."""
 
     batch: ForwardBatch
@@ -40,7 +40,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    space_step: Step | None = None,
+    space_step: AttentionStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D]."""

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from space_model.adapters.gated_linear import Gate
+from space_model.adapters.gated_linear import ServedGate
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.mapped_files import let_go
 from space_model.model_error import UnsupportedModel
 from space_model.networks.each_layer import AroundLayer, RunLayer, each_layer
-from space_model.networks.paged_attention_interface import Step
+from space_model.networks.paged_attention_interface import AttentionStep
 from space_model.networks.paged_kv import PagedKV
 
 _STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
@@ -26,7 +26,9 @@ _STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
 class TransformersNetwork:
     """The base model of a transformers decoder (ids to the final norm)."""
 
-    def __init__(self, base: PreTrainedModel, gate: Gate | None = None, attention: Attention = space_attention) -> None:
+    def __init__(
+        self, base: PreTrainedModel, gate: ServedGate | None = None, attention: Attention = space_attention
+    ) -> None:
         """`gate`: of the adapters that are attached to `base`, where there are any."""
         self.base = base
         self._attention = attention
@@ -37,7 +39,7 @@ class TransformersNetwork:
         """[R, hidden] after the final norm."""
         if self._gate is not None:
             self._gate.open_for(batch)
-        step = Step(batch, kv, self._attention)
+        step = AttentionStep(batch, kv, self._attention)
         out = self.base(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
@@ -72,7 +74,7 @@ class TransformersNetwork:
                 made.append(run(hidden[None])[0])
             return rows
 
-        step = Step(batch, kv, self._attention)
+        step = AttentionStep(batch, kv, self._attention)
         try:
             self._by_parts(run_one, batch, step)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -91,7 +93,7 @@ class TransformersNetwork:
         )
         return self._by_parts(lambda at, rows, run: hidden[None], batch)
 
-    def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: Step | None = None) -> Tensor:
+    def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: AttentionStep | None = None) -> Tensor:
         with each_layer(self.base, around):
             out = self.base(
                 input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
-from space_kernels.fp8 import Float8
-from space_kernels.linear.cuda_linear import Float8Linear
+from space_kernels.fp8 import Fp8
+from space_kernels.linear.cuda_linear import Fp8Linear
 from torch import Tensor, nn
 
 from space_model.checkpoint.quantized_formats import QuantizedFormat
@@ -42,13 +42,13 @@ def hold_float8(base: nn.Module, device: torch.device, bring: Callable[[Tensor],
             if not isinstance(child, nn.Linear):
                 continue
             weight = bring(child.weight.detach())
-            kept = Float8.of(weight)
+            kept = Fp8.of(weight)
             let_go(child.weight)
             if device.type == "cpu":
                 child.weight = nn.Parameter(kept.dense().to(weight.dtype), requires_grad=False)
             else:
                 bias = None if child.bias is None else bring(child.bias.detach())
-                setattr(parent, name, Float8Linear(kept, bias))
+                setattr(parent, name, Fp8Linear(kept, bias))
             held += 1
     if not held:
         raise InvalidSetting(

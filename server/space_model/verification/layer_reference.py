@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from space_kernels.fp8 import FORMAT, nearest
-from space_kernels.linear.cuda_linear import Float8Linear
-from space_kernels.linear.int8_linear import EightBits
+from space_kernels.linear.cuda_linear import Fp8Linear
+from space_kernels.linear.int8_linear import Int8Weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -271,7 +271,7 @@ class _Walk:
         if self._has_head:
             weight = head.weight[self._head_ids]
             if self._facts.eight_bits:
-                weight = EightBits.of(weight).dense()
+                weight = Int8Weights.of(weight).dense()
             swaps.put(head._parameters, "weight", weight.to(dtype))
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
@@ -409,7 +409,7 @@ def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, eight_bi
             if eight_bits:
                 for name in _quantised(module):
                     weight = module.get_parameter(name)
-                    whole = [EightBits.of(part).dense().to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
+                    whole = [Int8Weights.of(part).dense().to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
                     swaps.put(module._parameters, name, torch.stack(whole).view(weight.shape))
             swaps.widen(module, narrow, dtype)
         yield
@@ -426,7 +426,7 @@ def _quantised(module: nn.Module) -> Sequence[str]:
 
 def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Module | None:
     """What stands for a linear that is held in few bits; None: it is none."""
-    if isinstance(module, Float8Linear):
+    if isinstance(module, Fp8Linear):
         bias = None if module.bias is None else module.bias.to(dtype)
         return _Dense(module.numbers.to(dtype) * module.scale.to(dtype)[:, None], bias)
     size = getattr(module, "in_features", None)

@@ -9,12 +9,12 @@ from hashlib import blake2b
 
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.noise import request_key
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.limits import Limits
-from space_server.batch.sequence import Sequence
+from space_server.batch.limits import SequenceLimits
+from space_server.batch.sequence import RunningSequence
 from space_server.drafts.drafts import DraftSources
 
 
@@ -30,7 +30,7 @@ def admit(
     block_size: int,
     max_drafts: int,
     sources: DraftSources | None = None,
-) -> Sequence:
+) -> RunningSequence:
     """The sequence an Admit describes. Raises AdmissionError.
 
     `max_drafts`: the worker's own bound; `sources`: who drafts besides masks, by default only the message's prediction.
@@ -50,7 +50,7 @@ def admit(
     eos_ids = frozenset(message.limits.eos_ids)
     if message.sampling.HasField("grammar") and not eos_ids:
         eos_ids = frozenset(facts.eos_ids)  # possible where nothing else is: a complete text has to end
-    limits = Limits(
+    limits = SequenceLimits(
         max_tokens=message.limits.max_tokens,
         window=facts.window,
         eos_ids=eos_ids,
@@ -70,7 +70,7 @@ def admit(
     drafter = None
     if bound or message.prediction:
         drafter = sources.drafter(message.num_prompt, message.prediction, in_grammar=in_grammar)
-    return Sequence(
+    return RunningSequence(
         seq_id=message.seq_id,
         ids=ids,
         num_prompt=message.num_prompt,
@@ -130,7 +130,7 @@ def _check_prediction(ids: Run[int], facts: ModelFacts) -> None:
         raise AdmissionError(f"Id {max(ids)} of the prediction is outside the vocabulary of {facts.vocab_size}.")
 
 
-def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> Law:
+def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> SamplingParams:
     """The law of choice; fields that are unset are neutral."""
     numbers = {
         "repetition_penalty": sampling.repetition_penalty,
@@ -160,7 +160,7 @@ def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> Law:
     ]
     if named and max(named) >= vocab_size:
         raise AdmissionError(f"Id {max(named)} of a parameter is outside the vocabulary of {vocab_size}.")
-    return Law(
+    return SamplingParams(
         key=request_key(sampling.seed, sampling.choice),
         bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_ids=tuple(sorted(set(sampling.allowed_ids))),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class End(Enum):
+class SequenceEnd(Enum):
     """Why a sequence ended."""
 
     EOS = auto()
@@ -16,7 +16,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SequenceLimits:
     """Ends at the first EOS id, stop id, or when max_tokens or the window is reached."""
 
     max_tokens: int  # generated ids in all
@@ -28,16 +28,16 @@ class Limits:
         """Ids that may still be emitted."""
         return min(self.max_tokens - (num_known - num_prompt), self.window - num_known)
 
-    def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, End | None]:
+    def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
         """How many of these ids stand, and why the sequence ends there, if it does.
 
         An end token is the last id that stands; on the last allowed place it is still what ended the sequence.
         """
         for count, token in enumerate(emitted, start=1):
             if token in self.eos_ids:
-                return count, End.EOS
+                return count, SequenceEnd.EOS
             if token in self.stop_ids:
-                return count, End.STOP_ID
+                return count, SequenceEnd.STOP_ID
             if count >= num_left:
-                return count, End.LENGTH
+                return count, SequenceEnd.LENGTH
         return len(emitted), None

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 
 
 class RunningBatch:
     """Sequences by number, oldest first."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, RunningSequence] = {}
         self._ended: set[int] = set()  # reported as ended, not released yet
         self._released: list[int] = []  # to be acknowledged
         self._failed: list[pb.SequenceReport] = []  # to be reported
@@ -21,17 +21,17 @@ class RunningBatch:
     def __len__(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RunningSequence]:
         return iter(self._running.values())
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._running or seq_id in self._ended
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RunningSequence) -> None:
         """Run this sequence, as the youngest."""
         self._running[sequence.seq_id] = sequence
 
-    def get(self, seq_id: int) -> Sequence | None:
+    def get(self, seq_id: int) -> RunningSequence | None:
         """A running sequence."""
         return self._running.get(seq_id)
 

@@ -6,20 +6,20 @@ from collections.abc import Sequence as Run
 from functools import cached_property
 
 import torch
-from space_kernels.sampling.sampling_rows import Laws
-from space_kernels.step.draft_head import LawColumns
+from space_kernels.sampling.sampling_rows import BatchSamplingParams
+from space_kernels.step.draft_head import SamplingColumns
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 
 
-class Company:
+class SamplingGroup:
     """Some sequences, in an order. What a step asks of their laws is answered without looking at each of them."""
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: list[RunningSequence]) -> None:
         self.sequences = sequences
-        self.laws = Laws([sequence.law for sequence in sequences])
+        self.laws = BatchSamplingParams([sequence.law for sequence in sequences])
         self.wants_logprobs = any(sequence.num_logprobs is not None for sequence in sequences)
-        self._columns: dict[torch.device, LawColumns] = {}
+        self._columns: dict[torch.device, SamplingColumns] = {}
 
     @cached_property
     def is_alike(self) -> bool:
@@ -27,22 +27,22 @@ class Company:
         adapter = self.sequences[0].adapter
         return all(sequence.adapter == adapter and sequence.grammar is None for sequence in self.sequences)
 
-    def columns(self, device: torch.device) -> LawColumns:
+    def columns(self, device: torch.device) -> SamplingColumns:
         """What the draft head's choice needs of the laws, on the device."""
         columns = self._columns.get(device)
         if columns is None:
-            columns = self._columns[device] = LawColumns.of(self.laws, device)
+            columns = self._columns[device] = SamplingColumns.of(self.laws, device)
         return columns
 
 
-class Companies:
+class SamplingGroups:
     """Knows the last one again. Steps ask for who chooses in them, and for who drafts."""
 
     def __init__(self) -> None:
-        self._last = Company([])
+        self._last = SamplingGroup([])
 
-    def of(self, sequences: Run[Sequence]) -> Company:
+    def of(self, sequences: Run[RunningSequence]) -> SamplingGroup:
         """The company of these, which are equal where they are the same objects."""
         if sequences != self._last.sequences:
-            self._last = Company([*sequences])
+            self._last = SamplingGroup([*sequences])
         return self._last

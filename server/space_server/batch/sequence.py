@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampling_params import Law
+from space_kernels.sampling.sampling_params import SamplingParams
 
-from space_server.batch.limits import Limits
+from space_server.batch.limits import SequenceLimits
 from space_server.batch.page_numbers import appended
 from space_server.drafts.acceptance import Acceptance
-from space_server.drafts.drafts import BY_MASKS, Drafter, Origin, Source
+from space_server.drafts.drafts import BY_MASKS, Drafter, DraftOrigin, Origin
 from space_server.grammar.grammar_state import GrammarState
 
 
@@ -21,7 +21,7 @@ from space_server.grammar.grammar_state import GrammarState
 # [0 ....... num_computed)  [num_computed .... len(ids)) [len(ids) ... + len(drafts))
 #  K, V in the pages         the last one is the root     candidates of the next step
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Sequence:
+class RunningSequence:
     """A sequence between two steps. Prefill, decoding and resuming differ only in how many ids are pending."""
 
     seq_id: int
@@ -29,8 +29,8 @@ class Sequence:
     num_prompt: int
     num_computed: int  # leading ids whose K and V are in the pages; below len(ids)
     pages: list[int]  # block numbers, position 0 onwards; `extend` adds to them
-    law: Law
-    limits: Limits
+    law: SamplingParams
+    limits: SequenceLimits
     max_drafts: int  # bound on drafts per step
     num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
     num_prompt_logprobs: int | None  # the same for prompt ids
@@ -73,7 +73,7 @@ class Sequence:
         """Leading drafts that came from its masks."""
         if self.draft_depth == 0:
             return 0
-        return len(self.drafts) if self.origin.source is Source.MASKS else self.origin.num_mask_drafts
+        return len(self.drafts) if self.origin.source is DraftOrigin.MASKS else self.origin.num_mask_drafts
 
     def num_free_slots(self, block_size: int) -> int:
         """Slots behind the computed ids."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from space_proto import worker_pb2 as pb
 
 from space_server.batch.running_batch import RunningBatch
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.grammar.grammars import Grammars, Preparation
 
 
@@ -29,7 +29,7 @@ class Waiting:
         """`take` would do something."""
         return any(preparation.is_over for preparation in self._preparing.values())
 
-    def why_refused(self, sequence: Sequence) -> str | None:
+    def why_refused(self, sequence: RunningSequence) -> str | None:
         """Why this sequence's grammar cannot be followed; None: it can be tried."""
         if self.why_none is not None:
             return f"This worker takes no grammars: {self.why_none}."
@@ -37,7 +37,7 @@ class Waiting:
             return "The text of a grammar has to end, and this checkpoint has no EOS id. Set stop ids."
         return None
 
-    def add(self, sequence: Sequence, grammar: pb.Grammar, *, ignores_eos: bool) -> None:
+    def add(self, sequence: RunningSequence, grammar: pb.Grammar, *, ignores_eos: bool) -> None:
         """Compile the grammar of this sequence, which is not refused."""
         if self._grammars is not None:
             self._preparing[sequence.seq_id] = self._grammars.prepare(

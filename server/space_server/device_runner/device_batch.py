@@ -8,13 +8,13 @@ from collections.abc import Sequence as Run
 
 import torch
 from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampling_tensors import LawRoom, Stages, send
-from space_kernels.step.state import Admission, StepState
-from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages, send
+from space_kernels.step.state import StateAdmission, StepState
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_model.model_facts import ModelFacts
 from torch import Tensor
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_logprobs import MOST_TOP
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
@@ -45,7 +45,7 @@ class DeviceBatch:
         """`max_drafts`: most per sequence and step; None: as many as there are masks."""
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
-        self.room = LawRoom()
+        self.room = SamplingCapacity()
         self.state = StepState.empty(
             max_sequences,
             max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
@@ -63,15 +63,17 @@ class DeviceBatch:
         self._synthetic, self.decrees = synthetic, None
         if synthetic is not None:
             num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
-            self.decrees = Decrees.empty(max_sequences, num_places, synthetic.chances, device=facts.device)
-        self.lines: list[Sequence | None] = [None] * max_sequences
+            self.decrees = SyntheticAcceptanceTensors.empty(
+                max_sequences, num_places, synthetic.chances, device=facts.device
+            )
+        self.lines: list[RunningSequence | None] = [None] * max_sequences
         self._line_of: dict[int, int] = {}
         self._sent_pages: dict[int, int] = {}  # by sequence number
 
     def __len__(self) -> int:
         return len(self._line_of)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RunningSequence]:
         """By line."""
         return (sequence for sequence in self.lines if sequence is not None)
 
@@ -98,7 +100,7 @@ class DeviceBatch:
         """Whose masks draft: those of one adapter (None: the checkpoint's own) in all steps of the batch."""
         return next((sequence.adapter for sequence in self if sequence.most_masks), None)
 
-    def fits(self, sequence: Sequence) -> bool:
+    def fits(self, sequence: RunningSequence) -> bool:
         """Whether this sequence can be stepped here: only its root is to be computed, its masks, if it has any, are the
         others', and what is asked of it has room.
         """
@@ -115,21 +117,21 @@ class DeviceBatch:
             and self._holds_decree(sequence)
         )
 
-    def _takes_proposals(self, sequence: Sequence) -> bool:
+    def _takes_proposals(self, sequence: RunningSequence) -> bool:
         return self._synthetic is None and sequence.max_drafts <= self.state.drafts.shape[1]
 
-    def _has_its_masks(self, sequence: Sequence) -> bool:
+    def _has_its_masks(self, sequence: RunningSequence) -> bool:
         if not sequence.most_masks:  # the text is everybody's
             return True
         return sequence.adapter == self.adapter or not any(one.most_masks for one in self)
 
-    def _holds_decree(self, sequence: Sequence) -> bool:
+    def _holds_decree(self, sequence: RunningSequence) -> bool:
         if self._synthetic is None or self.decrees is None:
             return True
         known = self._synthetic.continuation_of(sequence)
         return known is None or len(known.ids) <= self.decrees.num_places
 
-    def put(self, sequence: Sequence) -> None:
+    def put(self, sequence: RunningSequence) -> None:
         """Let a sequence that fits take the first line that is free."""
         line = self.lines.index(None)
         pages = sequence.pages[: self._max_pages]
@@ -138,7 +140,7 @@ class DeviceBatch:
             self.decrees.put(line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others))
         self.state.put(  # last: a line that nobody got is not live
             line,
-            Admission(
+            StateAdmission(
                 ids=sequence.ids,
                 num_prompt=sequence.num_prompt,
                 pages=pages,
@@ -215,7 +217,7 @@ class DeviceBatch:
         self.lines[line] = None
         self.state.clear(line)
 
-    def give_back(self) -> list[Sequence]:
+    def give_back(self) -> list[RunningSequence]:
         """All sequences leave, to be stepped on the host. No step that was launched with them is unread."""
         found = list(self)
         for sequence in found:
@@ -224,7 +226,7 @@ class DeviceBatch:
                 sequence.counts = self._counts_of(sequence)
         return found
 
-    def _counts_of(self, sequence: Sequence) -> TokenCounts | None:
+    def _counts_of(self, sequence: RunningSequence) -> TokenCounts | None:
         """Its counts; None where they cannot be had now. Each of its steps counts by itself then, and fails alone."""
         try:
             return TokenCounts(sequence.ids, sequence.num_prompt, self._facts.vocab_size, self._facts.device)

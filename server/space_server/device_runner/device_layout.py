@@ -7,20 +7,20 @@ from statistics import median_high
 
 from space_model.geometry.draft_layout import DraftLayout
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.drafts.acceptance import Acceptance
 from space_server.scheduling.scheduled_batch import room_of
-from space_server.speculation.controller import Controller, Load, Room
+from space_server.speculation.controller import Controller, DraftLimits, StepLoad
 
 _PLENTY = 1 << 30
 
 
-def layout_ahead(sequences: Run[Sequence], controller: Controller) -> DraftLayout:
+def layout_ahead(sequences: Run[RunningSequence], controller: Controller) -> DraftLayout:
     """Where steps before it are not read: what the controller wants for the average sequence, as though each had all
     the drafts it could have.
     """
     bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
-    room = Room(
+    room = DraftLimits(
         seq_id=sequences[0].seq_id,
         num_drafts=bound,
         max_masks=bound,
@@ -29,12 +29,12 @@ def layout_ahead(sequences: Run[Sequence], controller: Controller) -> DraftLayou
     )
     rooms = [room] * len(sequences)
     if any(not sequence.law.greedy for sequence in sequences):
-        noisy = Room(room.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=room.acceptance)
+        noisy = DraftLimits(room.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=room.acceptance)
         rooms = [room if sequence.law.greedy else noisy for sequence in sequences]
     return room.fit(controller.layouts(rooms, _load(sequences))[0])
 
 
-def layout_of_drafts(sequences: Run[Sequence], controller: Controller, block_size: int) -> DraftLayout:
+def layout_of_drafts(sequences: Run[RunningSequence], controller: Controller, block_size: int) -> DraftLayout:
     """Where everybody's drafts are known: groups as wide as somebody wants them, and as many drafts as masks made.
 
     Drafts that no mask made follow as far as they bring more than rows for them on all lines cost.
@@ -63,7 +63,7 @@ def layout_of_drafts(sequences: Run[Sequence], controller: Controller, block_siz
     return DraftLayout.of(num_drafts, masks)
 
 
-def _reach(room: Room, depth: int) -> float:
+def _reach(room: DraftLimits, depth: int) -> float:
     """The chance that the first so many drafts are all accepted."""
     reach = 1.0
     for chance in room.chances[:depth]:
@@ -75,11 +75,11 @@ def _mask(layout: DraftLayout, group: int) -> int:
     return layout.masks[group] if group <= layout.num_drafts else 0
 
 
-def _load(sequences: Run[Sequence]) -> Load:
-    return Load(num_context=sum(sequence.num_computed for sequence in sequences))
+def _load(sequences: Run[RunningSequence]) -> StepLoad:
+    return StepLoad(num_context=sum(sequence.num_computed for sequence in sequences))
 
 
-def _average(sequences: Run[Sequence]) -> Acceptance | None:
+def _average(sequences: Run[RunningSequence]) -> Acceptance | None:
     """The acceptance of all together who draft, and that by the same masks."""
     drafting = [sequence for sequence in sequences if sequence.most_masks]
     known = [sequence.acceptance for sequence in drafting if sequence.acceptance is not None]

@@ -16,12 +16,12 @@ from functools import lru_cache
 import torch
 from space_kernels.paging.step_tables import PatternTables, StepTables
 from space_kernels.sampling.sampling_tensors import Stages
-from space_kernels.step.draft_candidates import candidates, law_columns
+from space_kernels.step.draft_candidates import candidates, sampling_columns
 from space_kernels.step.draft_head import propose
 from space_kernels.step.ops import StepOps
-from space_kernels.step.state import DeviceRows, MaskRows, StepState, chain_choices, mask_choices
-from space_kernels.step.step_verification import StepVerdict
-from space_kernels.step.synthetic_acceptance import Decrees
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState, chain_choices, mask_choices
+from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
 from space_model.geometry.batch_pattern import BatchPattern, batch_pattern
 from space_model.geometry.draft_layout import DraftLayout
@@ -120,7 +120,7 @@ def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
     return tuple(adapter.num_masks for adapter in facts.adapters)
 
 
-class DeviceStep:
+class DeviceForward:
     """Takes steps of the lines of one state, in place."""
 
     def __init__(
@@ -130,7 +130,7 @@ class DeviceStep:
         ops: StepOps,
         forward: Forward,
         asking: Tensor,
-        decrees: Decrees | None = None,
+        decrees: SyntheticAcceptanceTensors | None = None,
     ) -> None:
         """asking [S] int64: lines whose log-probabilities are reported, the first so many as a step's kind says.
 
@@ -181,7 +181,7 @@ class DeviceStep:
         return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
 
     def _drafts(
-        self, state: StepState, index: StepIndex, kind: StepKind, verdict: StepVerdict, hidden: Tensor
+        self, state: StepState, index: StepIndex, kind: StepKind, verdict: StepVerification, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, K'] for the next step, and how many of them there are, [S]."""
         if not index.most_drafts:
@@ -198,9 +198,9 @@ class DeviceStep:
         state: StepState,
         index: StepIndex,
         kind: StepKind,
-        verdict: StepVerdict,
+        verdict: StepVerification,
         hidden: Tensor,
-        group: MaskRows,
+        group: DeviceMaskRows,
     ) -> Tensor:
         """[S, K'] that the masks of `group` make."""
         ops, model, laws, stages = self._ops, self._model, state.laws, kind.stages
@@ -244,7 +244,7 @@ class DeviceStep:
             verdict.emitted.gather(1, last)[:, 0],
             before.positions,
             laws.key,
-            law_columns(laws, stages),
+            sampling_columns(laws, stages),
             w1=head.w1,
             w2=head.w2,
             embedding_scale=head.embedding_scale,

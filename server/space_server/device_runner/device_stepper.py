@@ -26,16 +26,16 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor
 
-from space_server.batch.limits import End
-from space_server.batch.sequence import Sequence
+from space_server.batch.limits import SequenceEnd
+from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_batch import DeviceBatch
 from space_server.device_runner.device_graphs import StepGraphs
 from space_server.device_runner.device_logprobs import MOST_TOP, LogprobReport, few_asking, few_tops, num_cells
-from space_server.device_runner.device_step import DeviceStep, Forward, HostForward, StepKind, TensorForward
-from space_server.device_runner.timeline import CudaTimeline, HostTimeline, Mark, Timeline
+from space_server.device_runner.device_step import DeviceForward, Forward, HostForward, StepKind, TensorForward
+from space_server.device_runner.timeline import CudaTimeline, HostTimeline, Timeline, TimelineMark
 from space_server.drafts.drafts import mask_chances
-from space_server.host_runner.host_runner import Advance, no_choice
-from space_server.scheduling.scheduled_batch import Plan
+from space_server.host_runner.host_runner import SequenceOutput, no_choice
+from space_server.scheduling.scheduled_batch import ScheduledSequence
 from space_server.speculation.proposing import Proposing
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_costs.step_cost import StepShape
@@ -46,9 +46,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 _ENDS = {
     EndCode.NONE: None,
-    EndCode.EOS: End.EOS,
-    EndCode.STOP_ID: End.STOP_ID,
-    EndCode.LENGTH: End.LENGTH,
+    EndCode.EOS: SequenceEnd.EOS,
+    EndCode.STOP_ID: SequenceEnd.STOP_ID,
+    EndCode.LENGTH: SequenceEnd.LENGTH,
     EndCode.ERROR: None,
 }
 
@@ -60,13 +60,13 @@ class Launched:
     """A step under way."""
 
     kind: StepKind
-    sequences: list[Sequence | None]  # by line, as they were when it was launched
+    sequences: list[RunningSequence | None]  # by line, as they were when it was launched
     seq_ids: frozenset[int]
     asking: list[int]  # lines whose log-probabilities are in the result
     result: Tensor  # [cells] int32 on the host, once `done`
-    begun: Mark
-    done: Mark
-    last: Mark | None  # when the step before was done, if this one was waiting behind it
+    begun: TimelineMark
+    done: TimelineMark
+    last: TimelineMark | None  # when the step before was done, if this one was waiting behind it
     is_usual: bool
 
 
@@ -74,14 +74,14 @@ class Launched:
 class StepRead:
     """What a step brought."""
 
-    advances: list[Advance]
+    advances: list[SequenceOutput]
     shape: StepShape  # laid out, for the sequences that took part
     computing: float  # seconds of the device
     seconds: float  # the same with the gap behind the step before, as far as that is no longer than the step
     is_usual: bool  # it took the time that such steps take: nothing was compiled or captured meanwhile
 
 
-class DeviceStepper:
+class DeviceRunner:
     """Steps the sequences of a DeviceBatch."""
 
     def __init__(
@@ -119,7 +119,7 @@ class DeviceStepper:
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
         ops = ops or step_ops_for(facts.device)
-        step = DeviceStep(model, state, ops, forward(model, kv), self.batch.asking, self.batch.decrees)
+        step = DeviceForward(model, state, ops, forward(model, kv), self.batch.asking, self.batch.decrees)
         self._take: Callable[[StepKind], Tensor] = step.take
         most = state.drafts.shape[1]
         self._width = result_width(most)
@@ -133,7 +133,9 @@ class DeviceStepper:
         self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
         self._clock, self._on_gpu = clock, on_gpu
         self._launched: deque[Launched] = deque()
-        self._last: Mark | None = None  # when the last step is done, if nothing else was given to the device since
+        self._last: TimelineMark | None = (
+            None  # when the last step is done, if nothing else was given to the device since
+        )
         self._max_pages = state.page_table.shape[1]
 
     @property
@@ -146,7 +148,7 @@ class DeviceStepper:
         """Launches that replayed a graph."""
         return 0 if self._graphs is None else self._graphs.num_replays
 
-    def num_with(self, sequence: Sequence) -> int:
+    def num_with(self, sequence: RunningSequence) -> int:
         """How many of them it is in."""
         return sum(sequence.seq_id in launched.seq_ids for launched in self._launched)
 
@@ -220,7 +222,7 @@ class DeviceStepper:
         seconds = computing + min(gap, computing)
         return StepRead(advances, shape, computing, seconds, launched.is_usual)
 
-    def _ask_drafter(self, advance: Advance) -> None:
+    def _ask_drafter(self, advance: SequenceOutput) -> None:
         """Let it read what was emitted; take what it proposes, if that is worth more than the masks' drafts or goes on
         behind them, and no step that was launched has these.
         """
@@ -284,14 +286,14 @@ class DeviceStepper:
             count *= 4
         return min(count, self._max_pages)
 
-    def _advance(self, sequence: Sequence, layout: DraftLayout, row: list[int]) -> Advance:
+    def _advance(self, sequence: RunningSequence, layout: DraftLayout, row: list[int]) -> SequenceOutput:
         """How a sequence that took part went on."""
         length, accepted, num_live, end, _, num_drafts = row[:RESULT_FIXED]
         emitted = row[RESULT_FIXED : RESULT_FIXED + length]
         first_draft = len(row) - self.batch.state.drafts.shape[1]
         drafts = row[first_draft : first_draft + num_drafts]
         own = layout.with_drafts(num_live)
-        advance = Advance(Plan(sequence, 1, own, closes=True))
+        advance = SequenceOutput(ScheduledSequence(sequence, 1, own, closes=True))
         if end == EndCode.ERROR:
             advance.error = no_choice(sequence)
             return advance

@@ -17,9 +17,9 @@ from space_kernels.attention_backends import BACKENDS
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_layout import layout_ahead, layout_of_drafts
-from space_server.device_runner.device_stepper import DeviceStepper, StepRead
+from space_server.device_runner.device_stepper import DeviceRunner, StepRead
 from space_server.drafts.drafts import Drafter
 from space_server.machine.device_health import is_lost
 from space_server.machine.memory import give_back_unused, is_out_of_memory
@@ -34,10 +34,10 @@ MOST_FAILURES = 3
 _log = logging.getLogger(__name__)
 
 
-class DeviceSteps:
+class DeviceScheduler:
     """Keeps the device busy with the sequences that can be stepped there."""
 
-    def __init__(self, stepper: DeviceStepper, controller: Controller) -> None:
+    def __init__(self, stepper: DeviceRunner, controller: Controller) -> None:
         """`controller`: for these sequences alone."""
         self.stepper = stepper
         self.controller = controller
@@ -50,7 +50,7 @@ class DeviceSteps:
         return seq_id in self._batch
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[RunningSequence]:
         """Those on a line."""
         return list(self._batch)
 
@@ -64,7 +64,7 @@ class DeviceSteps:
         """Not so where launches keep failing."""
         return self._num_failures < MOST_FAILURES
 
-    def admit(self, running: Iterable[Sequence]) -> None:
+    def admit(self, running: Iterable[RunningSequence]) -> None:
         """Lines for those of the running sequences that fit; who does not run any more leaves.
 
         A sequence for which that fails stays on the host; raises only where the device is lost.
@@ -84,7 +84,7 @@ class DeviceSteps:
             if sequence.num_free_slots(block_size) >= 1 and not self._take(sequence):
                 self._refused.add(seq_id)
 
-    def _take(self, sequence: Sequence) -> bool:
+    def _take(self, sequence: RunningSequence) -> bool:
         """A line for this sequence if it fits; False where that failed."""
         try:
             if self._batch.fits(sequence):

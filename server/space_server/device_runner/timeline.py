@@ -9,22 +9,22 @@ from typing import Protocol, cast
 import torch
 
 
-class Mark(Protocol):
+class TimelineMark(Protocol):
     """A moment that a timeline made."""
 
 
 class Timeline(Protocol):
     """Marks on one device."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimelineMark:
         """The moment at which the device has done all it was given until now."""
         ...
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: TimelineMark) -> None:
         """Until that moment."""
         ...
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
         """Between two moments that are over."""
         ...
 
@@ -35,14 +35,14 @@ class HostTimeline:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimelineMark:
         """Now."""
-        return cast(Mark, self._clock())
+        return cast(TimelineMark, self._clock())
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: TimelineMark) -> None:
         """It is over."""
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
         """Between two moments."""
         return cast(float, end) - cast(float, begin)
 
@@ -50,16 +50,16 @@ class HostTimeline:
 class CudaTimeline:
     """Of a CUDA device: events in the current stream."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimelineMark:
         """When the stream gets here."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: TimelineMark) -> None:
         """Until the stream has got there."""
         cast(torch.cuda.Event, mark).synchronize()
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
         """Between two events that have happened, as the device counts them."""
         return float(cast(torch.cuda.Event, begin).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0

@@ -25,7 +25,7 @@ from space_server.drafts.lookup import Lookup
 from space_server.drafts.prediction import Prediction
 
 
-class Source(Enum):
+class DraftOrigin(Enum):
     """Who proposed a draft."""
 
     MASKS = "masks"
@@ -38,19 +38,19 @@ class Source(Enum):
 class Origin:
     """Where a sequence's drafts came from."""
 
-    source: Source
+    source: DraftOrigin
     num_mask_drafts: int = 0  # leading drafts that came from masks all the same, and that the source goes on behind
     match_length: int = 0  # ids before the drafts on which the source's text and the sequence's agree
     chances: tuple[float, ...] = ()  # of each draft, given those before it; none where all came from masks
 
 
-BY_MASKS = Origin(Source.MASKS)
+BY_MASKS = Origin(DraftOrigin.MASKS)
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)
 """Match lengths that are told apart: each of these up to the next."""
 
 PRIORS = {
-    Source.LOOKUP: (
+    DraftOrigin.LOOKUP: (
         (0.30, 0.50),
         (0.35, 0.50),
         (0.47, 0.70, 0.72),
@@ -59,7 +59,7 @@ PRIORS = {
         (0.80, 0.82, 0.85),
         (0.93, 0.94, 0.95),
     ),
-    Source.PREDICTION: (
+    DraftOrigin.PREDICTION: (
         (0.30, 0.60, 0.80),
         (0.60, 0.75, 0.85),
         (0.75, 0.85, 0.90),
@@ -68,7 +68,7 @@ PRIORS = {
         (0.90, 0.92, 0.92),
         (0.95, 0.95, 0.95),
     ),
-    Source.GRAMMAR: (*((0.70, 0.80, 0.80),) * 6, (0.98, 0.98, 0.98)),
+    DraftOrigin.GRAMMAR: (*((0.70, 0.80, 0.80),) * 6, (0.98, 0.98, 0.98)),
 }
 """Chances of the first drafts, by match length, until verdicts say better; missing ones repeat the last.
 
@@ -148,13 +148,13 @@ class DraftSources:
         return Drafter(self, num_prompt, prediction) if self.lookup or prediction or in_grammar else None
 
 
-class Trust:
+class SourceAcceptance:
     """How far one sequence's drafts of one source come true more often, or less, than all sequences' do.
 
     What was proposed is judged whether it was taken or not: the text shows what would have come true.
     """
 
-    def __init__(self, source: Source, shapes: tuple[AcceptanceShape, ...]) -> None:
+    def __init__(self, source: DraftOrigin, shapes: tuple[AcceptanceShape, ...]) -> None:
         self.source = source
         self._shapes = shapes
         self._shift = 0.0  # of all log-odds
@@ -185,7 +185,7 @@ class Trust:
 class Proposal:
     """Drafts that a source would take, and what they are worth."""
 
-    trust: Trust
+    trust: SourceAcceptance
     ids: list[int]  # at least one
     match_length: int
     chances: tuple[float, ...]  # by depth; missing ones repeat the last
@@ -215,7 +215,8 @@ class Drafter:
     def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
         self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
         self._looking_up, self._predicting, self._forcing = (
-            Trust(source, sources.shapes[source]) for source in (Source.LOOKUP, Source.PREDICTION, Source.GRAMMAR)
+            SourceAcceptance(source, sources.shapes[source])
+            for source in (DraftOrigin.LOOKUP, DraftOrigin.PREDICTION, DraftOrigin.GRAMMAR)
         )
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
@@ -264,7 +265,7 @@ class Drafter:
             return self._proposals[0] if self._proposals else None
         return max(self._proposals, key=lambda proposal: proposal.expected)
 
-    def _note(self, trust: Trust, drafts: list[int], length: int) -> None:
+    def _note(self, trust: SourceAcceptance, drafts: list[int], length: int) -> None:
         """Propose these, if they are worth their row."""
         chances = trust.chances(length)
         if chances[0] > self._sources.price or (self._num_known or 0) % JUDGED_EVERY == 0:

@@ -12,7 +12,7 @@ from space_common.grammar import is_stuck, reason
 from space_kernels.sampling.sampling_rows import IdBits
 
 from space_server.drafts.drafts import Forced
-from space_server.grammar.vocabulary import Vocabulary, bits_of, ids_of
+from space_server.grammar.vocabulary import TokenVocabulary, bits_of, ids_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -47,7 +47,7 @@ class GrammarState:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: TokenVocabulary,
         fresh: Callable[[], LLMatcher],
         *,
         eos_ids: Collection[int],

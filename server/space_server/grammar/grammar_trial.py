@@ -8,7 +8,7 @@ import time
 from space_common.grammar import GrammarError
 from space_common.grammar_process import GrammarProcess
 
-from space_server.grammar.vocabulary import Vocabulary
+from space_server.grammar.vocabulary import TokenVocabulary
 
 START_SECONDS = 20.0
 """Longest that the process may take to know the vocabulary: a few tenths of a second, more on a busy machine."""
@@ -19,7 +19,7 @@ class GrammarTrial:
     process ever begins it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, seconds: float) -> None:
         """`seconds`: that one grammar may take."""
         self._vocabulary, self._seconds = vocabulary, seconds
         self._process: GrammarProcess | None = None

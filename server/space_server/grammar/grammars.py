@@ -17,8 +17,8 @@ from space_proto import worker_pb2 as pb
 
 from space_server.grammar.grammar_state import GrammarState
 from space_server.grammar.grammar_trial import GrammarTrial
-from space_server.grammar.vocabulary import NoVocabulary, Vocabulary
-from space_server.machine.deep_stack_executor import DeepThreads
+from space_server.grammar.vocabulary import NoVocabulary, TokenVocabulary
+from space_server.machine.deep_stack_executor import DeepStackExecutor
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -106,7 +106,7 @@ class Grammars:
 
     def __init__(
         self,
-        read: Callable[[], Vocabulary],
+        read: Callable[[], TokenVocabulary],
         *,
         why_none: str | None = None,
         most_seconds: float = MOST_SECONDS,
@@ -115,13 +115,13 @@ class Grammars:
         """`read` is called once, when the first grammar comes; `why_none`: no grammar can be had, and why."""
         self.why_none = why_none
         self._read, self._most_seconds, self._most_kept = read, most_seconds, most_kept
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: TokenVocabulary | None = None
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning, never moved
         self._lock = threading.Lock()  # of the compiled ones
         self._reading = threading.Lock()  # of the vocabulary and the trial
         self.trial: GrammarTrial | None = None  # from the first grammar on
-        self._compiling = DeepThreads("grammar", MOST_AT_ONCE)
-        self._entering = DeepThreads("grammar", MOST_AT_ONCE)  # known ones, which no slow one holds up
+        self._compiling = DeepStackExecutor("grammar", MOST_AT_ONCE)
+        self._entering = DeepStackExecutor("grammar", MOST_AT_ONCE)  # known ones, which no slow one holds up
         self._overdue = Overdue(most_seconds)
 
     @classmethod
@@ -130,12 +130,12 @@ class Grammars:
         other thread could run. Ids in `never` never come out of a grammar.
         """
         try:
-            vocabulary = Vocabulary.read(folder, num_ids, never)
+            vocabulary = TokenVocabulary.read(folder, num_ids, never)
         except NoVocabulary as error:
-            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=str(error))
+            return cls(lambda: TokenVocabulary.read(folder, num_ids, never), why_none=str(error))
         except ImportError:
             why = "llguidance, which compiles them, is not installed where the worker runs: pip install llguidance"
-            return cls(lambda: Vocabulary.read(folder, num_ids, never), why_none=why)
+            return cls(lambda: TokenVocabulary.read(folder, num_ids, never), why_none=why)
         return cls(lambda: vocabulary)
 
     def prepare(
@@ -184,7 +184,7 @@ class Grammars:
         self,
         name: bytes,
         grammar: pb.Grammar,
-        stand: Callable[[Vocabulary, Callable[[], LLMatcher]], GrammarState],
+        stand: Callable[[TokenVocabulary, Callable[[], LLMatcher]], GrammarState],
         deadline: float,
     ) -> GrammarState:
         vocabulary = self._known_vocabulary()
@@ -202,7 +202,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return stand(vocabulary, lambda: self._copy(known))
 
-    def _trial_with(self, vocabulary: Vocabulary) -> GrammarTrial:
+    def _trial_with(self, vocabulary: TokenVocabulary) -> GrammarTrial:
         with self._reading:
             if self.trial is None:
                 self.trial = GrammarTrial(vocabulary, self._most_seconds / 2)
@@ -212,14 +212,14 @@ class Grammars:
         with self._lock:
             return compiled.deep_copy()
 
-    def _known_vocabulary(self) -> Vocabulary:
+    def _known_vocabulary(self) -> TokenVocabulary:
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = self._read()
             return self._vocabulary
 
 
-def _walked(fresh: LLMatcher, vocabulary: Vocabulary) -> LLMatcher:
+def _walked(fresh: LLMatcher, vocabulary: TokenVocabulary) -> LLMatcher:
     """The matcher, gone through a text of the grammar and back. What may follow is remembered by the kind of place, and
     the first look at some kinds takes tens of milliseconds, which a step need not wait for.
     """

@@ -36,7 +36,7 @@ def ids_of(bits: IdBits) -> list[int]:
     return [int(id_) for id_ in np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))]
 
 
-class Vocabulary:
+class TokenVocabulary:
     """The bytes of each id, none for ids that no text has: special ids, masks, padding rows of the output head.
 
     The same as the router's: what a grammar allows is what clients get. A grammar can name a special id by its number.
@@ -61,7 +61,7 @@ class Vocabulary:
         return len(self.texts)
 
     @classmethod
-    def read(cls, folder: Path, num_ids: int, never: Collection[int] = ()) -> Vocabulary:
+    def read(cls, folder: Path, num_ids: int, never: Collection[int] = ()) -> TokenVocabulary:
         """From a folder's tokenizer files; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
         content = _content(folder)
         kinds = _decoder_kinds(content)

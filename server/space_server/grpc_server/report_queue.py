@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Outbox(Generic[T]):
+class ReportQueue(Generic[T]):
     """A queue with one taker, who hears of long silences. A timer runs on over many messages: each only puts it off."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from space_proto import worker_pb2 as pb
 
-from space_server.grpc_server.report_queue import Outbox
+from space_server.grpc_server.report_queue import ReportQueue
 from space_server.grpc_server.sequence_spans import SequenceSpans
 from space_server.worker import ProtocolError, Worker
 
@@ -24,11 +24,11 @@ class Drained(Exception):
     """Everything has been finished and said; the process is to end."""
 
 
-class ConversationFailed(Exception):
+class RouterSessionFailed(Exception):
     """A step failed outside any sequence: the router has to begin again."""
 
 
-class Conversation:
+class RouterSession:
     """Commands in, messages out. `with` it: the stepping thread ends with the block, and the worker forgets.
 
     receive() and message() are called on the event loop; the worker is touched by the thread alone.
@@ -38,7 +38,7 @@ class Conversation:
         """`spans`: of its sequences, None where nobody wants any."""
         self._worker = worker
         self._spans = spans
-        self._outbox: Outbox[pb.WorkerMessage | Exception | None] = Outbox()
+        self._outbox: ReportQueue[pb.WorkerMessage | Exception | None] = ReportQueue()
         self._news = threading.Condition()
         self._inbox: deque[pb.Command] = deque()  # under _news
         self._num_unsent = 0  # under _news
@@ -92,7 +92,7 @@ class Conversation:
     async def message(self, patience: float) -> pb.WorkerMessage | None:
         """The next thing to say, a heartbeat after `patience` seconds of silence, None when the router has hung up.
 
-        Raises Drained or ConversationFailed when there will be no more.
+        Raises Drained or RouterSessionFailed when there will be no more.
         """
         try:
             said = await self._outbox.take(patience)
@@ -121,7 +121,7 @@ class Conversation:
             self._say(drained)
         except Exception as error:
             _log.exception("stepping failed")
-            self._say(ConversationFailed(f"{type(error).__name__}: {error}"))
+            self._say(RouterSessionFailed(f"{type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
         """Wait for something to do, and do it; False when the conversation is over."""

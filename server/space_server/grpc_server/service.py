@@ -16,7 +16,7 @@ from space_common.certificate import CertificateFiles, server_credentials
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
-from space_server.grpc_server.router_session import Conversation, ConversationFailed, Drained
+from space_server.grpc_server.router_session import Drained, RouterSession, RouterSessionFailed
 from space_server.grpc_server.sequence_spans import SequenceSpans
 from space_server.machine.device_health import is_lost
 from space_server.machine.energy import Meter
@@ -68,7 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._tracer = tracer
         self._turn = asyncio.Lock()  # held by the conversation that has the worker
         self._newest: object = None  # the stream that came last
-        self._conversation: Conversation | None = None
+        self._conversation: RouterSession | None = None
         self._writing: asyncio.Timeout | None = None  # what is being said to the router that has the worker
         self._draining = False
 
@@ -94,7 +94,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await context.write(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
                 return
             spans = None if self._tracer is None else SequenceSpans(self._tracer)
-            conversation = self._conversation = Conversation(self._worker, spans)
+            conversation = self._conversation = RouterSession(self._worker, spans)
             conversation.start()
             reader = asyncio.create_task(_read(request_iterator, conversation))
             try:
@@ -105,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await asyncio.wait([reader], timeout=FAREWELL_SECONDS)
             except TimeoutError:
                 _log.warning("router lost: it has left unread what was said to it")
-            except ConversationFailed as error:
+            except RouterSessionFailed as error:
                 if await asyncio.to_thread(is_lost, self._worker.facts.device):
                     _log.critical("this process cannot use %s any more and ends", self._worker.facts.device)
                     self.has_lost_device = True
@@ -120,7 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     if self._draining or self._worker.draining:  # what ran is forgotten, and nothing new is taken
                         self.finished.set()
 
-    async def _speak(self, conversation: Conversation, context: _Context) -> None:
+    async def _speak(self, conversation: RouterSession, context: _Context) -> None:
         """Number the reports and send them; a refusal is the last word."""
         report_no = 0
         clock = asyncio.get_running_loop().time
@@ -157,7 +157,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._writing = None
 
 
-async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: Conversation) -> None:
+async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: RouterSession) -> None:
     """What the router says, as long as it says something."""
     try:
         async for message in requests:

@@ -13,14 +13,14 @@ from space_kernels.paging.row_pattern import Ints
 from space_kernels.sampling.choice import choose_rows
 from space_kernels.sampling.cpu_choice import best_of, takes
 from space_kernels.sampling.logits_processors import edit
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import IdBits, Row, RowRuns
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import IdBits, SamplingRow, SamplingRows
 from space_kernels.step.draft_head import NUM_CANDIDATES, propose
 from space_model.heads.draft_head_weights import DraftHeadWeights
 from torch import Tensor
 
-from space_server.batch.sampling_group import Companies, Company
-from space_server.batch.sequence import Sequence
+from space_server.batch.sampling_group import SamplingGroup, SamplingGroups
+from space_server.batch.sequence import RunningSequence
 from space_server.host_runner.stopwatch import Stopwatch
 from space_server.step_model import StepModel
 
@@ -32,16 +32,16 @@ NUM_GREEDY_CANDIDATES = 64
 class MaskRun:
     """The masks one sequence drafts from: consecutive rows of one group, that predict what follows the bonus."""
 
-    sequence: Sequence
+    sequence: RunningSequence
     emitted: Run[int]  # what this step emitted, the bonus last; not yet among the sequence's ids
     first: int  # flat row number of the mask that the first draft comes from
     count: int  # masks from there on, one for each draft; at least one
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> SamplingRow:
         """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
         sequence = self.sequence
         law, possible = (sequence.law, None) if number else bounded(sequence, self.emitted)
-        return Row(
+        return SamplingRow(
             law,
             sequence.ids,
             sequence.num_prompt,
@@ -72,9 +72,9 @@ class MaskRows:
         return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
 
 
-def _choices(runs: Run[MaskRun], company: Company) -> RowRuns:
+def _choices(runs: Run[MaskRun], company: SamplingGroup) -> SamplingRows:
     """The choices that the drafts of all runs make."""
-    return RowRuns(
+    return SamplingRows(
         company.laws,
         [len(run.sequence.ids) + len(run.emitted) for run in runs],
         [run.count for run in runs],
@@ -82,7 +82,7 @@ def _choices(runs: Run[MaskRun], company: Company) -> RowRuns:
     )
 
 
-def bounded(sequence: Sequence, tail: Run[int]) -> tuple[Law, IdBits | None]:
+def bounded(sequence: RunningSequence, tail: Run[int]) -> tuple[SamplingParams, IdBits | None]:
     """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
     if sequence.grammar is None:
         return sequence.law, None
@@ -96,7 +96,7 @@ def draft(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    companies: Companies,
+    companies: SamplingGroups,
 ) -> list[list[int]]:
     """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
 
@@ -119,7 +119,7 @@ def draft(
     for (_, in_grammar), numbers in kinds.items():
         at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=masks.device)
         choose = _drafts_in_grammars if in_grammar else _drafts
-        company = Company([runs[n].sequence for n in numbers])
+        company = SamplingGroup([runs[n].sequence for n in numbers])
         some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, company)
         for n, chosen in zip(numbers, some, strict=True):
             drafts[n] = chosen
@@ -141,7 +141,7 @@ def _drafts_in_grammars(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    company: Company,
+    company: SamplingGroup,
 ) -> list[list[int]]:
     """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
     starts = list(itertools.accumulate((run.count for run in runs), initial=0))
@@ -153,7 +153,7 @@ def _drafts_in_grammars(
             break
         ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].first + depth, 1) for n in going]
         at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
-        company = Company([one.sequence for one in ones])
+        company = SamplingGroup([one.sequence for one in ones])
         chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing, company)
         for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
             if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
@@ -170,7 +170,7 @@ def _drafts(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    company: Company,
+    company: SamplingGroup,
 ) -> list[list[int]]:
     """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
     head = model.draft_head_of(runs[0].sequence.adapter)
@@ -188,7 +188,7 @@ def _drafts(
     return _rescored(model, head, masks, ids, offsets, rows, runs, company, computing)
 
 
-def candidates(logits: Tensor, rows: RowRuns, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, rows: SamplingRows, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Each mask's best ids, ascending, and what the law adds to their logits.
 
     logits [M, V] (overwritten) -> [M, C] int64, [M, C] float32
@@ -214,9 +214,9 @@ def _rescored(
     masks: Tensor,
     ids: Tensor,
     offsets: Tensor,
-    rows: RowRuns,
+    rows: SamplingRows,
     runs: Run[MaskRun],
-    company: Company,
+    company: SamplingGroup,
     computing: Stopwatch,
 ) -> list[list[int]]:
     """The draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""

@@ -16,20 +16,20 @@ import torch
 from space_kernels.paging.attention_plan import AttentionPlan
 from space_kernels.paging.bucket_pattern import PlanKey
 from space_kernels.sampling.choice import IdLogprobs, choose_rows, log_probabilities
-from space_kernels.sampling.sampling_rows import Row, RowRuns
+from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 from space_kernels.step.verification import num_accepted
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor
 
-from space_server.batch.limits import End
-from space_server.batch.sampling_group import Companies, Company
-from space_server.batch.sequence import Sequence
+from space_server.batch.limits import SequenceEnd
+from space_server.batch.sampling_group import SamplingGroup, SamplingGroups
+from space_server.batch.sequence import RunningSequence
 from space_server.drafts.draft_source import DraftSource
 from space_server.drafts.drafts import BY_MASKS, Origin, Proposal, mask_chances
 from space_server.host_runner.drafting import MaskRows, MaskRun, bounded, draft
 from space_server.host_runner.stopwatch import Stopwatch
-from space_server.scheduling.scheduled_batch import Plan
+from space_server.scheduling.scheduled_batch import ScheduledSequence
 from space_server.speculation.proposing import Proposing
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_model import StepModel
@@ -39,13 +39,13 @@ _LOGPROB_ROWS = 64
 
 
 @dataclass(slots=True)
-class Advance:
+class SequenceOutput:
     """How one sequence goes on after a step."""
 
-    plan: Plan
+    plan: ScheduledSequence
     tokens: list[int] = field(default_factory=list)  # emitted, after the cut
     num_accepted: int = 0  # drafts among them that were accepted
-    end: End | None = None
+    end: SequenceEnd | None = None
     drafts: list[int] = field(default_factory=list)  # for the next step
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
     origin: Origin = BY_MASKS  # who proposed them
@@ -83,7 +83,7 @@ class StepTimes:
     propose: float = 0.0  # host: whose drafts, and which rows they come from
 
 
-class Stepper:
+class HostRunner:
     """Takes steps of one model on its pages."""
 
     def __init__(
@@ -101,14 +101,14 @@ class Stepper:
         self._synthetic = synthetic
         self._clock = clock
         self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
-        self._choosing, self._drafting_together = Companies(), Companies()
+        self._choosing, self._drafting_together = SamplingGroups(), SamplingGroups()
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @torch.inference_mode()
-    def run(self, plans: Run[Plan], times: StepTimes) -> list[Advance]:
+    def run(self, plans: Run[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         """Run the plans in one forward pass. Adds the seconds each phase took to `times`."""
         clock, facts = self._clock, self.model.facts
         sampling, drafting = self._sampling.seconds, self._drafting.seconds
@@ -123,7 +123,7 @@ class Stepper:
         packed = clock()
         for key in self._plan_keys:
             AttentionPlan.of(batch.rows, key)
-        advances = [Advance(plan) for plan in plans]
+        advances = [SequenceOutput(plan) for plan in plans]
         closing = [advance for advance in advances if advance.plan.closes]
         chosen = _choosing_rows(batch, plans, len(closing))
         planned = clock()
@@ -166,7 +166,7 @@ class Stepper:
         logits = self.model.logits(rows)
         return logits[:num_chosen], logits[num_chosen:]
 
-    def _judge(self, advances: Run[Advance], logits: Tensor) -> None:
+    def _judge(self, advances: Run[SequenceOutput], logits: Tensor) -> None:
         """Choose at every chain row, accept the drafts that agree, cut at the first end.
 
         logits [N, V] raw, of the root and the live drafts of each in turn.
@@ -210,7 +210,7 @@ class Stepper:
                 with self._sampling:
                     advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
 
-    def _prompt_logprobs(self, plan: Plan, hidden: Tensor, rows: range) -> list[IdLogprobs]:
+    def _prompt_logprobs(self, plan: ScheduledSequence, hidden: Tensor, rows: range) -> list[IdLogprobs]:
         """Row i predicts id i+1: those of them that are prompt."""
         sequence = plan.sequence
         start = sequence.num_computed
@@ -222,12 +222,12 @@ class Stepper:
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[Advance]) -> None:
+    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[SequenceOutput]) -> None:
         """Propose for every sequence that goes on: by the draft source, or by its masks.
 
         logits [M, V]: of all mask rows, where they are known already.
         """
-        by_masks: list[tuple[Advance, Proposal | None]] = []
+        by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
         for number, advance in enumerate(advances):
             plan, sequence = advance.plan, advance.plan.sequence
@@ -275,7 +275,7 @@ class Stepper:
                 advance.origin = proposal.origin(len(advance.drafts), masks)
 
 
-def no_choice(sequence: Sequence) -> str:
+def no_choice(sequence: RunningSequence) -> str:
     """Why a sequence ends whose root has no id to go on with."""
     position = len(sequence.ids)
     if sequence.grammar is not None:
@@ -289,7 +289,7 @@ def no_choice(sequence: Sequence) -> str:
     return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 
-def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> Tensor | slice:
+def _choosing_rows(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closing: int) -> Tensor | slice:
     """The rows of the step at which an id is chosen: roots and live drafts of the closing plans, one after the other.
 
     They are the first ones where nobody has other pending ids.
@@ -302,16 +302,16 @@ def _choosing_rows(batch: ForwardBatch, plans: Run[Plan], num_closing: int) -> T
     return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
 
 
-def _choices(plans: Run[Plan], company: Company) -> RowRuns:
+def _choices(plans: Run[ScheduledSequence], company: SamplingGroup) -> SamplingRows:
     """The choices of each root and of each draft, behind the hypothetical prefix that each of them closes."""
 
-    def row(run: int, number: int) -> Row:
+    def row(run: int, number: int) -> SamplingRow:
         sequence = plans[run].sequence
         tail = sequence.drafts[:number]
         law, possible = bounded(sequence, tail)
-        return Row(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
+        return SamplingRow(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
 
-    return RowRuns(
+    return SamplingRows(
         company.laws,
         [len(plan.sequence.ids) for plan in plans],
         [plan.layout.num_drafts + 1 for plan in plans],

@@ -12,7 +12,7 @@ STACK_BYTES = 64 * 1024**2
 _starting = threading.Lock()  # the size of a stack is everybody's while a thread is started
 
 
-class DeepThreads:
+class DeepStackExecutor:
     """Takes tasks in their order, at most so many at once. A thread ends when there is nothing to do, and with the
     process.
     """

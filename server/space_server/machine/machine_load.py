@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """What else went on; None: this system does not say."""
 
     processors: int
@@ -127,12 +127,12 @@ class LoadWatch:
                 if name == "procs_running":
                     self._runnable.append(int(number))
 
-    def load(self) -> Load:
+    def load(self) -> MachineLoad:
         """What went on since the beginning."""
         self.look()
         run, waited = self._scheduled()
         run, waited = run - self._run, waited - self._waited
-        return Load(
+        return MachineLoad(
             self._processors,
             float(statistics.median(self._runnable)) if self._runnable else None,
             waited / (run + waited) if run > 0 and waited >= 0 else None,

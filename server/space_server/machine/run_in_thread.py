@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_passing_thread(work: Callable[[], T]) -> T:
+def run_in_thread(work: Callable[[], T]) -> T:
     """What `work` returns or raises, done in a thread of its own.
 
     A thread that has computed on several cores keeps the helpers it did so with for as long as it lives. Where threads

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Run
 from dataclasses import dataclass
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.step_costs.step_cost import StepCost, StepShape
 
 LEAST_ROWS = 8
@@ -27,7 +27,7 @@ class PrefillBudget:
     seconds: float | None = None  # None: those who decode wait as long as it takes
     cost: StepCost | None = None  # by which seconds are told; needed with `seconds`
 
-    def rows(self, decoding: Run[Sequence], able: Run[Sequence]) -> int:
+    def rows(self, decoding: Run[RunningSequence], able: Run[RunningSequence]) -> int:
         """Prompt rows of the next step. `able`: all that can run; `decoding`: those with one pending id.
 
         All rows are taken for rows of the prompt that has most behind it, which they must attend to.

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.scheduling.prefill_budget import PrefillBudget
-from space_server.speculation.controller import Controller, Load, Room
+from space_server.speculation.controller import Controller, DraftLimits, StepLoad
 from space_server.step_costs.step_cost import StepShape
 
 
 @dataclass(slots=True)  # not frozen, as Room
-class Plan:
+class ScheduledSequence:
     """One sequence's part of a step: pending ids, and the layout behind the root if they reach it."""
 
-    sequence: Sequence
+    sequence: RunningSequence
     num_pending: int  # how many of its pending ids are laid out
     layout: DraftLayout
     closes: bool  # the last pending id, the root, is among the rows: an id will be chosen
@@ -39,30 +39,30 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class ScheduledBatch:
     """A step: who runs, and who waits for pages."""
 
-    plans: list[Plan]
-    out_of_slots: list[Sequence]
+    plans: list[ScheduledSequence]
+    out_of_slots: list[RunningSequence]
     shape: StepShape
 
 
 def plan_step(
-    sequences: Iterable[Sequence],
+    sequences: Iterable[RunningSequence],
     controller: Controller,
     *,
     block_size: int,
     budget: PrefillBudget,
-    beside: Iterable[Sequence] = (),
-) -> StepPlan:
+    beside: Iterable[RunningSequence] = (),
+) -> ScheduledBatch:
     """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
 
     A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: those who
     decode in a step of their own, and wait for this one.
     """
-    able: list[Sequence] = []
-    reading: list[Sequence] = []  # of these, those with more than a root to compute
-    out_of_slots: list[Sequence] = []
+    able: list[RunningSequence] = []
+    reading: list[RunningSequence] = []  # of these, those with more than a root to compute
+    out_of_slots: list[RunningSequence] = []
     for sequence in sequences:
         if sequence.num_free_slots(block_size) < 1:
             out_of_slots.append(sequence)
@@ -83,20 +83,23 @@ def plan_step(
     if not budget.allows(shape):  # the prompt's rows are few already: drafts wait
         plans = _plans(chunks, [DraftLayout.plain()] * len(rooms))
         shape = shape_of(plans)
-    return StepPlan(plans, out_of_slots, shape)
+    return ScheduledBatch(plans, out_of_slots, shape)
 
 
-Chunk = tuple[Sequence, int, bool]
+Chunk = tuple[RunningSequence, int, bool]
 """A sequence, how many of its pending ids are laid out, and whether they reach the root."""
 
 
-def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[Plan]:
+def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[ScheduledSequence]:
     """One for each chunk; those that close lay out their `layouts`."""
     plain, layout = DraftLayout.plain(), iter(layouts)
-    return [Plan(sequence, rows, next(layout) if closes else plain, closes) for sequence, rows, closes in chunks]
+    return [
+        ScheduledSequence(sequence, rows, next(layout) if closes else plain, closes)
+        for sequence, rows, closes in chunks
+    ]
 
 
-def _prompt_rows(reading: list[Sequence], room: int, block_size: int) -> dict[int, int]:
+def _prompt_rows(reading: list[RunningSequence], room: int, block_size: int) -> dict[int, int]:
     """Prompt rows of each, by seq_id: half of the room for those that it lets finish, the shortest first; what is left
     for the oldest. So a short prompt does not wait for a long one, and a long one gets on.
     """
@@ -116,7 +119,7 @@ def _prompt_rows(reading: list[Sequence], room: int, block_size: int) -> dict[in
     return rows
 
 
-def shape_of(plans: Iterable[Plan]) -> StepShape:
+def shape_of(plans: Iterable[ScheduledSequence]) -> StepShape:
     """What the plans lay out in all."""
     sequences = chain = masks = drafting = prefill = pairs = context = noisy = 0
     for plan in plans:
@@ -139,7 +142,7 @@ def shape_of(plans: Iterable[Plan]) -> StepShape:
     return StepShape(sequences, chain, masks, drafting, prefill, pairs, context, noisy)
 
 
-def _load(chunks: Iterable[Chunk]) -> Load:
+def _load(chunks: Iterable[Chunk]) -> StepLoad:
     prefill = pairs = context = 0
     for sequence, rows, closes in chunks:
         if rows > closes:
@@ -147,16 +150,16 @@ def _load(chunks: Iterable[Chunk]) -> Load:
             pairs += (rows - closes) * sequence.num_computed
         if closes:
             context += sequence.num_computed
-    return Load(prefill, pairs, context)
+    return StepLoad(prefill, pairs, context)
 
 
-def room_of(sequence: Sequence, block_size: int) -> Room:
+def room_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
     """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
     num_left, num_drafts = sequence.num_left, len(sequence.drafts)
     if num_drafts:
         slots = sequence.num_free_slots(block_size) - sequence.num_pending
         num_drafts = max(0, min(num_drafts, sequence.max_drafts, slots, num_left - 1))
-    return Room(
+    return DraftLimits(
         sequence.seq_id,
         num_drafts,
         sequence.most_masks,

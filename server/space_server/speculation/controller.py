@@ -12,7 +12,7 @@ from space_server.drafts.acceptance import Acceptance
 
 
 @dataclass(slots=True)  # not frozen: one is made for each sequence and step, and freezing doubles what that takes
-class Room:
+class DraftLimits:
     """What one sequence could lay out in this step."""
 
     seq_id: int
@@ -38,7 +38,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepLoad:
     """What else the step does."""
 
     num_prefill_rows: int = 0
@@ -59,7 +59,7 @@ class Controller(Protocol):
         """Reading a text for what may follow it does not pay now, unless its client predicts it."""
         ...
 
-    def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
+    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         """One layout per sequence that reaches its root in this step, in their order."""
         ...
 
@@ -77,7 +77,7 @@ class FixedLayout:
     row_price = 0.0
     naps = False
 
-    def __init__(self, rule: Callable[[Room], DraftLayout]) -> None:
+    def __init__(self, rule: Callable[[DraftLimits], DraftLayout]) -> None:
         self._rule = rule
 
     @classmethod
@@ -85,7 +85,7 @@ class FixedLayout:
         """All drafts there are up to num_drafts, every group whole: (k+1)² rows."""
         return cls(lambda room: DraftLayout.full(min(room.num_drafts, num_drafts), num_drafts))
 
-    def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
+    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         """The rule's layout for each."""
         return [self._rule(room) for room in rooms]
 

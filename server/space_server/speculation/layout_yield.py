@@ -15,7 +15,7 @@ _RARE = 0.005
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Worth:
+class LayoutYield:
     """A layout's means per step, in the long run."""
 
     layout: DraftLayout
@@ -25,7 +25,7 @@ class Worth:
     steps: tuple[tuple[float, int, int], ...] = ()  # the share of steps with so many chain rows and masks
 
     @classmethod
-    def of(cls, layout: DraftLayout, chances: Sequence[float]) -> Worth:
+    def of(cls, layout: DraftLayout, chances: Sequence[float]) -> LayoutYield:
         """`chances[j-1]`: that a draft of mask depth j is accepted, given those before it are (SPACE §5).
 
         A step's drafts come from the masks of the step before: fewer where an earlier group stood in for the one that
@@ -71,11 +71,11 @@ class Worth:
         return cls(layout, tokens, chain, masks, tuple(steps))
 
 
-PLAIN = Worth(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
+PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
 
 
 @lru_cache(maxsize=4096)
-def worths(chances: tuple[float, ...], max_drafts: int) -> tuple[Worth, ...]:
+def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYield, ...]:
     """The layouts worth considering for drafts that are accepted with these chances: plain decoding first.
 
     For each k up to `max_drafts` the most valuable masks, from one for each draft to all; of these, those that no other
@@ -87,9 +87,9 @@ def worths(chances: tuple[float, ...], max_drafts: int) -> tuple[Worth, ...]:
     found = [PLAIN]
     for k in range(1, max_drafts + 1):
         for num_kept in range(k, k * (k + 1) + 1, k):
-            found.append(Worth.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
+            found.append(LayoutYield.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
     found.sort(key=lambda worth: (worth.chain_rows + worth.mask_rows, -worth.tokens))
-    best: list[Worth] = []
+    best: list[LayoutYield] = []
     for worth in found:
         if not best or worth.tokens > best[-1].tokens + 1e-6:
             best.append(worth)

@@ -49,7 +49,7 @@ class Offer:
         return self.tokens * self.plain_seconds / self.plain_tokens - MARGIN * self.seconds
 
 
-class ProposalWorth:
+class LookupPolicy:
     """Follows a crowd's steps."""
 
     def __init__(self) -> None:

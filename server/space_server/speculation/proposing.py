@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from space_model.model_facts import ModelFacts
 
-from space_server.batch.sequence import Sequence
+from space_server.batch.sequence import RunningSequence
 from space_server.drafts.drafts import NOT_FORCED, Proposal
 
 
@@ -19,7 +19,7 @@ class Proposing:
         self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
         self._in_grammars = in_grammars
 
-    def proposal(self, sequence: Sequence, tokens: Run[int], wanted: int) -> Proposal | None:
+    def proposal(self, sequence: RunningSequence, tokens: Run[int], wanted: int) -> Proposal | None:
         """At most so many ids behind the sequence's and `tokens`, which its drafter has read; None: there is none."""
         assert sequence.drafter is not None
         grammar = sequence.grammar if self._in_grammars else None
@@ -34,7 +34,7 @@ class Proposing:
             return None
         return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
 
-    def valid(self, sequence: Sequence, tokens: Run[int], drafts: list[int]) -> list[int]:
+    def valid(self, sequence: RunningSequence, tokens: Run[int], drafts: list[int]) -> list[int]:
         """The drafts behind `tokens` before the first one that can never be chosen."""
         grammar = sequence.grammar
         if not self.are_ids(drafts):

@@ -20,7 +20,7 @@ part of stepping.
 """
 
 
-class KeptPromise:
+class RealizedSpeedup:
     """What a rule promised at the last look, and what its steps have brought since."""
 
     def __init__(self) -> None:

@@ -13,11 +13,11 @@ from operator import mul
 from space_model.geometry.draft_layout import DraftLayout
 
 from space_server.drafts.acceptance import LEVELS_PER_UNIT
-from space_server.speculation.controller import Load, Room
-from space_server.speculation.layout_yield import PLAIN, Worth, worths
-from space_server.speculation.lookup_policy import Offer, ProposalWorth
-from space_server.speculation.realized_speedup import KeptPromise
-from space_server.speculation.speculation_probe import Trials
+from space_server.speculation.controller import DraftLimits, StepLoad
+from space_server.speculation.layout_yield import PLAIN, LayoutYield, layout_yields
+from space_server.speculation.lookup_policy import LookupPolicy, Offer
+from space_server.speculation.realized_speedup import RealizedSpeedup
+from space_server.speculation.speculation_probe import SpeculationProbe
 from space_server.step_costs.step_cost import StepCost, StepShape
 
 MASK_PRICE = 0.8
@@ -57,7 +57,7 @@ more, for what plain decoding costs may be what is mistaken, once in so many.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class SequenceClass:
     """Sequences that are treated alike: they have the same one, by which it is looked up what they lay out."""
 
     chances: tuple[float, ...]  # that a draft of mask depth 1, 2, … is accepted
@@ -65,15 +65,15 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class BatchMix:
     """Those who reach their root in a step."""
 
-    kinds: Counter[Kind]
+    kinds: Counter[SequenceClass]
     size: int
     num_noisy: int  # that are not greedy
 
     @classmethod
-    def of(cls, rooms: Sequence[Room], kinds: Sequence[Kind]) -> Crowd:
+    def of(cls, rooms: Sequence[DraftLimits], kinds: Sequence[SequenceClass]) -> BatchMix:
         return cls(Counter(kinds), len(rooms), sum(room.is_noisy for room in rooms))
 
 
@@ -96,9 +96,9 @@ FIRST_RULES = RULES[::4]
 
 
 @lru_cache(maxsize=8192)
-def chosen(kind: Kind, rule: Rule) -> Worth:
+def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
     """The layout of a kind by a rule."""
-    found = worths(kind.chances, kind.max_masks)
+    found = layout_yields(kind.chances, kind.max_masks)
     if rule.price is None:
         assert rule.most_rows is not None
         return max(
@@ -121,7 +121,7 @@ class Expected:
         return self.tokens / self.seconds
 
 
-class MeasuredController:
+class SpeculationController:
     """Most expected tokens per measured second, over the whole batch.
 
     Each of a few rules says what every sequence lays out; the one wins whose tokens over the step's measured seconds
@@ -139,13 +139,13 @@ class MeasuredController:
         self._hopeless = math.inf  # sequences from which on drafting is far from paying, as of the last look
         self._nobody = False  # of that crowd may have masks
         self._priced = 0, 0  # sequences, and surprises of the cost, that `row_price` is of
-        self._trials = Trials()
+        self._trials = SpeculationProbe()
         self._num_plain = PATIENCE  # steps of plain decoding in a row
         self._num_unprobed = 0  # steps that speculated since plain decoding was measured
         self._advantage = 0.0  # expected, over plain decoding
         self._rate = 0.0  # expected tokens per second of what was taken
-        self._promise = KeptPromise()  # of the tokens per second that rules promise
-        self._proposals = ProposalWorth()
+        self._promise = RealizedSpeedup()  # of the tokens per second that rules promise
+        self._proposals = LookupPolicy()
         self._watched = False  # whether the step that runs is one by the rule, and nothing else
         self.row_price = 0.0  # accepted drafts that a chain row more for each sequence must bring, as things stand
 
@@ -159,8 +159,8 @@ class MeasuredController:
         """Reading texts for drafts has not paid for itself."""
         return self._proposals.naps
 
-    def layouts(self, rooms: Sequence[Room], load: Load) -> list[DraftLayout]:
-        """The layout of each, before `Room.fit`."""
+    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+        """The layout of each, before `DraftLimits.fit`."""
         if not rooms:
             return []
         num_read = sum(room.is_read for room in rooms)
@@ -182,7 +182,7 @@ class MeasuredController:
             return [PLAIN.layout] * len(rooms)
         kinds = [_kind(room) for room in rooms]
         if is_due:
-            self._choose(Crowd.of(rooms, kinds), load)
+            self._choose(BatchMix.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
             self._num_surprises = self.cost.num_surprises
         elif has_others:
@@ -190,7 +190,7 @@ class MeasuredController:
         rule = self._rule
         # Masks of one step alone bring nothing: where the next one decodes plainly, its drafts would be dropped.
         if load.num_prefill_rows and rule is not None:
-            rule = self._beside(Crowd.of(rooms, kinds), load)
+            rule = self._beside(BatchMix.of(rooms, kinds), load)
         elif rule is not None and self._is_probe():
             rule = None
         begins = self._num_plain > 0  # with masks alone: the margin is for that
@@ -207,7 +207,7 @@ class MeasuredController:
                 self._proposals.would_pay(offer)
         return found
 
-    def _offer(self, rooms: Sequence[Room], layouts: Sequence[DraftLayout], load: Load) -> Offer | None:
+    def _offer(self, rooms: Sequence[DraftLimits], layouts: Sequence[DraftLayout], load: StepLoad) -> Offer | None:
         """The drafts of these layouts, none of which masks made, beside a plain step; None if there are none."""
         fitting = (min(layout.num_drafts, room.num_drafts) for room, layout in zip(rooms, layouts, strict=True))
         drafting = [(room, count) for room, count in zip(rooms, fitting, strict=True) if count]
@@ -233,13 +233,13 @@ class MeasuredController:
         if self._watched:
             self._promise.stepped(num_tokens, seconds)
 
-    def _choose(self, crowd: Crowd, load: Load) -> None:
+    def _choose(self, crowd: BatchMix, load: StepLoad) -> None:
         if self.cost.num_turns != self._num_turns:
             self._num_turns = self.cost.num_turns
             self._promise.begin_anew()
             self._trials.doubt()
         is_known = self._promise.look_back(self._num_since * self._num_sequences)
-        load = Load(num_context=load.num_context)
+        load = StepLoad(num_context=load.num_context)
         self._price(crowd.size, load, anew=True)
         plain = (1.0 + self._proposals.gain) * self._expected(None, crowd, load).rate
         rates = self._rates(crowd, load, FIRST_RULES) if self._rule is None else {}
@@ -275,12 +275,12 @@ class MeasuredController:
         self._rate = plain if self._rule is None else rates[self._rule]
         self._promise.give(self._rate / self._promise.share, self._expected(self._rule, crowd, load).seconds)
 
-    def _rates(self, crowd: Crowd, load: Load, rules: Sequence[Rule]) -> dict[Rule, float]:
+    def _rates(self, crowd: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
         """Tokens per second of each of the rules by which somebody has masks, as far as promises are kept."""
         kinds = [kind for kind in crowd.kinds if kind.max_masks]
         if not kinds:
             return {}
-        known: dict[tuple[Worth, ...], float] = {}  # several rules choose the same
+        known: dict[tuple[LayoutYield, ...], float] = {}  # several rules choose the same
         rates: dict[Rule, float] = {}
         for rule in rules:
             worths_of = tuple([chosen(kind, rule) for kind in kinds])
@@ -291,7 +291,7 @@ class MeasuredController:
             rates[rule] = known[worths_of]
         return rates
 
-    def _beside(self, crowd: Crowd, load: Load) -> Rule | None:
+    def _beside(self, crowd: BatchMix, load: StepLoad) -> Rule | None:
         """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""
         found: dict[Rule | None, float] = {}
         for rule in {None, self._rule, *FIRST_RULES}:
@@ -299,7 +299,7 @@ class MeasuredController:
             found[rule] = expected.tokens - self._rate * expected.seconds
         return max(found, key=found.__getitem__)
 
-    def _expected(self, rule: Rule | None, crowd: Crowd, load: Load) -> Expected:
+    def _expected(self, rule: Rule | None, crowd: BatchMix, load: StepLoad) -> Expected:
         if crowd.size == 1 and rule is not None:
             return self._alone(next(iter(crowd.kinds)), rule, crowd, load)
         tokens = chain = float(crowd.size)
@@ -324,7 +324,7 @@ class MeasuredController:
         )
         return Expected(tokens, self.cost.seconds(shape) + self._promise.pause)
 
-    def _alone(self, kind: Kind, rule: Rule, crowd: Crowd, load: Load) -> Expected:
+    def _alone(self, kind: SequenceClass, rule: Rule, crowd: BatchMix, load: StepLoad) -> Expected:
         """Of one sequence: its steps differ in size, and what they cost is no line."""
         worth = chosen(kind, rule) if kind.max_masks else PLAIN
         total = seconds = 0.0
@@ -337,7 +337,7 @@ class MeasuredController:
             seconds += share * self.cost.seconds(shape)
         return Expected(worth.tokens, seconds / total + self._promise.pause)
 
-    def _price(self, num_sequences: int, load: Load, *, anew: bool = False) -> None:
+    def _price(self, num_sequences: int, load: StepLoad, *, anew: bool = False) -> None:
         """A row at what a token costs now, with a margin for the host's part in proposing and judging; where nothing
         has changed only `anew`.
 
@@ -363,7 +363,7 @@ class MeasuredController:
         self._num_unprobed = 0
         return True
 
-    def _layout(self, room: Room, kind: Kind, rule: Rule | None) -> DraftLayout:
+    def _layout(self, room: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
         layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
         if not room.chances:
             return layout
@@ -383,20 +383,20 @@ def _differ(size: int, known: int) -> bool:
     return 8 * abs(size - known) > known
 
 
-def _may_have_masks(room: Room) -> bool:
+def _may_have_masks(room: DraftLimits) -> bool:
     return room.acceptance is not None and room.max_masks > 0
 
 
-def _kind(room: Room) -> Kind:
+def _kind(room: DraftLimits) -> SequenceClass:
     if room.acceptance is None or room.max_masks < 1:
         return _NO_MASKS
     return _kind_of(room.acceptance.shape.snapshot, room.acceptance.level, room.max_masks)
 
 
-_NO_MASKS = Kind((), 0)
+_NO_MASKS = SequenceClass((), 0)
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(snapshot: tuple[float, ...], level: int, max_masks: int) -> Kind:
+def _kind_of(snapshot: tuple[float, ...], level: int, max_masks: int) -> SequenceClass:
     """Its chances are from coarse log-odds: few enough that worths are looked up, not computed."""
-    return Kind(tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot), max_masks)
+    return SequenceClass(tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot), max_masks)

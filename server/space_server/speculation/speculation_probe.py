@@ -16,7 +16,7 @@ DOUBTED = 4
 """Trials of what looks too dear, where what it costs is doubted."""
 
 
-class Trials:
+class SpeculationProbe:
     """When one begins, and whether it still runs."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # it knows torch, which a load generator that names the chances does not need
-    from space_server.batch.sequence import Sequence
+    from space_server.batch.sequence import RunningSequence
 
 NAMED = {
     0.78: (0.84, 0.81, 0.78, 0.75, 0.72),
@@ -97,9 +97,9 @@ class SyntheticAcceptance:
             raise ValueError(f"A wrong draft needs a second id; of {vocab_size} ids {len(banned)} are masks.")
         self._known: OrderedDict[bytes, Continuation] = OrderedDict()  # oldest first
         self._num_tokens = 0
-        self._of_sequence: WeakKeyDictionary[Sequence, Continuation | None] = WeakKeyDictionary()
+        self._of_sequence: WeakKeyDictionary[RunningSequence, Continuation | None] = WeakKeyDictionary()
 
-    def ended(self, sequence: Sequence, tokens: Run[int]) -> None:
+    def ended(self, sequence: RunningSequence, tokens: Run[int]) -> None:
         """Remember the output of a sequence that ends with `tokens`, which are not among its ids yet."""
         name = self._name(sequence)
         output = [*sequence.ids[sequence.num_prompt :], *tokens]
@@ -114,7 +114,7 @@ class SyntheticAcceptance:
         while self._num_tokens > self._max_tokens:
             self._forget(next(iter(self._known)))
 
-    def drafts(self, sequence: Sequence, tokens: Run[int], first_mask: int, drafts: list[int]) -> list[int]:
+    def drafts(self, sequence: RunningSequence, tokens: Run[int], first_mask: int, drafts: list[int]) -> list[int]:
         """The drafts behind `tokens`, which this step emits, of masks `first_mask`, `first_mask`+1, …, replaced.
 
         Those for which no continuation is known stay as they are: a request's first run, or one longer than any before.
@@ -138,7 +138,7 @@ class SyntheticAcceptance:
         ]
         return made + drafts[number:]
 
-    def drafted(self, sequence: Sequence, tokens: Run[int], num_drafts: int) -> int:
+    def drafted(self, sequence: RunningSequence, tokens: Run[int], num_drafts: int) -> int:
         """How many of the drafts behind `tokens`, which this step emits, are replaced, here or on the device."""
         if not num_drafts:
             return 0
@@ -152,7 +152,7 @@ class SyntheticAcceptance:
         self.num_unknown += num_drafts - number
         return number
 
-    def continuation_of(self, sequence: Sequence) -> Continuation | None:
+    def continuation_of(self, sequence: RunningSequence) -> Continuation | None:
         """What is known of this request; looked up once per sequence."""
         if sequence in self._of_sequence:
             return self._of_sequence[sequence]
@@ -174,7 +174,7 @@ class SyntheticAcceptance:
         self._num_tokens -= len(self._known.pop(name).ids)
 
     @staticmethod
-    def _name(sequence: Sequence) -> bytes:
+    def _name(sequence: RunningSequence) -> bytes:
         """What the text depends on: the prompt and the law; of a greedy law not the noise."""
         law = replace(sequence.law, key=0) if sequence.law.greedy else sequence.law
         said = blake2b(array("I", sequence.ids[: sequence.num_prompt]).tobytes(), digest_size=16)

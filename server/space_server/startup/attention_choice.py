@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """A made-up step."""
 
     kind: str  # plain, whole, prompt
@@ -69,16 +69,16 @@ class Case:
 WEIGHTS = {"whole": 0.5, "plain": 0.25, "prompt": 0.25}
 
 
-def cases(num_masks: int, window: int) -> list[Case]:
+def cases(num_masks: int, window: int) -> list[AttentionCase]:
     """What is measured for a model with `num_masks` masks per group, as far as its window goes."""
     found = []
     for num_sequences, context in ((1, 1024), (1, 8192), (16, 1024)):
-        found.append(Case("plain", num_sequences, context, 1, 0))
+        found.append(AttentionCase("plain", num_sequences, context, 1, 0))
         if num_masks:
-            found.append(Case("whole", num_sequences, context, num_masks + 1, num_masks))
-    found.append(Case("prompt", 1, 1024, 512, 0))
+            found.append(AttentionCase("whole", num_sequences, context, num_masks + 1, num_masks))
+    found.append(AttentionCase("prompt", 1, 1024, 512, 0))
     fits = [case for case in found if case.context + case.num_chain + 2 * case.num_masks <= window]
-    return fits or [Case("plain", 1, max(0, window - 1), 1, 0)]
+    return fits or [AttentionCase("plain", 1, max(0, window - 1), 1, 0)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AttentionChoice:
 
     backend: Backend
     attention: Attention
-    seconds: Mapping[str, Mapping[Case, float]] = field(default_factory=dict)  # by name: what was measured
+    seconds: Mapping[str, Mapping[AttentionCase, float]] = field(default_factory=dict)  # by name: what was measured
     absent: Mapping[str, str] = field(default_factory=dict)  # by name: why not, and the cure
 
     @property
@@ -174,14 +174,14 @@ def _fastest(
     candidates: Sequence[Backend],
     absent: dict[str, str],
     need: AttentionNeed,
-    wanted: Sequence[Case],
+    wanted: Sequence[AttentionCase],
     fallback: Backend,
     clock: Callable[[], float],
 ) -> AttentionChoice:
     """The candidate with the best score; the fallback where none is left. Raises UnusableAttention."""
     loaded: dict[str, Attention] = {}
     try:
-        steps = [MadeUpStep.of(case, need) for case in wanted]
+        steps = [MadeUpAttentionStep.of(case, need) for case in wanted]
         expected = [step.run(reference) for step in steps]
     except torch.OutOfMemoryError:
         usual = next((one for one in candidates if one.name == "triton"), fallback)
@@ -213,7 +213,7 @@ def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str])
         raise UnusableAttention(f"No attention is left. {last.name} {why}. The others: {others or 'none'}.")
 
 
-def scores(seconds: Mapping[str, Mapping[Case, float]]) -> dict[str, float]:
+def scores(seconds: Mapping[str, Mapping[AttentionCase, float]]) -> dict[str, float]:
     """By name: the weighted mean of its times over the best one's. 1: best in every case."""
     measured = list(next(iter(seconds.values())))
     best = {case: min(of[case] for of in seconds.values()) for case in measured}
@@ -228,7 +228,7 @@ def scores(seconds: Mapping[str, Mapping[Case, float]]) -> dict[str, float]:
     }
 
 
-def _check(case: Case, result: Tensor, expected: Tensor) -> None:
+def _check(case: AttentionCase, result: Tensor, expected: Tensor) -> None:
     """Raise ArithmeticError where an implementation is wrong here: a broken build must not be the fastest."""
     off = (result.float() - expected.float()).abs().max().item()
     bound = 16 * torch.finfo(result.dtype).eps
@@ -239,16 +239,16 @@ def _check(case: Case, result: Tensor, expected: Tensor) -> None:
 def _measure(
     loaded: dict[str, Attention],
     absent: dict[str, str],
-    wanted: Sequence[Case],
-    steps: Sequence[MadeUpStep],
+    wanted: Sequence[AttentionCase],
+    steps: Sequence[MadeUpAttentionStep],
     device: torch.device,
     clock: Callable[[], float],
-) -> dict[str, dict[Case, float]]:
+) -> dict[str, dict[AttentionCase, float]]:
     """Least seconds of a call, by name and case: each has its share of the time, and three calls at least, in turns.
 
     One that raises moves from `loaded` to `absent`.
     """
-    found: dict[str, dict[Case, float]] = {name: {} for name in loaded}
+    found: dict[str, dict[AttentionCase, float]] = {name: {} for name in loaded}
     for case, step in zip(wanted, steps, strict=True):
         until, num_rounds = clock() + len(loaded) * SECONDS / len(wanted), 0
         while num_rounds < 3 or (num_rounds < 50 and clock() < until):
@@ -273,7 +273,7 @@ def _wait(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class MadeUpStep:
+class MadeUpAttentionStep:
     """One layer's attention of a case; the values mean nothing."""
 
     rows: StepRows
@@ -285,7 +285,7 @@ class MadeUpStep:
     num_rows: int
 
     @classmethod
-    def of(cls, case: Case, need: AttentionNeed) -> MadeUpStep:
+    def of(cls, case: AttentionCase, need: AttentionNeed) -> MadeUpAttentionStep:
         """As many of the case's sequences as `MOST_BYTES` of pages are enough for, each with pages of its own."""
         size, device = need.block_size, need.device
         each = -(-(case.context + case.num_chain) // size)

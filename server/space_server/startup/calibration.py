@@ -138,14 +138,14 @@ def calibrate(
     """
     points: list[Point] = []
     passes: dict[str, list[float]] = {}
-    anchors: list[Case] = []
+    anchors: list[CalibrationCase] = []
     candidates = _anchors(model.facts, max_sequences)
     if model.facts.device.type == "cuda":
         for case in candidates:  # what is compiled at the first step of all is no part of the seconds
             time_steps(model, kv, case, steps, clock)
     begun = clock()
 
-    def timed(case: Case) -> Timing | None:
+    def timed(case: CalibrationCase) -> Timing | None:
         timing = time_steps(model, kv, case, steps, clock)
         between()
         return timing
@@ -154,11 +154,11 @@ def calibrate(
         if timing is not None:
             points.append((timing.shape, timing.seconds))
 
-    def fits(case: Case, reserve: float) -> bool:
+    def fits(case: CalibrationCase, reserve: float) -> bool:
         left = seconds - reserve - (clock() - begun)
         return not points or case.least_steps * _expected(points, case.num_rows) < left
 
-    def measure_anchors(cases: Sequence[Case]) -> None:
+    def measure_anchors(cases: Sequence[CalibrationCase]) -> None:
         for case in cases:
             timing = timed(case)
             if timing is not None and sum(timing.times) < ENOUGH:  # one hiccup could be all of it
@@ -192,7 +192,7 @@ def time_plain_step(
 
 
 @dataclass(frozen=True)
-class Case:
+class CalibrationCase:
     """Steps to measure: of sequences that decode with one layout, or of a prompt."""
 
     num_sequences: int
@@ -223,38 +223,51 @@ class Case:
         return 1 if self.prompt_rows else self.num_idle + 1
 
 
-PLAIN_STEP = Case(1, DraftLayout.plain())
+PLAIN_STEP = CalibrationCase(1, DraftLayout.plain())
 
 
-def _anchors(facts: ModelFacts, max_sequences: int) -> list[Case]:
+def _anchors(facts: ModelFacts, max_sequences: int) -> list[CalibrationCase]:
     """What is measured in every pass: the steps that are compared most."""
-    found = [PLAIN_STEP, Case(1, DraftLayout.full(2, 2)), Case(8, DraftLayout.plain())]
+    found = [PLAIN_STEP, CalibrationCase(1, DraftLayout.full(2, 2)), CalibrationCase(8, DraftLayout.plain())]
     few_masks = facts.most_masks < 2
     return [case for case in found if case.num_sequences <= max_sequences and not (few_masks and case.layout.num_masks)]
 
 
-def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[Case]:
+def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
     """The most telling first: as many are measured as there is time for."""
     k = facts.most_masks
     plain = DraftLayout.plain()
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
     more = DraftLayout.full(3, 3) if k > 3 else some
-    prompts = [Case(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
-    cases = [PLAIN_STEP, Case(1, some), prompts[0], Case(1, full), Case(8, plain), Case(8, some), *prompts[1:3]]
+    prompts = [CalibrationCase(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
+    cases = [
+        PLAIN_STEP,
+        CalibrationCase(1, some),
+        prompts[0],
+        CalibrationCase(1, full),
+        CalibrationCase(8, plain),
+        CalibrationCase(8, some),
+        *prompts[1:3],
+    ]
     # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
-    cases += [Case(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)]
+    cases += [
+        CalibrationCase(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)
+    ]
     if k > 2:  # 5, 6, 7 and 8 rows: about there lie the bends
         between = [DraftLayout.of(1, masks) for masks in ((2, 1), (2, 2), (3, 2), (3, 3))]
-        cases += [Case(num_sequences, layout) for num_sequences in (1, 2) for layout in between]
+        cases += [CalibrationCase(num_sequences, layout) for num_sequences in (1, 2) for layout in between]
     # And once more, of one sequence before the crowds: what is compared was not all measured in the same moment.
     again = [replace(case, turn=2) for case in cases if case.num_sequences <= 4 and not case.prompt_rows]
     cases += [case for case in again if case.num_sequences == 1]
     for num_sequences in (32, 64, 16, 128, 256):
-        cases += [Case(num_sequences, plain), Case(num_sequences, some if num_sequences <= 16 else few)]
+        cases += [
+            CalibrationCase(num_sequences, plain),
+            CalibrationCase(num_sequences, some if num_sequences <= 16 else few),
+        ]
     for num_sequences in (1, 8, 32):
-        cases += [Case(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
-        cases += [Case(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
-    cases += [Case(8, full), Case(32, some), Case(64, some), *prompts[3:]]
+        cases += [CalibrationCase(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
+        cases += [CalibrationCase(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
+    cases += [CalibrationCase(8, full), CalibrationCase(32, some), CalibrationCase(64, some), *prompts[3:]]
     cases += again
     for case in dict.fromkeys(cases):
         if case.num_sequences <= max_sequences:
@@ -274,7 +287,7 @@ def _expected(points: list[Point], num_rows: int) -> float:
 def time_steps(
     model: StepModel,
     kv: PagedKV,
-    case: Case,
+    case: CalibrationCase,
     steps: StepsHere = "host",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing | None:
@@ -348,7 +361,7 @@ def _worker(
     return worker
 
 
-def _admit(worker: Worker, number: int, case: Case, pages: range, rng: random.Random) -> None:
+def _admit(worker: Worker, number: int, case: CalibrationCase, pages: range, rng: random.Random) -> None:
     facts = worker.facts
     allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
     ids = rng.choices(allowed, k=case.context + (case.prompt_rows or 1))

@@ -26,7 +26,7 @@ from space_kernels.attention_backends import installed_version
 from space_kernels.build.cpu_library import cpu_fact, cpu_library
 from space_model.model_facts import ModelFacts
 
-from space_server.machine.machine_load import Load
+from space_server.machine.machine_load import MachineLoad
 from space_server.startup.calibration import AGREE, FEWEST, NUM_PASSES, PLAIN_STEP, Calibration, case_names
 from space_server.step_costs.step_cost import Point, StepShape, read_points
 
@@ -141,7 +141,7 @@ class CostFile:
         if old:
             _log.info("%d files of step costs in %s are of an older format: not used", len(old), self.path.parent)
 
-    def write(self, calibration: Calibration, load: Load, now: datetime) -> None:
+    def write(self, calibration: Calibration, load: MachineLoad, now: datetime) -> None:
         """Keep what was measured. Where the folder cannot be written the next start measures again."""
         assert calibration.spread is not None
         head = {

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 
-from space_server.device_runner.device_stepper import DeviceStepper
+from space_server.device_runner.device_stepper import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
@@ -74,7 +74,7 @@ def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, av
     """
     before = available()
     kv = model.allocate_kv(1, block_size)
-    stepper = DeviceStepper(model, kv, max_sequences=max_sequences)
+    stepper = DeviceRunner(model, kv, max_sequences=max_sequences)
     try:
         stepper.take_largest()
         taken = max(0, before - available())

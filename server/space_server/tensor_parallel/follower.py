@@ -9,7 +9,7 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 
-from space_server.tensor_parallel.plan_message import Kind, MessageLost, PlanReader
+from space_server.tensor_parallel.plan_message import MessageLost, PlanMessageKind, PlanReader
 from space_server.tensor_parallel.ranks import RankGroup
 
 
@@ -24,11 +24,11 @@ def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda
         except MessageLost as error:
             group.lost(str(error))
         match message.kind:
-            case Kind.PAGES:
+            case PlanMessageKind.PAGES:
                 num_blocks, block_size = message.figures
                 kv = None  # the old ones go first
                 kv = model.allocate_kv(num_blocks, block_size)
-            case Kind.ROWS:
+            case PlanMessageKind.ROWS:
                 if kv is None:
                     group.lost("Rank 0 sent rows before pages.")
                 batch = ForwardBatch.build(
@@ -41,12 +41,12 @@ def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda
                 if len(batch.ids) != message.figures[0]:
                     group.lost(f"Rank 0 lays out {message.figures[0]} rows, rank {group.rank} {len(batch.ids)}.")
                 model.forward(batch, kv)
-            case Kind.HEAD:
+            case PlanMessageKind.HEAD:
                 room = torch.empty(message.figures[0], facts.hidden_size, dtype=facts.dtype, device=facts.device)
                 model.logits(group.share(room))
-            case Kind.MEMORY:
+            case PlanMessageKind.MEMORY:
                 group.least(free())
-            case Kind.BEAT:
+            case PlanMessageKind.BEAT:
                 group.answer()
-            case Kind.END:
+            case PlanMessageKind.END:
                 return

@@ -14,14 +14,14 @@ from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from torch import Tensor
 
-from space_server.tensor_parallel.plan_message import Kind, PlanWriter
+from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWriter
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 
 BEATS_PER_WATCHDOG = 4
 """Signs of life in the time after which a silent rank is given up."""
 
 
-class LeadModel:
+class TensorParallelLeader:
     """A StepModel that tells the followers what to compute before it computes its own part.
 
     The worker above it is the only one there is: it admits, plans, chooses and drafts; followers see rows. A step that
@@ -59,12 +59,12 @@ class LeadModel:
 
     def free_bytes(self) -> int:
         """Memory that every rank can still give to keys and values."""
-        with self._ordered(Kind.MEMORY):
+        with self._ordered(PlanMessageKind.MEMORY):
             return self._group.least(self._free())
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages on every rank, in place of those that were there: a step runs on the last ones."""
-        with self._ordered(Kind.PAGES, num_blocks, block_size):
+        with self._ordered(PlanMessageKind.PAGES, num_blocks, block_size):
             self._kv = self._model.allocate_kv(num_blocks, block_size)
             return self._kv
 
@@ -81,7 +81,7 @@ class LeadModel:
         """[N, hidden] -> [N, V] float32."""
         if not len(hidden):
             return hidden.new_empty(0, self.facts.vocab_size).float()
-        with self._ordered(Kind.HEAD, len(hidden)):
+        with self._ordered(PlanMessageKind.HEAD, len(hidden)):
             return self._model.logits(self._group.share(hidden))
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class LeadModel:
     def end(self) -> None:
         """Let the followers go."""
         if not self._ended.is_set():
-            with self._ordered(Kind.END):
+            with self._ordered(PlanMessageKind.END):
                 self._ended.set()
             self._beats.join()
 
@@ -104,7 +104,7 @@ class LeadModel:
         self._ended.set()
 
     @contextmanager
-    def _ordered(self, kind: Kind, *figures: int) -> Iterator[None]:
+    def _ordered(self, kind: PlanMessageKind, *figures: int) -> Iterator[None]:
         with self._saying(lambda: self._writer.simple(kind, *figures)):
             yield
 
@@ -132,7 +132,7 @@ class LeadModel:
             try:
                 if self._ended.is_set():
                     return
-                self._group.send(self._writer.simple(Kind.BEAT))
+                self._group.send(self._writer.simple(PlanMessageKind.BEAT))
                 self._group.answer()
                 self._last = time.monotonic()
             except GroupLost:

@@ -25,7 +25,7 @@ from space_model.geometry.forward_batch import Segment
 from space_server.batch.page_numbers import begins_with
 
 
-class Kind(IntEnum):
+class PlanMessageKind(IntEnum):
     """What a message asks for."""
 
     ROWS = 1
@@ -41,10 +41,10 @@ class MessageLost(Exception):
 
 
 @dataclass(frozen=True)
-class Message:
+class PlanMessage:
     """What a follower has to do."""
 
-    kind: Kind
+    kind: PlanMessageKind
     figures: tuple[int, ...]  # HEAD: (rows,); PAGES: (blocks, block size); ROWS: (padded rows,)
     segments: tuple[Segment, ...] = ()
 
@@ -64,7 +64,7 @@ class PlanWriter:
         self._number = 0
         self._tables: dict[int, _Table] = {}  # by the sequence's number
 
-    def simple(self, kind: Kind, *figures: int) -> bytes:
+    def simple(self, kind: PlanMessageKind, *figures: int) -> bytes:
         """A message without segments."""
         return self._numbered(kind, figures)
 
@@ -87,9 +87,9 @@ class PlanWriter:
             words += [table.slot, segment.start, -1 if segment.adapter is None else segment.adapter]
             words += [len(segment.ids), *segment.ids, layout.num_drafts, *layout.masks]
             words += [kept, len(pages) - kept, *pages[kept:].tolist()]
-        return self._numbered(Kind.ROWS, words)
+        return self._numbered(PlanMessageKind.ROWS, words)
 
-    def _numbered(self, kind: Kind, words: Sequence[int]) -> bytes:
+    def _numbered(self, kind: PlanMessageKind, words: Sequence[int]) -> bytes:
         self._number += 1
         number = self._number
         return np.array([number & 0x7FFFFFFF, number >> 31, kind, *words], dtype=np.int32).tobytes()
@@ -102,7 +102,7 @@ class PlanReader:
         self._number = 0
         self._tables: dict[int, Ints] = {}  # by slot
 
-    def read(self, message: bytes) -> Message:
+    def read(self, message: bytes) -> PlanMessage:
         """What the message asks for. Raises MessageLost where it is not the one after the last."""
         words = np.frombuffer(message, dtype=np.int32).tolist()
         number = words[0] + (words[1] << 31)
@@ -112,10 +112,10 @@ class PlanReader:
                 f"Message {number} came where message {self._number} was due: this rank no longer knows which rows "
                 "the others lay out. Start the group again."
             )
-        kind, rest = Kind(words[2]), words[3:]
-        if kind is not Kind.ROWS:
-            return Message(kind, tuple(rest))
-        return Message(kind, (rest[0],), self._segments(rest))
+        kind, rest = PlanMessageKind(words[2]), words[3:]
+        if kind is not PlanMessageKind.ROWS:
+            return PlanMessage(kind, tuple(rest))
+        return PlanMessage(kind, (rest[0],), self._segments(rest))
 
     def _segments(self, words: list[int]) -> tuple[Segment, ...]:
         before, self._tables = self._tables, {}

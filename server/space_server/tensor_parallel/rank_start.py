@@ -15,7 +15,7 @@ from space_model.space_model import SpaceModel
 from space_server.config import WorkerConfig
 from space_server.machine.memory import free_bytes
 from space_server.tensor_parallel.follower import follow
-from space_server.tensor_parallel.lead_model import LeadModel
+from space_server.tensor_parallel.lead_model import TensorParallelLeader
 from space_server.tensor_parallel.rank_place import Followers, RankPlace, followers
 from space_server.tensor_parallel.ranks import RankGroup, end_process
 
@@ -30,7 +30,7 @@ def leading(
     place: RankPlace,
     load: Load,
     lost: Callable[[str], NoReturn] = end_process,
-) -> Iterator[LeadModel]:
+) -> Iterator[TensorParallelLeader]:
     """Rank 0 of the group, with all others there. They are let go at the end of the block.
 
     `lost`: where the ranks cannot go on together.
@@ -44,7 +44,7 @@ def leading(
             others = stack.enter_context(followers(arguments, place, store.port, group.lost))
         model = load(group, device)
         group.join(store, model.facts.device, others.check)
-        lead = LeadModel(model, group, free=partial(_free_bytes, model, place), alive=others.check)
+        lead = TensorParallelLeader(model, group, free=partial(_free_bytes, model, place), alive=others.check)
         try:
             yield lead
         except BaseException:

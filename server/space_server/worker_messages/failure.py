@@ -8,7 +8,7 @@ TOO_LARGE = (
 )
 
 
-def told(what: str, error: Exception) -> str:
+def failure_message(what: str, error: Exception) -> str:
     """One line: what failed, and why as far as the error's own first line says."""
     line = str(error).partition("\n")[0][:200]
     return f"{what}: {type(error).__name__}: {line}"

@@ -11,7 +11,7 @@ PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 6
 
 
-def introduce(
+def hello_of(
     facts: ModelFacts,
     incarnation: str,
     *,

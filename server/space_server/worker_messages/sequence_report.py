@@ -5,26 +5,26 @@ from __future__ import annotations
 from space_kernels.sampling.choice import IdLogprobs
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.limits import End
-from space_server.batch.sequence import Sequence
-from space_server.drafts.drafts import BY_MASKS, Source
-from space_server.host_runner.host_runner import Advance
+from space_server.batch.limits import SequenceEnd
+from space_server.batch.sequence import RunningSequence
+from space_server.drafts.drafts import BY_MASKS, DraftOrigin
+from space_server.host_runner.host_runner import SequenceOutput
 
 _FINISH = {
-    End.EOS: pb.FINISH_EOS,
-    End.STOP_ID: pb.FINISH_STOP_ID,
-    End.LENGTH: pb.FINISH_LENGTH,
+    SequenceEnd.EOS: pb.FINISH_EOS,
+    SequenceEnd.STOP_ID: pb.FINISH_STOP_ID,
+    SequenceEnd.LENGTH: pb.FINISH_LENGTH,
 }
 
 _SOURCE = {
-    Source.MASKS: pb.DRAFT_SOURCE_MASKS,
-    Source.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
-    Source.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
-    Source.GRAMMAR: pb.DRAFT_SOURCE_GRAMMAR,
+    DraftOrigin.MASKS: pb.DRAFT_SOURCE_MASKS,
+    DraftOrigin.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
+    DraftOrigin.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
+    DraftOrigin.GRAMMAR: pb.DRAFT_SOURCE_GRAMMAR,
 }
 
 
-def commit(advance: Advance, said: pb.StepReport) -> None:
+def commit(advance: SequenceOutput, said: pb.StepReport) -> None:
     """Let the sequence go on, and say how: at the end of `said`."""
     plan, sequence = advance.plan, advance.plan.sequence
     num_drafted = plan.layout.num_drafts
@@ -50,11 +50,11 @@ def commit(advance: Advance, said: pb.StepReport) -> None:
         report.prompt_logprobs.extend(map(_logprobs, advance.prompt_logprobs))
     if any(advance.num_predicted):
         report.num_predicted.extend(advance.num_predicted)
-    if num_drafted and origin is not BY_MASKS and origin.source is not Source.MASKS:
+    if num_drafted and origin is not BY_MASKS and origin.source is not DraftOrigin.MASKS:
         report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
 
 
-def say_paused(sequence: Sequence, said: pb.StepReport) -> None:
+def say_paused(sequence: RunningSequence, said: pb.StepReport) -> None:
     """It cannot go on without another page; `said` names each sequence once, this one maybe already."""
     sequence.paused = True
     report = next((one for one in said.sequences if one.seq_id == sequence.seq_id), None)

@@ -6,11 +6,11 @@ from space_proto import worker_pb2 as pb
 
 from space_server.device_runner.device_stepper import StepRead
 from space_server.host_runner.host_runner import StepTimes
-from space_server.scheduling.scheduled_batch import StepPlan
+from space_server.scheduling.scheduled_batch import ScheduledBatch
 from space_server.step_costs.step_cost import StepCost, StepShape
 
 
-def count_step(stats: pb.StepStats, plan: StepPlan, times: StepTimes, seconds: float, cost: StepCost) -> None:
+def count_step(stats: pb.StepStats, plan: ScheduledBatch, times: StepTimes, seconds: float, cost: StepCost) -> None:
     """A step of the host's, the first thing in these stats. `cost` learns from it."""
     shape = plan.shape
     stats.chain_rows, stats.mask_rows, stats.prefill_rows = (

@@ -27,7 +27,7 @@ the product's in half precision."""
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpec:
     """One GPU, by its datasheet."""
 
     name: str
@@ -36,14 +36,14 @@ class Gpu:
 
 
 GPUS = {
-    "a100": Gpu("A100 80GB", 312e12, 80 * GB),
-    "h100": Gpu("H100", 989e12, 80 * GB),
-    "h200": Gpu("H200", 989e12, 141 * GB),
+    "a100": GpuSpec("A100 80GB", 312e12, 80 * GB),
+    "h100": GpuSpec("H100", 989e12, 80 * GB),
+    "h200": GpuSpec("H200", 989e12, 141 * GB),
 }
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TrainingEstimate:
     """What a plan costs for a model."""
 
     shape: ModelShape
@@ -68,7 +68,7 @@ class Estimate:
         """Whether a GPU of so many bytes has room, and a little to spare."""
         return self.bytes <= FILL * memory
 
-    def seconds(self, num_tokens: float, gpu: Gpu, utilisation: float = UTILISATION) -> float:
+    def seconds(self, num_tokens: float, gpu: GpuSpec, utilisation: float = UTILISATION) -> float:
         """For so many real tokens."""
         return num_tokens * (self.flops_per_token + self.recomputed) / (gpu.flops * utilisation)
 
@@ -82,7 +82,7 @@ def masks_per_token(plan: TrainPlan) -> float:
     return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
 
 
-def estimate(shape: ModelShape, plan: TrainPlan) -> Estimate:
+def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
     """Operations and bytes of `plan` for a model of `shape`, every token being a target."""
     head = _head_weights(shape, plan)
     adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
@@ -95,7 +95,9 @@ def estimate(shape: ModelShape, plan: TrainPlan) -> Estimate:
     }[plan.method]
     flops, recomputed = _flops(shape, plan, adapters, head)
     memory = _memory(shape, plan, trained, adapters, head)
-    return Estimate(shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory)
+    return TrainingEstimate(
+        shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory
+    )
 
 
 def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:

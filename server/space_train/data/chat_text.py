@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from space_train.data.data_error import UnusableTemplate
-from space_train.data.data_forms import Conversation, Role, Turn
+from space_train.data.data_forms import ConversationTurn, DataConversation, Role
 
 PAPER_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -87,7 +87,7 @@ class ChatText:
         self.tokenizer = tokenizer
         self.name, self.template = _chosen(tokenizer, template)
 
-    def render(self, turns: Sequence[Turn], asking: bool) -> str:
+    def render(self, turns: Sequence[ConversationTurn], asking: bool) -> str:
         """The text of `turns`; `asking` adds what stands before an answer."""
         messages = [{"role": str(turn.role), "content": turn.content} for turn in turns]
         try:
@@ -101,7 +101,7 @@ class ChatText:
             ) from error
         return str(text)
 
-    def texts(self, conversation: Conversation) -> list[AnsweredText]:
+    def texts(self, conversation: DataConversation) -> list[AnsweredText]:
         """What there is to read and to write: nothing without an answer, else one text.
 
         It is one text for each answer where the template rewrites earlier turns once the conversation goes on, as
@@ -110,7 +110,9 @@ class ChatText:
         return answered_texts(conversation.turns, self.render)
 
 
-def answered_texts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str]) -> list[AnsweredText]:
+def answered_texts(
+    turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
+) -> list[AnsweredText]:
     """`ChatText.texts` for any way to render. An assistant that speaks first is left out: nobody asked it."""
     first = next((i for i, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
     turns = [turn for i, turn in enumerate(turns) if i >= first or turn.role is Role.SYSTEM]
@@ -124,7 +126,9 @@ def answered_texts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool
     return single
 
 
-def _last_answered(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str]) -> AnsweredText:
+def _last_answered(
+    turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
+) -> AnsweredText:
     """The conversation up to an answer, with the range of that answer."""
     text, prompt = render(turns, False), render(turns[:-1], True)
     last_word = turns[-1].content.split()[-1]  # templates may lay out the words before it anew

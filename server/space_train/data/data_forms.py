@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from space_train.data.data_error import BadRecord
-from space_train.data.data_source import Record
+from space_train.data.data_source import SourceRecord
 
 Fields = Mapping[str, object]
 
@@ -23,7 +23,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ConversationTurn:
     """What one side says; `learned` where the model learns to say it."""
 
     role: Role
@@ -32,10 +32,10 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class DataConversation:
     """Turns in order; every assistant's turn is learned (but where an OpenAI message has `weight` 0)."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
 
     @property
     def content(self) -> str:
@@ -55,7 +55,7 @@ class PlainText:
         return self.text
 
 
-Document = Conversation | PlainText
+Document = DataConversation | PlainText
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ _QUESTION_AND_ANSWER = (
 )
 
 
-def documents(records: Iterable[Record]) -> Iterator[tuple[Record, str, Document]]:
+def documents(records: Iterable[SourceRecord]) -> Iterator[tuple[SourceRecord, str, Document]]:
     """Each record with the name of its form and what it says. The first record of a file sets the file's form."""
     form_of: dict[str, tuple[DataForm, str]] = {}
     for record in records:
@@ -116,7 +116,7 @@ def known_forms() -> str:
     return "; ".join(map(str, FORMS))
 
 
-def _fields(record: Record) -> Fields:
+def _fields(record: SourceRecord) -> Fields:
     """The fields of a record that say something; a null is none (tables fill up missing fields with nulls)."""
     if not isinstance(record.value, Mapping):
         raise BadRecord(
@@ -142,41 +142,41 @@ def _check_characters(document: Document, where: str) -> None:
         )
 
 
-def _messages(fields: Fields, where: str) -> Conversation:
+def _messages(fields: Fields, where: str) -> DataConversation:
     return _conversation(fields, "messages", ("role", "content"), where)
 
 
-def _sharegpt(fields: Fields, where: str) -> Conversation:
+def _sharegpt(fields: Fields, where: str) -> DataConversation:
     name = "conversations" if "conversations" in fields else "conversation"
     turns = fields[name]
     if isinstance(turns, Sequence) and turns and all(isinstance(turn, str) for turn in turns):
         # As LIMA has it: bare strings, the user first, then in turns.
         roles = (Role.USER, Role.ASSISTANT)
-        return Conversation(
-            tuple(Turn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns)),
+        return DataConversation(
+            tuple(ConversationTurn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns)),
         )
     if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
         return _conversation(fields, name, ("role", "content"), where)
     return _conversation(fields, name, ("from", "value"), where)
 
 
-def _alpaca(fields: Fields, where: str) -> Conversation:
+def _alpaca(fields: Fields, where: str) -> DataConversation:
     turns = _system(fields, where)
     for pair in _list(fields, "history", where):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise BadRecord(f"{where}: each entry of history must be a pair [question, answer]; got {_kind(pair)}.")
         turns += _asked(_string(pair[0], "history", where), _string(pair[1], "history", where))
     question, context = _text(fields, "instruction", where), _text(fields, "input", where)
-    return Conversation((*turns, *_asked(_joined(question, context), _text(fields, "output", where))))
+    return DataConversation((*turns, *_asked(_joined(question, context), _text(fields, "output", where))))
 
 
-def _question_and_answer(fields: Fields, where: str) -> Conversation:
+def _question_and_answer(fields: Fields, where: str) -> DataConversation:
     asked, answered = next(names for names in _QUESTION_AND_ANSWER if all(name in fields for name in names))
     if isinstance(fields[asked], list) and isinstance(fields[answered], list):
         both = {"messages": [*_list(fields, asked, where), *_list(fields, answered, where)]}
         return _conversation(both, "messages", ("role", "content"), where)
     question = _joined(_text(fields, asked, where), _text(fields, "context", where))
-    return Conversation((*_system(fields, where), *_asked(question, _text(fields, answered, where))))
+    return DataConversation((*_system(fields, where), *_asked(question, _text(fields, answered, where))))
 
 
 def _plain_text(fields: Fields, where: str) -> PlainText:
@@ -193,7 +193,7 @@ FORMS: tuple[DataForm, ...] = (
 """In the order they are tried: Alpaca's own files have a `text` field too."""
 
 
-def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) -> Conversation:
+def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) -> DataConversation:
     who, what = keys
     turns = list(_system(fields, where))
     for number, turn in enumerate(_list(fields, name, where), start=1):
@@ -207,8 +207,8 @@ def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) 
             raise BadRecord(f"{place} calls a tool, and calls are not learned. Write the call into {what} as text.")
         weight = turn.get("weight", 1)
         content = _content(turn.get(what), f"{place}: {what}")
-        turns.append(Turn(role, content, learned=role is Role.ASSISTANT and weight != 0))
-    return Conversation(tuple(turns))
+        turns.append(ConversationTurn(role, content, learned=role is Role.ASSISTANT and weight != 0))
+    return DataConversation(tuple(turns))
 
 
 def _content(content: object, place: str) -> str:
@@ -223,13 +223,13 @@ def _content(content: object, place: str) -> str:
     raise BadRecord(f"{place} must be text; got {_kind(content)}.")
 
 
-def _asked(question: str, answer: str) -> tuple[Turn, Turn]:
-    return Turn(Role.USER, question, learned=False), Turn(Role.ASSISTANT, answer, learned=True)
+def _asked(question: str, answer: str) -> tuple[ConversationTurn, ConversationTurn]:
+    return ConversationTurn(Role.USER, question, learned=False), ConversationTurn(Role.ASSISTANT, answer, learned=True)
 
 
-def _system(fields: Fields, where: str) -> tuple[Turn, ...]:
+def _system(fields: Fields, where: str) -> tuple[ConversationTurn, ...]:
     system = _text(fields, "system", where)
-    return (Turn(Role.SYSTEM, system, learned=False),) if system else ()
+    return (ConversationTurn(Role.SYSTEM, system, learned=False),) if system else ()
 
 
 def _joined(question: str, context: str) -> str:

@@ -20,7 +20,7 @@ SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
-class Record:
+class SourceRecord:
     """One record and the place it was read from."""
 
     file: str
@@ -33,7 +33,7 @@ class Record:
         return f"{self.file}:{self.line}"
 
 
-def records(source: str, *, split: str = "train") -> Iterator[Record]:
+def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
     """The records of `source`, in order: a file, a folder (every file below it, by path), or a dataset's split.
 
     A dataset is a folder with parquet, arrow or CSV files, a folder written by `save_to_disk`, or an id of the hub
@@ -59,7 +59,7 @@ def records(source: str, *, split: str = "train") -> Iterator[Record]:
         yield from _dataset(source, split)
 
 
-def _folder(folder: Path, split: str) -> Iterator[Record]:
+def _folder(folder: Path, split: str) -> Iterator[SourceRecord]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
     suffixes = {path.suffix.lower() for path in files}
     if suffixes & TABLES or any((folder / name).is_file() for name in SAVED_BY_DATASETS):
@@ -85,7 +85,7 @@ def _only_train(source: str, split: str) -> None:
         raise SourceNotFound(f"{source} has no split {split!r}: plain files are all of the split 'train'.")
 
 
-def _file(path: Path) -> Iterator[Record]:
+def _file(path: Path) -> Iterator[SourceRecord]:
     """The records of one file; a text is a record by itself."""
     try:
         if path.suffix.lower() in JSON_LINES:
@@ -93,24 +93,24 @@ def _file(path: Path) -> Iterator[Record]:
         elif path.suffix.lower() == ".json":
             yield from _json(path)
         else:
-            yield Record(str(path), 1, {"text": path.read_text(encoding="utf-8-sig")})
+            yield SourceRecord(str(path), 1, {"text": path.read_text(encoding="utf-8-sig")})
     except UnicodeDecodeError as error:
         raise BadRecord(f"{path} is not UTF-8 ({error.reason}). Convert it first.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def _json_lines(path: Path) -> Iterator[SourceRecord]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield Record(str(path), number, json.loads(line))
+                    yield SourceRecord(str(path), number, json.loads(line))
                 except ValueError as error:
                     raise BadRecord(f"{path}:{number} is not JSON: {error}.") from error
 
 
-def _json(path: Path) -> Iterator[Record]:
+def _json(path: Path) -> Iterator[SourceRecord]:
     """A list of records, or records one after the other (many files that end in .json are JSON lines)."""
     text, decoder = path.read_text(encoding="utf-8-sig"), json.JSONDecoder()
     at, line, counted = _behind_spaces(text, 0), 1, 0
@@ -124,7 +124,7 @@ def _json(path: Path) -> Iterator[Record]:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise BadRecord(f"{path}:{error.lineno} is not JSON: {error.msg}.") from error
-        yield Record(str(path), line, value)
+        yield SourceRecord(str(path), line, value)
         at = _behind_spaces(text, end)
         if is_list and text[at : at + 1] == ",":
             at = _behind_spaces(text, at + 1)
@@ -145,10 +145,10 @@ def _behind_spaces(text: str, at: int) -> int:
     return at
 
 
-def _dataset(source: str, split: str) -> Iterator[Record]:
+def _dataset(source: str, split: str) -> Iterator[SourceRecord]:
     """The rows of a dataset, read as they are needed."""
     for number, row in enumerate(_open_dataset(source, split), start=1):
-        yield Record(f"{source}[{split}]", number, row)
+        yield SourceRecord(f"{source}[{split}]", number, row)
 
 
 def _open_dataset(source: str, split: str) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from space_train.data.chat_text import AnsweredText, ChatText, own_prefix
 from space_train.data.data_error import BadRecord, UnusableTemplate, UnusableTokenizer
 from space_train.data.data_forms import Document, PlainText
-from space_train.data.data_source import Record
+from space_train.data.data_source import SourceRecord
 from space_train.data.example import Example
 
 
@@ -45,7 +45,7 @@ class Encoder:
         self.prefix = own_prefix(tokenizer)
         self._known: dict[str, list[int]] = {}
 
-    def examples(self, documents: Sequence[tuple[Record, Document]]) -> list[list[Example]]:
+    def examples(self, documents: Sequence[tuple[SourceRecord, Document]]) -> list[list[Example]]:
         """The examples of each document: none where there is nothing to learn. Many at a time are encoded faster."""
         texts = [self._texts(document, record) for record, document in documents]
         self._encode(text.text[:border] for some in texts for text in some for border in text.borders)
@@ -60,7 +60,7 @@ class Encoder:
         self._known.clear()
         return found
 
-    def _texts(self, document: Document, record: Record) -> list[AnsweredText]:
+    def _texts(self, document: Document, record: SourceRecord) -> list[AnsweredText]:
         if isinstance(document, PlainText):
             return [AnsweredText(document.text, ((0, len(document.text)),))] if document.text.strip() else []
         try:
@@ -133,7 +133,7 @@ class Encoder:
                 return both[len(before) :]
         return self._ids(text)
 
-    def _check_vocabulary(self, ids: Sequence[int], record: Record) -> None:
+    def _check_vocabulary(self, ids: Sequence[int], record: SourceRecord) -> None:
         if self.vocab_size is not None and max(ids) >= self.vocab_size:
             raise UnusableTokenizer(
                 f"{record.where}: token {self.tokenizer.convert_ids_to_tokens(max(ids))!r} has id {max(ids)}, the "

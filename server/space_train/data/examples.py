@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from space_train.data.chat_text import ChatText
 from space_train.data.data_error import DataError, NothingToLearn
 from space_train.data.data_forms import Document, PlainText, documents
-from space_train.data.data_source import Record, records
+from space_train.data.data_source import SourceRecord, records
 from space_train.data.example import Example
 from space_train.data.example_encoder import Encoder, pad_id
 from space_train.data.load_report import LoadReport
@@ -122,7 +122,7 @@ def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[l
     return parts
 
 
-def _documents(source: str | Sequence[str], split: str, quiet: bool) -> Iterator[tuple[Record, str, Document]]:
+def _documents(source: str | Sequence[str], split: str, quiet: bool) -> Iterator[tuple[SourceRecord, str, Document]]:
     """Every document of every source, with a bar on stderr once reading takes more than two seconds."""
     from tqdm import tqdm
 

@@ -20,7 +20,7 @@ MOST_OWN_ROUNDS = 4.0
 (arXiv 2305.16264)."""
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Training data: an endless order of rows, of which any part can be asked for."""
 
     def rows(self, first: int, count: int) -> ExampleRows:
@@ -37,10 +37,10 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Stream:
+class RowStream:
     """One source."""
 
-    rows: Rows
+    rows: RowSource
     share: float  # of all rows, relative to the other streams' shares
     # False: text that the model wrote. Masks learn from it; the ordinary loss does not, or the model would grow ever
     # surer of what it says anyway.
@@ -50,7 +50,7 @@ class Stream:
 class MixedRows:
     """Rows drawn from streams in turn."""
 
-    def __init__(self, streams: Sequence[Stream], seed: int) -> None:
+    def __init__(self, streams: Sequence[RowStream], seed: int) -> None:
         self.streams = [stream for stream in streams if stream.share > 0]
         if not self.streams:
             raise ValueError("There is no source of rows with a share above 0.")
@@ -113,7 +113,7 @@ class MixedRows:
         return self.streams[stream].rows.rows(period * self._counts[stream] + before, 1)
 
 
-def with_own_texts(data: Rows, own: Rows, share: float | None) -> list[Stream]:
+def with_own_texts(data: RowSource, own: RowSource, share: float | None) -> list[RowStream]:
     """The data, and text that the model wrote: `share` of the rows.
 
     None: half of them, or less where its texts would be read more than MOST_OWN_ROUNDS times while the data is once.
@@ -121,4 +121,4 @@ def with_own_texts(data: Rows, own: Rows, share: float | None) -> list[Stream]:
     if share is None:
         most = MOST_OWN_ROUNDS * len(own)
         share = min(0.5, most / (most + len(data)))
-    return [Stream(data, 1.0 - share), Stream(own, share, teaches=False)]
+    return [RowStream(data, 1.0 - share), RowStream(own, share, teaches=False)]

@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-class Layer(nn.Module):
+class TrainLayer(nn.Module):
     """One decoder layer: attention, then SwiGLU, each behind a norm and added to the residual stream."""
 
     def __init__(self, shape: NetworkShape) -> None:
@@ -90,7 +90,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Network(nn.Module):
+class TrainNetwork(nn.Module):
     """Rows of token ids in, hidden rows (after the final norm) out."""
 
     inverse_frequency: Tensor
@@ -99,15 +99,15 @@ class Network(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(TrainLayer(shape) for _ in range(shape.num_layers))
         self.final_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self.register_buffer("inverse_frequency", shape.rope_theta**-exponents, persistent=False)
 
     @property
-    def decoder_layers(self) -> list[Layer]:
+    def decoder_layers(self) -> list[TrainLayer]:
         """The layers, first to last."""
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
+        return [layer for layer in self.layers if isinstance(layer, TrainLayer)]
 
     def initialise(self, generator: torch.Generator) -> None:
         """Normal: 0.02 for the tied embedding, 1/sqrt(fan-in) for matrices, residual outputs scaled down by depth."""

@@ -43,7 +43,7 @@ class OwnText:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OwnTextRecipe:
     """What, apart from its question, a text depends on; the same for all texts of a file."""
 
     model: str  # fingerprint of the checkpoint
@@ -60,7 +60,7 @@ class OwnTextFile:
         file.append(text)
     """
 
-    def __init__(self, path: Path, recipe: Recipe) -> None:
+    def __init__(self, path: Path, recipe: OwnTextRecipe) -> None:
         self.path, self.texts = path, list[OwnText]()
         self._recipe = _plain(recipe)
         self._stream: io.FileIO | None = None
@@ -113,7 +113,7 @@ def read_own_texts(path: Path) -> list[OwnText]:
     return sorted(found.values(), key=lambda text: (text.seed, text.temperature, text.prompt))
 
 
-def keep_asked(path: Path, recipe: Recipe, asked: Container[Question]) -> float:
+def keep_asked(path: Path, recipe: OwnTextRecipe, asked: Container[Question]) -> float:
     """Drop from the file what is written under another recipe, is not `asked` for or is no text; the share of the
     written ids that stays."""
     lines, num_ids, num_kept = list[bytes](), 0, 0
@@ -176,6 +176,6 @@ def _text(path: Path, number: int, line: bytes, recipe: dict[str, Any]) -> OwnTe
     return text
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def _plain(recipe: OwnTextRecipe) -> dict[str, Any]:
     """As JSON gives it back."""
     return asdict(recipe) | {"banned_ids": list(recipe.banned_ids)}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from space_train.networks.network import Network
+from space_train.networks.network import TrainNetwork
 
 DECAY = 0.5
 """What is left of a token's probability one round later."""
@@ -58,7 +58,7 @@ def looped(ids: Tensor, ends_line: NDArray[np.bool_], rng: np.random.Generator) 
     return windows, torch.tensor(starts), torch.tensor(periods)
 
 
-def loop_loss(network: Network, windows: Tensor, starts: Tensor, periods: Tensor) -> Tensor:
+def loop_loss(network: TrainNetwork, windows: Tensor, starts: Tensor, periods: Tensor) -> Tensor:
     """-log(1 - |p_t - decay·p_{t-period}|), averaged over the repeated ids of `windows` [B, L]."""
     logits = network.logits(network(windows)[:, :-1]).float()
     target = windows[:, 1:, None]

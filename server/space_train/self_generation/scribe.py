@@ -35,7 +35,7 @@ class UnfinishedText:
 
 
 @dataclass
-class Tally:
+class ScribeCounts:
     """What was spent."""
 
     num_steps: int = 0  # forward passes
@@ -61,7 +61,7 @@ class Ends:
 class Scribe:
     """One worker's pages and the texts on them, first come first served."""
 
-    def __init__(self, link: WorkerLink, texts: Sequence[UnfinishedText], ends: Ends, tally: Tally) -> None:
+    def __init__(self, link: WorkerLink, texts: Sequence[UnfinishedText], ends: Ends, tally: ScribeCounts) -> None:
         self._link, self._ends, self._tally = link, ends, tally
         self._waiting = deque(texts)
         self._running: dict[int, UnfinishedText] = {}

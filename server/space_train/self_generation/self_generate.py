@@ -26,12 +26,12 @@ from space_train.self_generation.own_text_file import (
     OwnText,
     OwnTextError,
     OwnTextFile,
+    OwnTextRecipe,
     Question,
-    Recipe,
     keep_asked,
     read_own_texts,
 )
-from space_train.self_generation.scribe import Ends, Scribe, Tally, UnfinishedText
+from space_train.self_generation.scribe import Ends, Scribe, ScribeCounts, UnfinishedText
 from space_train.self_generation.worker_link import WorkerLink
 from space_train.self_generation.worker_process import WorkerLost, WorkerProcess
 
@@ -92,7 +92,7 @@ def write_own_texts(
     asked = _asked(prompts, temperatures, seed)
     if max_tokens < 1:
         raise OwnTextError(f"max_tokens must be at least 1; got {max_tokens}.")
-    recipe = Recipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
+    recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
     flags: dict[str, object] = {
         "--model": checkpoint,
         "--device": device,
@@ -104,7 +104,7 @@ def write_own_texts(
         flags["--max-sequences"] = max_concurrent
     if num_threads is not None:
         flags["--num-threads"] = num_threads
-    started, tally = time.monotonic(), Tally()
+    started, tally = time.monotonic(), ScribeCounts()
     with OwnTextFile(file, recipe) as own:
         kept = {text.question for text in own.texts}
         todo = {question: UnfinishedText(*question) for question in asked if question not in kept}
@@ -123,7 +123,7 @@ def write_own_texts(
 
 def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_tokens: int, file: Path) -> float:
     """Keep of `file` only what `write_own_texts` is asked for; the share of its written ids that stays."""
-    recipe = Recipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops=True)
+    recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops=True)
     return keep_asked(file, recipe, frozenset(_asked(prompts, TEMPERATURES, seed=0)))
 
 
@@ -162,8 +162,8 @@ def _write_all(
     todo: dict[Question, UnfinishedText],
     own: OwnTextFile,
     flags: dict[str, object],
-    recipe: Recipe,
-    tally: Tally,
+    recipe: OwnTextRecipe,
+    tally: ScribeCounts,
     bar: tqdm[NoReturn],
 ) -> None:
     """Write until `todo` is empty. A worker that is lost is started again, if a text has ended since the last loss."""
@@ -190,8 +190,8 @@ def _write_with(
     process: WorkerProcess,
     todo: dict[Question, UnfinishedText],
     own: OwnTextFile,
-    recipe: Recipe,
-    tally: Tally,
+    recipe: OwnTextRecipe,
+    tally: ScribeCounts,
     bar: tqdm[NoReturn],
 ) -> None:
     """Write with this worker; what ends leaves `todo`."""

@@ -26,7 +26,7 @@ class WorkerError(OwnTextError):
     """The worker could not do its work; the message says what it said last."""
 
 
-class WorkerDidNotStart(WorkerError):
+class TrainingWorkerDidNotStart(WorkerError):
     """The process ended, or took too long, before it listened: the checkpoint or the machine will not do."""
 
 
@@ -118,7 +118,9 @@ class WorkerProcess:
             self._news.wait_for(lambda: self.address or self._ended, self._start_timeout)
         if not self.address:
             late = "" if self._ended else f" within {self._start_timeout:g} s"
-            raise WorkerDidNotStart(self.obituary(f"The worker was not ready{late}", 2.0 if self._ended else 0.0))
+            raise TrainingWorkerDidNotStart(
+                self.obituary(f"The worker was not ready{late}", 2.0 if self._ended else 0.0)
+            )
 
     def _stop(self) -> None:
         process, self._process = self._process, None

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from space_train.data.tokenizer import CHAT_TEMPLATE, END_OF_TEXT_ID, PAD_ID
-from space_train.networks.network import Network
+from space_train.networks.network import TrainNetwork
 
 
-def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
+def llama_weights(network: TrainNetwork, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights under Llama's names, the fused projections split."""
     shape, weights = network.shape, {"model.embed_tokens.weight": network.embedding.weight}
     heads = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
@@ -37,7 +37,7 @@ def llama_weights(network: Network, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: weight.detach().to(dtype).contiguous().clone() for name, weight in weights.items()}
 
 
-def load_llama(network: Network, folder: Path) -> None:
+def load_llama(network: TrainNetwork, folder: Path) -> None:
     """The inverse of `llama_weights`: take over the weights of an exported checkpoint of the same shape."""
     found = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     expected = llama_weights(network, torch.float32)
@@ -63,7 +63,7 @@ def load_llama(network: Network, folder: Path) -> None:
             layer.down.weight.copy_(of("mlp.down_proj"))
 
 
-def llama_config(network: Network, dtype: torch.dtype) -> dict[str, object]:
+def llama_config(network: TrainNetwork, dtype: torch.dtype) -> dict[str, object]:
     """`config.json`."""
     shape = network.shape
     return {
@@ -91,7 +91,7 @@ def llama_config(network: Network, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def export(network: Network, tokenizer_folder: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+def export(network: TrainNetwork, tokenizer_folder: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the plain checkpoint to `folder`: weights, tokenizer and, last, config."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(llama_weights(network, dtype), folder / "model.safetensors", metadata={"format": "pt"})

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from space_train.data.packed_tokens import PackedTokens
-from space_train.networks.network import Network
+from space_train.networks.network import TrainNetwork
 from space_train.schedule import Budget, LearningRate, between
 from space_train.self_generation.repetition import loop_loss, looped
 from space_train.training.optimiser import Optimiser
-from space_train.training.stage import DEFAULT_PACE, Counters, Measures, Pace, Stateful, run_stage
+from space_train.training.stage import DEFAULT_PACE, Measures, StageCounters, StagePace, Stateful, run_stage
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ def autocast(enabled: bool) -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
-def next_token_loss(network: Network, ids: Tensor) -> Tensor:
+def next_token_loss(network: TrainNetwork, ids: Tensor) -> Tensor:
     """Mean cross-entropy in nats of ids[:, 1:] given what is before them; `ids` [B, R]."""
     hidden = network(ids)[:, :-1].reshape(-1, network.shape.hidden_size)
     return F.cross_entropy(network.logits(hidden).float(), ids[:, 1:].reshape(-1))
 
 
 def draw(
-    streams: Mapping[str, PackedTokens], counters: Counters, length: int, num_tokens: int, function_share: float
+    streams: Mapping[str, PackedTokens], counters: StageCounters, length: int, num_tokens: int, function_share: float
 ) -> Tensor:
     """The next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
     count = max(1, num_tokens // length)
@@ -77,7 +77,9 @@ def draw(
     return torch.cat(windows)
 
 
-def bits_per_byte(network: Network, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False) -> Measures:
+def bits_per_byte(
+    network: TrainNetwork, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False
+) -> Measures:
     """Held-out next-token loss in nats per token, and in bits per byte of text; `held_out` [N, length]."""
     nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
     with torch.no_grad(), autocast(use_autocast):
@@ -87,7 +89,7 @@ def bits_per_byte(network: Network, held_out: Tensor, bytes_of_id: Tensor, *, us
 
 
 def pretrain(
-    network: Network,
+    network: TrainNetwork,
     streams: Mapping[str, PackedTokens],
     evaluate: Callable[[], Measures],
     plan: PretrainPlan,
@@ -95,9 +97,9 @@ def pretrain(
     checkpoint: Path,
     *,
     ends_line: NDArray[np.bool_] | None = None,
-    pace: Pace = DEFAULT_PACE,
+    pace: StagePace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
-) -> Counters:
+) -> StageCounters:
     """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`).
 
     `ends_line` [V]: which ids hold a line end; without it no loops are unlearnt.
@@ -107,7 +109,7 @@ def pretrain(
     loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
     loop_loss_of = torch.compile(loop_loss, dynamic=False) if compiled else loop_loss
 
-    def step(counters: Counters, progress: float) -> Measures:
+    def step(counters: StageCounters, progress: float) -> Measures:
         length = plan.lengths[counters.step % len(plan.lengths)]
         ids = draw(streams, counters, length, plan.tokens_per_step, between(*plan.function_share, progress))
         num_ids = ids.numel()

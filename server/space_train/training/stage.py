@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 
 @dataclass
-class Counters:
+class StageCounters:
     """How far a stage has come."""
 
     step: int = 0
@@ -35,7 +35,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StagePace:
     """Seconds between the things a stage does besides its steps."""
 
     checkpoint: float = 90.0
@@ -43,7 +43,7 @@ class Pace:
     evaluation: float = 300.0
 
 
-DEFAULT_PACE = Pace()
+DEFAULT_PACE = StagePace()
 
 
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:
@@ -72,25 +72,25 @@ def run_stage(
     name: str,
     budget: Budget,
     parts: Mapping[str, Stateful],
-    step: Callable[[Counters, float], Measures],
+    step: Callable[[StageCounters, float], Measures],
     evaluate: Callable[[], Measures],
     checkpoint: Path,
     *,
-    pace: Pace,
+    pace: StagePace,
     stop_after_steps: int | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Counters:
+) -> StageCounters:
     """Repeat `step(counters, progress)` until `budget` is used; the counters at the end.
 
     A checkpoint that exists is resumed: parts, counters and so the data continue where they were. `step` adds to
     `counters.num_tokens` and `counters.drawn`. `stop_after_steps` ends early without finishing, as a kill would.
     """
-    counters = Counters()
+    counters = StageCounters()
     if checkpoint.exists():
         state = load_checkpoint(checkpoint)
         for key, part in parts.items():
             part.load_state_dict(state["parts"][key])
-        counters = Counters(**state["counters"])
+        counters = StageCounters(**state["counters"])
         print(f"{name}: resumed at step {counters.step}, {counters.num_tokens / 1e6:.2f} M tokens", flush=True)
 
     def save() -> None:

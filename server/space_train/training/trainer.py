@@ -82,7 +82,7 @@ def train(
     and `seconds` that writing own texts took. `beside`: what else every update learns. A run that `out` holds is
     resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
-    run = Run(
+    run = TrainingRun(
         model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
     )
     if before and run.counters.step == 0:
@@ -99,7 +99,7 @@ def on_cpu() -> bool:
     return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
 
 
-class Run:
+class TrainingRun:
     """One run: what is trained, its optimiser, and how far it has come."""
 
     def __init__(

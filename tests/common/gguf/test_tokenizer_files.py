@@ -11,7 +11,7 @@ from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from space_common.gguf.tokenizer import tokenizer_files
 from space_router.text import chat_template
 from space_router.text.tokenizer import Tokenizer
-from space_server.grammar.vocabulary import Vocabulary
+from space_server.grammar.vocabulary import TokenVocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -104,14 +104,14 @@ def test_a_padding_row_of_the_head_is_no_text_and_no_token_of_a_text(tmp_path: P
     tokens = metadata["tokenizer.ggml.tokens"]
     padding = tokens.index("[PAD300]")
     assert tokenizer.bytes_of[padding] == b""
-    assert Vocabulary.read(tmp_path, len(tokens)).texts[padding] == b""
+    assert TokenVocabulary.read(tmp_path, len(tokens)).texts[padding] == b""
     assert padding not in tokenizer.encode("[PAD300]")
 
 
 def test_router_and_worker_read_the_same_bytes_of_each_id(tmp_path: Path) -> None:
     for metadata in (byte_level(), sentencepiece()):
         tokenizer = load(metadata, tmp_path)
-        texts = Vocabulary.read(tmp_path, len(metadata["tokenizer.ggml.tokens"])).texts
+        texts = TokenVocabulary.read(tmp_path, len(metadata["tokenizer.ggml.tokens"])).texts
         assert all(
             texts[id_] == (b"" if id_ in tokenizer.special_ids else tokenizer.bytes_of[id_])
             for id_ in range(len(texts))

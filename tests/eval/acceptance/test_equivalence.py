@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.equivalence import CellResult, EquivalenceCell, faults_of
-from space_kernels.sampling.sampling_params import Law
-from space_kernels.sampling.sampling_rows import RowRuns
+from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRows
 from space_model.testing import tiny_checkpoint
 
 Patch = pytest.MonkeyPatch
@@ -52,12 +52,12 @@ def test_every_text_is_equal_and_every_accepted_length_occurred(
 def test_a_fault_ends_with_status_1_and_the_first_token_that_differs(
     folder: Path, prompts: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    def of_the_root(rows: RowRuns, wanted: Callable[[Law], bool]) -> list[int]:
+    def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         """A chain's rows share one noise."""
         runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
         return [first for law, first, count in runs if wanted(law) for _ in range(count)]
 
-    monkeypatch.setattr(RowRuns, "positions", of_the_root)
+    monkeypatch.setattr(SamplingRows, "positions", of_the_root)
     assert run(folder, prompts, "--k", "3", "--temperature", "1") == 1
     said = capsys.readouterr()
     assert "NOT PROVED" in said.out

@@ -13,11 +13,11 @@ import pytest
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request import worker_messages as wire
-from space_router.engine.request.request import Sampling, ValidRequest
-from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
@@ -28,7 +28,7 @@ def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **
     """A request with so many prompt ids (or these); `name` is its request_id, other fields as in ValidRequest."""
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
     name = fields.pop("name", "r")
-    sampling = fields.pop("sampling", Sampling(seed=0))
+    sampling = fields.pop("sampling", SamplingOptions(seed=0))
     return ValidRequest(request_id=name, prompt_ids=ids, sampling=sampling, max_tokens=max_tokens, **fields)
 
 
@@ -55,23 +55,23 @@ class Lockstep:
         self.batch = ScriptedBatch(script)
         hello = ScriptedWorker(script).hello()
         self.scheduler = Scheduler(
-            ModelFacts.from_hello(hello), max_prefill_rows=max_prefill_rows, max_draft_length=None
+            WorkerModelFacts.from_hello(hello), max_prefill_rows=max_prefill_rows, max_draft_length=None
         )
         start = worker_pb2.Start(protocol_major=1, max_prefill_rows=max_prefill_rows, max_draft_length=8)
         self.batch.apply(worker_pb2.Command(start=start))
         self.queue = RequestQueue(1000)
-        self.lives: list[LiveRequest] = []
+        self.lives: list[RequestState] = []
         self.messages: list[list[worker_pb2.Command]] = []  # what the router said, moment by moment
         self._delay = delay
         self._mail: deque[worker_pb2.StepReport] = deque()
 
-    def submit(self, request: ValidRequest) -> LiveRequest:
-        live = LiveRequest(request, request.max_tokens or 1, age=len(self.lives), submitted=0.0)
+    def submit(self, request: ValidRequest) -> RequestState:
+        live = RequestState(request, request.max_tokens or 1, age=len(self.lives), submitted=0.0)
         self.lives.append(live)
         self.queue.push(live)
         return live
 
-    def cancel(self, live: LiveRequest) -> None:
+    def cancel(self, live: RequestState) -> None:
         self.queue.remove(live)
         live.phase = Phase.ENDED
         self.scheduler.release(live)
@@ -100,7 +100,7 @@ class Lockstep:
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {[live.phase for live in self.lives]}")
 
-    def text(self, live: LiveRequest) -> tuple[int, ...]:
+    def text(self, live: RequestState) -> tuple[int, ...]:
         return tuple(live.ids[live.num_prompt :])
 
 

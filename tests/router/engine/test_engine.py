@@ -16,7 +16,7 @@ from space_router.engine.errors import (
     RequestCancelled,
     RequestFailed,
 )
-from space_router.engine.request.request import Finish, Sampling, ValidRequest
+from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
 from space_router.testing import FixedReply, HashLanguage, Script, always, sometimes
 
 Make = Callable[..., ValidRequest]
@@ -27,7 +27,9 @@ House = Any
 
 def test_64_concurrent_streams_equal_their_solo_runs(in_house: InHouse, request_of: Make, answer: Answer) -> None:
     async def body(house: House) -> None:
-        requests = [request_of(5 + i % 9, 10 + i % 23, sampling=Sampling(seed=i), name=str(i)) for i in range(64)]
+        requests = [
+            request_of(5 + i % 9, 10 + i % 23, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(64)
+        ]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
 
@@ -164,7 +166,7 @@ def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_may_wa
 ) -> None:
     async def body(house: House) -> None:
         first = house.engine.submit(request_of(40, 5))
-        second = house.engine.submit(request_of(40, 5, sampling=Sampling(seed=0, choice=1)), leader=first)
+        second = house.engine.submit(request_of(40, 5, sampling=SamplingOptions(seed=0, choice=1)), leader=first)
         for stream in (first, second):
             async with stream:
                 assert sum([len(delta.tokens) async for delta in stream]) == 5
@@ -203,7 +205,7 @@ def test_choices_wait_for_their_leader_and_share_its_prompt(
     in_house: InHouse, request_of: Make, answer: Answer
 ) -> None:
     async def body(house: House) -> None:
-        requests = [request_of(41, 8, sampling=Sampling(seed=5, choice=choice)) for choice in range(4)]
+        requests = [request_of(41, 8, sampling=SamplingOptions(seed=5, choice=choice)) for choice in range(4)]
         leader = house.engine.submit(requests[0])
         followers = [house.engine.submit(request, leader=leader) for request in requests[1:]]
         texts = []

@@ -11,7 +11,7 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
 from space_router.testing.tabletop import Tabletop
@@ -19,13 +19,13 @@ from space_router.testing.tabletop import Tabletop
 Make = Callable[..., ValidRequest]
 
 
-def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> LiveRequest:
-    live = LiveRequest(request, request.max_tokens or 1, age, submitted)
+def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> RequestState:
+    live = RequestState(request, request.max_tokens or 1, age, submitted)
     queue.push(live)
     return live
 
 
-def served(queue: RequestQueue, now: float = 0.0, num_tokens: int = 12) -> LiveRequest:
+def served(queue: RequestQueue, now: float = 0.0, num_tokens: int = 12) -> RequestState:
     """The next one, admitted and done in a moment."""
     live = queue.head(now)
     assert live is not None
@@ -112,9 +112,9 @@ def test_nobody_starves_under_a_stream_of_urgent_requests(request_of: Make) -> N
 def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not(request_of: Make) -> None:
     queue = RequestQueue(99)
     first = waiting(queue, request_of(), 0)
-    far, near = (LiveRequest(request_of(deadline=50.0 - age), 12, age, 0.0) for age in (1, 2))
+    far, near = (RequestState(request_of(deadline=50.0 - age), 12, age, 0.0) for age in (1, 2))
     far.near_at, near.near_at = 40.0, 5.0
-    urgent = LiveRequest(request_of(priority=-1), 12, 3, 0.0)
+    urgent = RequestState(request_of(priority=-1), 12, 3, 0.0)
     for live in (far, near, urgent):
         queue.push(live)
     assert queue.head(6.0) is urgent  # a deadline buys no level
@@ -127,7 +127,7 @@ def test_nobody_starves_under_a_stream_of_near_deadlines(request_of: Make) -> No
     patient = waiting(queue, request_of(), 0)
     for second in range(1, 200):
         for age in (second, 1000 + second):
-            hasty = LiveRequest(request_of(deadline=60.0), 12, age, float(second))
+            hasty = RequestState(request_of(deadline=60.0), 12, age, float(second))
             hasty.near_at = float(second)
             queue.push(hasty)
         if served(queue, now=float(second)) is patient:
@@ -137,7 +137,7 @@ def test_nobody_starves_under_a_stream_of_near_deadlines(request_of: Make) -> No
 
 def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
     queue = RequestQueue(99)
-    lives = [LiveRequest(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
+    lives = [RequestState(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
     for live in lives:
         live.near_at = 1.0
         queue.push(live)
@@ -147,7 +147,7 @@ def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
 def test_a_near_deadline_takes_nothing_from_other_keys(request_of: Make) -> None:
     queue = RequestQueue(99)
     for age in range(10):
-        hasty = LiveRequest(request_of(deadline=9.0, key="hasty"), 12, age, 0.0)
+        hasty = RequestState(request_of(deadline=9.0, key="hasty"), 12, age, 0.0)
         hasty.near_at = 0.0
         queue.push(hasty)
         waiting(queue, request_of(key="calm"), 10 + age)
@@ -174,7 +174,7 @@ def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:
         queue, now, left, out = RequestQueue(9999, ageing=dice.choice([0.5, 30.0])), 0.0, set(), []
         for age in range(200):
             now += dice.random()
-            live = LiveRequest(
+            live = RequestState(
                 request_of(priority=dice.randrange(-2, 3), key=dice.choice("abc"), deadline=50.0), 12, age, now
             )
             live.near_at = dice.choice([math.inf, now + 5.0])

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.engine.request.request import Grammar, Sampling, ValidRequest
+from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as seat
 from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]
-BOUND = Sampling(seed=1, grammar=Grammar("regex", "a+"))
+BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
 
 
 def compiles() -> Script:

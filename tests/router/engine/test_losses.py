@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as seat
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.testing import Script, ScriptedWorker, never
 
 Make = Callable[..., ValidRequest]
@@ -28,7 +28,8 @@ def test_streams_of_a_killed_worker_go_on_with_the_same_text(
 ) -> None:
     async def body(house: House) -> None:
         requests = [
-            request_of(5 + i, 40, sampling=Sampling(seed=i, temperature=temperature), name=str(i)) for i in range(6)
+            request_of(5 + i, 40, sampling=SamplingOptions(seed=i, temperature=temperature), name=str(i))
+            for i in range(6)
         ]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
@@ -132,7 +133,7 @@ def test_a_request_that_kills_its_worker_twice_is_refused_and_the_others_go_on(
 ) -> None:
     async def body(house: House) -> None:
         deadly = request_of((99, 12, 13), 40, name="deadly")
-        others = [request_of(5 + i, 40, sampling=Sampling(seed=i), name=str(i)) for i in range(6)]
+        others = [request_of(5 + i, 40, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(6)]
         texts = [asyncio.create_task(house.text(request)) for request in others]
         with pytest.raises(WorkerFailed, match="2 workers ended while they ran this request"):
             await house.text(deadly)
@@ -147,7 +148,7 @@ def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on(
 ) -> None:
     async def body(house: House) -> None:
         deadly = request_of((99, 12, 13), 400, name="deadly")
-        others = [request_of(5 + i, 60, sampling=Sampling(seed=i), name=str(i)) for i in range(4)]
+        others = [request_of(5 + i, 60, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(4)]
         texts = [asyncio.create_task(house.text(request)) for request in others]
         with pytest.raises(WorkerFailed, match="workers ended while they ran this request"):
             await house.text(deadly)
@@ -159,7 +160,7 @@ def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on(
 
 def test_suspects_are_tried_alone_and_then_run_together_again(in_house: InHouse, request_of: Make) -> None:
     async def body(house: House) -> None:
-        requests = [request_of(20 + i, 60, sampling=Sampling(seed=i), name=str(i)) for i in range(5)]
+        requests = [request_of(20 + i, 60, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(5)]
         texts = [asyncio.create_task(house.text(request)) for request in requests]
         await house.until(lambda: len(house.engine.seats[0].scheduler.running) == 5)
         house.worker.kill()
@@ -265,20 +266,20 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
 @pytest.mark.parametrize(
     ("script", "cause"),
     [
-        (Script(garbage="computed"), Cause.ITSELF),
-        (Script(stall_after_steps=4, heartbeat_seconds=0.01), Cause.ITSELF),
-        (Script(hang_after_steps=4), Cause.UNKNOWN),
-        (Script(die_after_steps=4), Cause.UNKNOWN),
+        (Script(garbage="computed"), ExitCause.ITSELF),
+        (Script(stall_after_steps=4, heartbeat_seconds=0.01), ExitCause.ITSELF),
+        (Script(hang_after_steps=4), ExitCause.UNKNOWN),
+        (Script(die_after_steps=4), ExitCause.UNKNOWN),
     ],
     ids=["contradicts", "does not step", "says nothing", "hangs up"],
 )
 def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
-    script: Script, cause: Cause, in_house: InHouse, request_of: Make, monkeypatch: pytest.MonkeyPatch
+    script: Script, cause: ExitCause, in_house: InHouse, request_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    causes: list[Cause] = []
+    causes: list[ExitCause] = []
     worker_lost = Engine.worker_lost
 
-    def noted(engine: Engine, seat: Any, lost: Any, why: Cause) -> None:
+    def noted(engine: Engine, seat: Any, lost: Any, why: ExitCause) -> None:
         causes.append(why)
         worker_lost(engine, seat, lost, why)
 

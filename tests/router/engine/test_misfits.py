@@ -9,7 +9,7 @@ from space_router.engine.errors import RequestFailed
 from space_router.engine.queueing.oversized_requests import ABSENCE
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
 from space_router.testing.tabletop import Tabletop
@@ -58,7 +58,7 @@ class House:
 
 def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_it_is_back(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(Cause.OUTSIDE)
+    house.top.seats[1].die(ExitCause.OUTSIDE)
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
     house.until(small, 20)
     assert not house.num_tokens[large]
@@ -68,14 +68,14 @@ def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_
 
 def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take(request_of: Make) -> None:
     house = House(LARGE, SMALL)
-    house.top.seats[1].die(Cause.OUTSIDE)
+    house.top.seats[1].die(ExitCause.OUTSIDE)
     house.come_back(1, SMALL)
     house.until(house.submit(request_of(6, 500)), 500)
 
 
 def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(Cause.OUTSIDE)
+    house.top.seats[1].die(ExitCause.OUTSIDE)
     large = house.submit(request_of(6, 500))
     house.turn()
     assert large.error is None
@@ -85,7 +85,7 @@ def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) ->
 
 def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(Cause.OUTSIDE)
+    house.top.seats[1].die(ExitCause.OUTSIDE)
     large = house.submit(request_of(6, 500))
     house.turn()
     house.top.tick(0.9 * ABSENCE)
@@ -103,7 +103,7 @@ def test_who_fits_only_a_worker_that_ends_lets_others_go_first(request_of: Make)
     house.until(small, 20)
     house.top.tick(1.1 * ABSENCE)
     assert large.error is None, "it may run elsewhere once that one has ended"
-    house.top.seats[1].die(Cause.OUTSIDE)
+    house.top.seats[1].die(ExitCause.OUTSIDE)
     house.come_back(1, LARGE)
     house.until(large, 500)
 
@@ -114,7 +114,7 @@ def test_a_suspect_empties_no_worker_that_it_does_not_fit(request_of: Make) -> N
     others = [house.submit(request_of(7 + i, 100)) for i in range(2)]
     house.turn(2)
     assert [seat.scheduler and seat.scheduler.num_running for seat in house.top.seats] == [1, 1, 1]
-    house.top.seats[2].die(Cause.ITSELF)
+    house.top.seats[2].die(ExitCause.ITSELF)
     while any(house.num_tokens[stream] < 100 for stream in others):
         before = [house.num_tokens[stream] for stream in others]
         house.turn()
@@ -135,7 +135,7 @@ def test_of_two_suspects_the_one_that_fits_is_tried_and_the_other_waits(request_
     assert scheduler is not None
     house.turn(2)
     for number in (0, 1):
-        house.top.seats[number].die(Cause.ITSELF)
+        house.top.seats[number].die(ExitCause.ITSELF)
     house.come_back(0, SMALL)
     house.until(small, 20)
     assert not large.error

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from space_proto import worker_pb2
-from space_router.engine.engine_metrics import Observer
-from space_router.engine.request.report_result import Outcome
+from space_router.engine.engine_metrics import EngineMetrics
+from space_router.engine.request.report_result import ReportResult
 from space_router.engine.request.request import ValidRequest
 from space_router.metrics import Metrics
 from space_router.testing import Script, always, never
@@ -81,24 +81,24 @@ def energy(machine: str, device: str, joules: float) -> worker_pb2.StepReport:
 
 def test_without_a_sensor_there_is_no_energy_rather_than_zero() -> None:
     metrics = Metrics()
-    Observer(metrics).step(worker_pb2.StepReport(), Outcome(), "worker")
+    EngineMetrics(metrics).step(worker_pb2.StepReport(), ReportResult(), "worker")
     assert b"spaceserve_energy_joules_total{" not in metrics.render()
 
 
 def test_two_workers_of_one_machine_share_its_sensors_and_each_joule_is_counted_once() -> None:
     metrics = Metrics()
-    observer = Observer(metrics)
+    observer = EngineMetrics(metrics)
     for worker in ("first", "second"):
-        observer.step(energy("here", "package-0", 2.0), Outcome(), worker)
+        observer.step(energy("here", "package-0", 2.0), ReportResult(), worker)
     assert metrics.value("spaceserve_energy_joules_total", device="package-0") == 2.0
-    observer.step(energy("there", "package-0", 5.0), Outcome(), "third")  # another machine's
+    observer.step(energy("there", "package-0", 5.0), ReportResult(), "third")  # another machine's
     assert metrics.value("spaceserve_energy_joules_total", device="package-0") == 7.0
 
 
 def test_a_worker_that_is_lost_leaves_its_sensors_to_another() -> None:
     metrics = Metrics()
-    observer = Observer(metrics)
-    observer.step(energy("here", "gpu-0", 1.0), Outcome(), "first")
+    observer = EngineMetrics(metrics)
+    observer.step(energy("here", "gpu-0", 1.0), ReportResult(), "first")
     observer.worker_lost("first", 1)
-    observer.step(energy("here", "gpu-0", 3.0), Outcome(), "second")
+    observer.step(energy("here", "gpu-0", 3.0), ReportResult(), "second")
     assert metrics.value("spaceserve_energy_joules_total", device="gpu-0") == 4.0

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from space_proto import worker_pb2
-from space_router.engine.queueing.admission import Admission
+from space_router.engine.queueing.admission import QueueAdmission
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.queueing.throughput_estimator import FADING, KNOWN, RECENT, Pace
+from space_router.engine.queueing.throughput_estimator import FADING, KNOWN, RECENT, ThroughputEstimator
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 
 Make = Callable[..., ValidRequest]
 
@@ -26,14 +26,14 @@ def decode_step(num_tokens: int, seconds: float) -> worker_pb2.StepReport:
     return worker_pb2.StepReport(stepped=True, stats=stats)
 
 
-def is_hopeless(pace: Pace, request: ValidRequest, now: float) -> bool:
+def is_hopeless(pace: ThroughputEstimator, request: ValidRequest, now: float) -> bool:
     """As the first in the queue hears it."""
-    live = LiveRequest(request, request.max_tokens or 1, 0, now)
-    return Admission(RequestQueue(9), pace).hopeless(live, live.num_prompt, now) is not None
+    live = RequestState(request, request.max_tokens or 1, 0, now)
+    return QueueAdmission(RequestQueue(9), pace).hopeless(live, live.num_prompt, now) is not None
 
 
 def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> None:
-    pace = Pace(512)
+    pace = ThroughputEstimator(512)
     for _ in range(50):
         pace.learn(prompt_step(9, 0.015), [1], 0.0)
     assert not is_hopeless(pace, request_of(32_000, 9, deadline=20.0), 0.0)
@@ -43,7 +43,7 @@ def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> 
 
 
 def test_a_step_counts_by_the_ids_that_it_computed() -> None:
-    pace = Pace(512)
+    pace = ThroughputEstimator(512)
     for _ in range(50):
         pace.learn(prompt_step(9, 0.015), [1], 0.0)
         pace.learn(prompt_step(499, 0.095), [1], 0.0)
@@ -51,7 +51,7 @@ def test_a_step_counts_by_the_ids_that_it_computed() -> None:
 
 
 def test_a_decode_step_that_gives_nobody_a_token_teaches_nothing() -> None:
-    pace = Pace(512)
+    pace = ThroughputEstimator(512)
     pace.learn(decode_step(1, 0.01), [0], 0.0)  # the one that ran failed
     assert pace.seconds(0, 1) == 0
     pace.learn(decode_step(2, 0.01), [0, 2], 0.0)
@@ -59,7 +59,7 @@ def test_a_decode_step_that_gives_nobody_a_token_teaches_nothing() -> None:
 
 
 def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: Make) -> None:
-    pace = Pace(512)
+    pace = ThroughputEstimator(512)
     pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
     for _ in range(KNOWN):
@@ -70,7 +70,7 @@ def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: M
 
 
 def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever(request_of: Make) -> None:
-    pace, asked = Pace(512), request_of(9, 200, deadline=20.0)
+    pace, asked = ThroughputEstimator(512), request_of(9, 200, deadline=20.0)
     for _ in range(KNOWN):
         pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert is_hopeless(pace, asked, 1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from space_router.engine.errors import DeadlineExceeded
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]
@@ -86,7 +86,7 @@ def test_choices_share_their_prompt_without_being_told_of_each_other(
     in_house: InHouse, request_of: Make, answer: Answer
 ) -> None:
     async def body(house: House) -> None:
-        requests = [request_of(SYSTEM, 8, sampling=Sampling(seed=5, choice=i), name=str(i)) for i in range(4)]
+        requests = [request_of(SYSTEM, 8, sampling=SamplingOptions(seed=5, choice=i), name=str(i)) for i in range(4)]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert house.worker.figures.num_cached_ids == 3 * 36

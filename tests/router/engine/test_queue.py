@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 
 Make = Callable[..., ValidRequest]
 
@@ -23,13 +23,13 @@ def drained(queue: RequestQueue) -> list[int]:
 def test_the_lower_priority_number_goes_first_and_within_one_the_older(request_of: Make) -> None:
     queue = RequestQueue(9)
     for age, priority in enumerate([1, 0, 1, 0]):
-        queue.push(LiveRequest(request_of(priority=priority), 1, age, 0.0))
+        queue.push(RequestState(request_of(priority=priority), 1, age, 0.0))
     assert drained(queue) == [1, 3, 0, 2]
 
 
 def test_a_request_that_comes_back_stands_in_front_of_later_ones(request_of: Make) -> None:
     queue = RequestQueue(9)
-    lives = [LiveRequest(request_of(), 1, age, 0.0) for age in range(3)]
+    lives = [RequestState(request_of(), 1, age, 0.0) for age in range(3)]
     for live in lives:
         queue.push(live)
     queue.admitted(lives[0], 0.0)
@@ -39,7 +39,7 @@ def test_a_request_that_comes_back_stands_in_front_of_later_ones(request_of: Mak
 
 def test_a_request_that_left_is_passed_over_and_counts_no_more(request_of: Make) -> None:
     queue = RequestQueue(9)
-    lives = [LiveRequest(request_of(), 1, age, 0.0) for age in range(2)]
+    lives = [RequestState(request_of(), 1, age, 0.0) for age in range(2)]
     for live in lives:
         queue.push(live)
     queue.remove(lives[0])
@@ -49,7 +49,7 @@ def test_a_request_that_left_is_passed_over_and_counts_no_more(request_of: Make)
 
 def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked(request_of: Make) -> None:
     queue = RequestQueue(9)
-    parked, other = (LiveRequest(request_of(), 1, age, 0.0) for age in range(2))
+    parked, other = (RequestState(request_of(), 1, age, 0.0) for age in range(2))
     queue.push(parked, parked=True)
     queue.push(other)
     assert len(queue) == 2
@@ -61,7 +61,7 @@ def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked(request_o
 def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
     queue = RequestQueue(20)
     for age in range(40):
-        queue.push(LiveRequest(request_of(), 1, age, 0.0))
+        queue.push(RequestState(request_of(), 1, age, 0.0))
     for second in range(20):
         if (live := queue.head()) is not None:
             queue.admitted(live, 0.1 * second)
@@ -75,17 +75,17 @@ def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
 def test_the_wait_is_not_learnt_from_idle_hours(request_of: Make) -> None:
     queue = RequestQueue(9)
     for age in range(4):
-        queue.push(LiveRequest(request_of(), 1, age, 0.0))
+        queue.push(RequestState(request_of(), 1, age, 0.0))
         queue.admitted(queue.head() or pytest.fail("nobody waits"), 3600.0 * age)
     assert queue.full().retry_after == 1.0
 
 
 def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -> None:
     queue = RequestQueue(9)
-    waiting = LiveRequest(request_of(), 1, 0, 0.0)
+    waiting = RequestState(request_of(), 1, 0, 0.0)
     queue.push(waiting)
     for age in range(1, 1000):
-        refused = LiveRequest(request_of(), 1, age, 0.0)
+        refused = RequestState(request_of(), 1, age, 0.0)
         queue.push(refused)
         queue.remove(refused)
     assert len(queue._lines[""]._by_due) < 100
@@ -94,7 +94,7 @@ def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -
 
 def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(request_of: Make) -> None:
     queue = RequestQueue(9, max_tokens=10)
-    long, short = (LiveRequest(request_of(prompt), 1, prompt, 0.0) for prompt in (50, 1))
+    long, short = (RequestState(request_of(prompt), 1, prompt, 0.0) for prompt in (50, 1))
     assert queue.refusal() is None
     queue.push(long)
     assert not queue.overfull
@@ -111,5 +111,5 @@ def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(
 def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places(request_of: Make) -> None:
     queue = RequestQueue(0)
     assert queue.refusal() is None
-    queue.push(LiveRequest(request_of(), 1, 0, 0.0))
+    queue.push(RequestState(request_of(), 1, 0, 0.0))
     assert "1 requests are waiting" in str(queue.refusal())

@@ -13,7 +13,7 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
 from space_router.engine.workers.supervisor import Supervisor
@@ -65,7 +65,7 @@ def test_every_worker_is_another_process_afterwards_and_streams_have_the_same_te
             before = [source.pid for source in sources]
             assert len(before) == num_workers
             requests = [
-                request_of(5 + i, 150, name=str(i), sampling=Sampling(seed=i, temperature=float(i % 2)))
+                request_of(5 + i, 150, name=str(i), sampling=SamplingOptions(seed=i, temperature=float(i % 2)))
                 for i in range(12)
             ]
             streams = [asyncio.create_task(text_of(engine, request)) for request in requests]

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 from space_router.engine.cache.pages import PagePool
-from space_router.engine.queueing.admission import Admission
-from space_router.engine.request.request_state import LiveRequest
-from space_router.engine.request.sequence import Sequence
+from space_router.engine.queueing.admission import QueueAdmission
+from space_router.engine.request.request_state import RequestState
+from space_router.engine.request.sequence import WorkerSequence
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
 from space_router.testing.scenario import RuleBroken, scripted_performance
@@ -47,7 +47,7 @@ def test_the_same_over_two_thousand_scenarios(first: int) -> None:
 def test_an_engine_that_shares_what_is_not_computed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = Scheduler._publish
 
-    def too_early(self: Scheduler, sequence: Sequence) -> None:
+    def too_early(self: Scheduler, sequence: WorkerSequence) -> None:
         computed, sequence.computed = sequence.computed, sequence.num_slots
         sequence.computed = min(sequence.num_slots, len(sequence.live.ids) - 1)
         publish(self, sequence)
@@ -59,7 +59,7 @@ def test_an_engine_that_shares_what_is_not_computed_is_caught(monkeypatch: pytes
 
 
 def test_an_engine_that_preempts_the_oldest_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def oldest(self: Scheduler) -> Sequence | None:
+    def oldest(self: Scheduler) -> WorkerSequence | None:
         return min(self.running, key=lambda sequence: sequence.live.age, default=None)
 
     monkeypatch.setattr(Scheduler, "_victim", oldest)
@@ -81,7 +81,7 @@ def test_an_engine_that_loses_a_page_is_caught(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_forgets_those_who_wait_for_a_prefix_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from space_router.engine.engine import Engine
 
-    def never(self: Engine, live: LiveRequest, num_computed: int | None = None) -> None:
+    def never(self: Engine, live: RequestState, num_computed: int | None = None) -> None:
         live.followers = []
 
     monkeypatch.setattr(Engine, "_release_followers", never)
@@ -91,13 +91,13 @@ def test_an_engine_that_forgets_those_who_wait_for_a_prefix_is_caught(monkeypatc
 
 
 def test_waits_for_prefixes_happen_in_these_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
-    follows, waited = Admission._follows, []
+    follows, waited = QueueAdmission._follows, []
 
-    def watched(self: Admission, live: LiveRequest, schedulers: list[Scheduler]) -> bool:
+    def watched(self: QueueAdmission, live: RequestState, schedulers: list[Scheduler]) -> bool:
         result = follows(self, live, schedulers)
         waited.append(result)
         return result
 
-    monkeypatch.setattr(Admission, "_follows", watched)
+    monkeypatch.setattr(QueueAdmission, "_follows", watched)
     perform(0, 10)
     assert 5 < sum(waited) < len(waited)

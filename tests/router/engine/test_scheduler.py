@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.request.request import Grammar, Sampling, ValidRequest
-from space_router.engine.request.request_state import LiveRequest, Phase
-from space_router.engine.request.sequence import Sequence, Step
+from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
+from space_router.engine.request.request_state import Phase, RequestState
+from space_router.engine.request.sequence import SequenceStep, WorkerSequence
 from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
 
 Make = Callable[..., ValidRequest]
@@ -148,7 +148,7 @@ def test_a_preempted_request_is_admitted_again_only_after_its_release_is_acknowl
             if live.phase is Phase.LEAVING:
                 saw += 1
                 assert live not in house.queue
-                assert house.scheduler._by_request[live].step is Step.RELEASED
+                assert house.scheduler._by_request[live].step is SequenceStep.RELEASED
     house.run()
     assert saw
 
@@ -183,7 +183,7 @@ def test_prompts_that_wait_for_a_grammar_keep_nobody_out(lockstep: Lockstep, req
     """They compute nothing until it is compiled, which takes seconds for some; from then on they count."""
     house = lockstep(Script(num_blocks=200), max_prefill_rows=8, delay=1)
     prompts = [tuple(range(20 * i, 20 * i + 12)) for i in range(6)]
-    bound = Sampling(seed=1, grammar=Grammar("regex", "a+"))
+    bound = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
     for prompt in prompts[:2]:
         house.submit(request_of(prompt, 4, sampling=bound))
     house.submit(request_of((*prompts[0][:8], 99), 4))  # shares a prefix that nobody computes yet, and waits for no one
@@ -241,8 +241,8 @@ def test_a_cancelled_request_gives_its_pages_back_in_any_phase(
         sequence = house.scheduler._by_request.get(live)
         return {
             "queued": live.phase is Phase.QUEUED,
-            "prefill": sequence is not None and sequence.step is Step.PREFILL,
-            "decode": sequence is not None and sequence.step is Step.DECODE,
+            "prefill": sequence is not None and sequence.step is SequenceStep.PREFILL,
+            "decode": sequence is not None and sequence.step is SequenceStep.DECODE,
             "paused": sequence is not None and sequence.starving,
             "leaving": live.phase is Phase.LEAVING,
         }[phase]
@@ -369,8 +369,8 @@ def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, r
 
 @pytest.mark.parametrize(("scarce", "num_wanted"), [(False, 4), (True, 1)])
 def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted: int, request_of: Make) -> None:
-    live = LiveRequest(request_of(4, 60), 60, 0, 0.0)
-    sequence = Sequence(1, live, [0], 0, block_size=4, num_drafted=3, most_slots=65)
+    live = RequestState(request_of(4, 60), 60, 0, 0.0)
+    sequence = WorkerSequence(1, live, [0], 0, block_size=4, num_drafted=3, most_slots=65)
     assert sequence.num_wanted(scarce=scarce) == num_wanted
 
 

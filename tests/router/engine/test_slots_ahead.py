@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest, Phase
-from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, Sequence
+from space_router.engine.request.request_state import Phase, RequestState
+from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, WorkerSequence
 from space_router.testing import Script, always
 
 Make = Callable[..., ValidRequest]
 Lockstep = Any
 
 
-def most_ahead(house: Lockstep, live: LiveRequest, *, from_token: int) -> int:
+def most_ahead(house: Lockstep, live: RequestState, *, from_token: int) -> int:
     """Most slots that were granted beyond the ids, once so many tokens are there."""
     most = 0
     while live.phase is not Phase.ENDED:
@@ -83,8 +83,8 @@ def test_a_long_prompt_holds_no_pages_for_its_answer_before_its_last_step(lockst
 
 
 def test_more_are_expected_at_once_and_fewer_one_by_one(request_of: Make) -> None:
-    live = LiveRequest(request_of(4, 60), 60, 0, 0.0)
-    sequence = Sequence(1, live, [0], 0, block_size=16, num_drafted=0, most_slots=65)
+    live = RequestState(request_of(4, 60), 60, 0, 0.0)
+    sequence = WorkerSequence(1, live, [0], 0, block_size=16, num_drafted=0, most_slots=65)
     ahead = []
     for num_drafted in (0, 3, 0, 1, 0):
         sequence.drafted(num_drafted)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from space_router.engine.errors import EngineError, WorkerFailed
-from space_router.engine.request.request import Sampling, ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.crash_quarantine import GROWTH, HOLD, PATIENCE
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.testing import Script
 from space_router.testing.scenario import ScriptedTableWorker
@@ -26,7 +26,7 @@ STEP = 0.02  # seconds
 SCRIPT = Script(block_size=16, num_blocks=512, window=2048, eos_ids=(), max_sequences=16)
 
 
-def elsewhere() -> Cause:
+def elsewhere() -> ExitCause:
     """What the router knows of the end of a worker that it has not started."""
     return asyncio.run(RemoteWorker("gpu1:50051").inquest())
 
@@ -80,7 +80,7 @@ class Table:
                 return
         raise AssertionError(f"not over: {[len(reader.tokens) for reader in self.readers]}")
 
-    def lives_at(self, number: int) -> list[LiveRequest]:
+    def lives_at(self, number: int) -> list[RequestState]:
         """Who runs at a seat."""
         scheduler = self.seats[number].scheduler
         return [] if scheduler is None else [sequence.live for sequence in scheduler.running]
@@ -93,7 +93,9 @@ class Table:
 
 
 def some(request_of: Make, number: int, max_tokens: int = 200) -> list[ValidRequest]:
-    return [request_of((10 + i, 11, 12), max_tokens, name=str(i), sampling=Sampling(seed=i)) for i in range(number)]
+    return [
+        request_of((10 + i, 11, 12), max_tokens, name=str(i), sampling=SamplingOptions(seed=i)) for i in range(number)
+    ]
 
 
 def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(request_of: Make, answer: Answer) -> None:
@@ -165,9 +167,9 @@ def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(
     assert num_deaths <= 5
 
 
-@pytest.mark.parametrize("cause", [Cause.ITSELF, elsewhere()], ids=["by itself", "elsewhere"])
+@pytest.mark.parametrize("cause", [ExitCause.ITSELF, elsewhere()], ids=["by itself", "elsewhere"])
 def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside_their_trial(
-    request_of: Make, cause: Cause
+    request_of: Make, cause: ExitCause
 ) -> None:
     table = Table(3, some(request_of, 12))
     table.until_all_have(4)
@@ -183,7 +185,7 @@ def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missi
     table.until_all_have(4)
     suspects, others = table.readers_of(table.names_at(0)), table.readers_of(table.names_at(1))
     assert suspects
-    table.seats[0].die(Cause.ITSELF)
+    table.seats[0].die(ExitCause.ITSELF)
     table.turn(int(1.0 / STEP))
     assert max(reader.longest_pause for reader in others) <= 2 * STEP
     table.seats[0].start()
@@ -199,7 +201,7 @@ def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) ->
     for live in suspects:
         live.num_suspicions = 2  # so that each is tried for many tokens
     names = [table.names_at(number) for number in range(3)]
-    table.seats[0].die(Cause.ITSELF)
+    table.seats[0].die(ExitCause.ITSELF)
     (emptied,) = [number for number in (1, 2) if not names[number] & table.names_at(number)]
     in_the_way = table.readers_of(names[emptied])
     table.turn(int((HOLD + 0.5) / STEP))
@@ -219,7 +221,7 @@ def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(
         live.num_suspicions = 2  # so that each is tried for many tokens
     deaf = table.readers[0]
     deaf.is_deaf = True
-    table.seats[0].die(Cause.ITSELF)
+    table.seats[0].die(ExitCause.ITSELF)
     table.seats[0].start()
     table.turn(int(PATIENCE / STEP))
     if not others_are_suspects:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
-from space_router.text.tool_calls.format import FORMATS, Layout, named
+from space_router.text.tool_calls.format import FORMATS, ToolCallLayout, named
 from space_router.text.tool_calls.grammar import calls_only, calls_or
 from space_router.text.tool_calls.parser import ToolCallReader
 
@@ -50,7 +50,7 @@ def no_special(text: str) -> int | None:
     return None
 
 
-def written(layout: Layout, *calls: tuple[str, str]) -> str:
+def written(layout: ToolCallLayout, *calls: tuple[str, str]) -> str:
     """Calls as the layout writes them."""
     bodies = [
         layout.before_name + name + layout.before_arguments + arguments + layout.behind_arguments

@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from space_router.engine.workers.exit_cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
+from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
 
-SOMEBODY, ITSELF = Cause.OUTSIDE, Cause.ITSELF
+SOMEBODY, ITSELF = ExitCause.OUTSIDE, ExitCause.ITSELF
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,13 @@ SOMEBODY, ITSELF = Cause.OUTSIDE, Cause.ITSELF
     ],
 )
 def test_a_kill_comes_from_somebody_unless_the_kernel_counts_one_for_want_of_memory(
-    code: int, num_oom_kills: tuple[int | None, int | None], cause: Cause
+    code: int, num_oom_kills: tuple[int | None, int | None], cause: ExitCause
 ) -> None:
     assert cause_of_end(code, num_oom_kills=num_oom_kills) is cause
 
 
 @pytest.mark.parametrize(("state", "cause"), [("T", SOMEBODY), ("t", SOMEBODY), ("R", ITSELF), ("D", ITSELF)])
-def test_a_process_that_is_stopped_did_not_stop_itself(tmp_path: Path, state: str, cause: Cause) -> None:
+def test_a_process_that_is_stopped_did_not_stop_itself(tmp_path: Path, state: str, cause: ExitCause) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text(f"7 (a (strange) name) {state} 1 7 7 0\n")
     assert cause_of_silence(7, tmp_path) is cause

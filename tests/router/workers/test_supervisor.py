@@ -15,8 +15,8 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import WorkerStartFailed
-from space_router.engine.request.request import Sampling, ValidRequest
-from space_router.engine.workers.exit_cause import Cause, count_oom_kills
+from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.workers.exit_cause import ExitCause, count_oom_kills
 from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart
 from space_router.engine.workers.worker_command import worker_command
 from space_router.metrics import Metrics
@@ -178,9 +178,9 @@ def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("number", "cause"),
-    [(signal.SIGKILL, Cause.OUTSIDE), (signal.SIGSTOP, Cause.OUTSIDE), (signal.SIGSEGV, Cause.ITSELF)],
+    [(signal.SIGKILL, ExitCause.OUTSIDE), (signal.SIGSTOP, ExitCause.OUTSIDE), (signal.SIGSEGV, ExitCause.ITSELF)],
 )
-def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: Cause) -> None:
+def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: ExitCause) -> None:
     async def body(supervisor: Supervisor) -> None:
         await supervisor.start()
         pid = supervisor.pid
@@ -220,7 +220,7 @@ async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
 
 
 def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> None:
-    request = ValidRequest("r", tuple(range(10, 16)), Sampling(seed=0), max_tokens=300)
+    request = ValidRequest("r", tuple(range(10, 16)), SamplingOptions(seed=0), max_tokens=300)
     ids = list(request.prompt_ids)
     from space_proto import worker_pb2
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from space_router.api.generation import Progress, Written
+from space_router.api.generation import ChoiceState, CompletedChoice
 from space_router.api.openai.answers import OpenAIError
 from space_router.api.openai.chat_answers import ChatCompletion, ChatEvent
 from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
@@ -16,8 +16,8 @@ from space_router.api.openai.conversation import prompt_text as prompt_text
 from space_router.api.openai.logprobs import chat_logprobs
 from space_router.api.openai.stream import OpenAIAnswer, respond
 from space_router.api.openai.tools import ToolUse, tool_use
-from space_router.api.plan import Choice, Plan
-from space_router.api.request_builder import Door
+from space_router.api.plan import GenerationPlan, PlannedChoice
+from space_router.api.request_builder import RequestBuilder
 from space_router.api.schema import OPENAI_STATUSES, answers, json_body
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest
@@ -29,7 +29,7 @@ from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
 
 
-def tools_of(door: Door, body: ChatBody) -> ToolUse:
+def tools_of(door: RequestBuilder, body: ChatBody) -> ToolUse:
     """What the request may do with its tools. Raises InvalidRequest."""
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old) not in (None, [], "none", "auto"):
@@ -43,12 +43,12 @@ def tools_of(door: Door, body: ChatBody) -> ToolUse:
                     answer=body.wanted_grammar())  # fmt: skip
 
 
-def conversation_text(door: Door, body: ChatBody) -> str:
+def conversation_text(door: RequestBuilder, body: ChatBody) -> str:
     """A request's messages, tools and all, as its model reads them. Raises InvalidRequest."""
     return prompt_text(door, body.messages, PromptOptions.of(body, tools_of(door, body).shown))
 
 
-def plan(door: Door, body: ChatBody, tools: ToolUse | None = None) -> Plan:
+def plan(door: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> GenerationPlan:
     """`tools`: of the same body, where they are known already. Raises InvalidRequest."""
     adapter = door.adapter(body.model)
     if body.top_logprobs and not body.logprobs:
@@ -93,13 +93,13 @@ class ChatShape:
 
     tokenizer: Tokenizer
     body: ChatBody
-    plan: Plan
+    plan: GenerationPlan
     tools: ToolUse
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, ToolCallReader | None] = field(default_factory=dict)  # of streamed choices
 
-    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+    def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         progress = written.progress
         message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
         body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
@@ -111,7 +111,7 @@ class ChatShape:
                 body |= self._reason(reader, progress.finish)
         return body
 
-    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+    def piece(self, progress: ChoiceState, delta: TextDelta, *, first: bool) -> dict[str, Any]:
         change: dict[str, Any] = {"role": "assistant"} if first else {}
         body: dict[str, Any] = {"delta": change, "logprobs": self._logprobs(delta.tokens)}
         if first:
@@ -129,7 +129,7 @@ class ChatShape:
             ]
         return body | self._reason(reader, delta.finish)
 
-    def _call(self, choice: Choice, piece: CallPiece) -> dict[str, Any]:
+    def _call(self, choice: PlannedChoice, piece: CallPiece) -> dict[str, Any]:
         """A call, or more of the arguments of one."""
         if piece.name is None:
             return {"function": {"arguments": piece.arguments}}

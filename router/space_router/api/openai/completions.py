@@ -6,15 +6,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from space_router.api.generation import Progress, Written
+from space_router.api.generation import ChoiceState, CompletedChoice
 from space_router.api.openai.answers import Completion, CompletionEvent, OpenAIError
 from space_router.api.openai.echo import Echo
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, GenerationFields
 from space_router.api.openai.logprobs import CompletionLogprobs
 from space_router.api.openai.stream import OpenAIAnswer, respond
 from space_router.api.parameters import Parameters
-from space_router.api.plan import Plan
-from space_router.api.request_builder import Door
+from space_router.api.plan import GenerationPlan
+from space_router.api.request_builder import RequestBuilder
 from space_router.api.schema import OPENAI_STATUSES, answers, json_body
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
@@ -38,7 +38,7 @@ def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
     return Parameters(**{name: getattr(body, name) for name in same - {"prediction"}}, prediction=predicted, **rest)
 
 
-def plan(door: Door, body: CompletionBody, grammar: Grammar | None = None) -> Plan:
+def plan(door: RequestBuilder, body: CompletionBody, grammar: Grammar | None = None) -> GenerationPlan:
     adapter = door.adapter(body.model)
     shown = body.n or 1
     generated = shown if body.best_of is None else body.best_of
@@ -82,12 +82,12 @@ class CompletionShape:
 
     tokenizer: Tokenizer
     body: CompletionBody
-    plan: Plan
+    plan: GenerationPlan
     object: str = "text_completion"
     chunk_object: str = "text_completion"
     _echoes: dict[int, Echo] = field(default_factory=dict)  # of streamed choices
 
-    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+    def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         choice = written.progress.choice
         echo = choice.prompt.text if self.body.echo else ""
         text, tokens = (written.text, written.tokens) if self.plan.answered else ("", [])
@@ -100,7 +100,7 @@ class CompletionShape:
             logprobs = lists.lists
         return {"text": echo + text, "logprobs": logprobs}
 
-    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+    def piece(self, progress: ChoiceState, delta: TextDelta, *, first: bool) -> dict[str, Any]:
         prompt = progress.choice.prompt
         text, tokens = (delta.text, delta.tokens) if self.plan.answered else ("", ())
         if self.body.logprobs is None:

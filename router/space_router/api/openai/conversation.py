@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from space_router.api.openai.chat_fields import ChatBody, Message, RefusalPart, ToolCall
-from space_router.api.request_builder import Door
+from space_router.api.request_builder import RequestBuilder
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import shown
 from space_router.text.chat_template import ChatTemplate, Habits
@@ -45,7 +45,7 @@ class PromptOptions:
         )
 
 
-def template_for(door: Door, tools: Sequence[object] = ()) -> ChatTemplate:
+def template_for(door: RequestBuilder, tools: Sequence[object] = ()) -> ChatTemplate:
     """The chat template for a request with these tools. Raises InvalidRequest where there is none."""
     template = door.text.chat_template
     if template is None:
@@ -58,7 +58,7 @@ def template_for(door: Door, tools: Sequence[object] = ()) -> ChatTemplate:
     return template.of(tools)
 
 
-def prompt_text(door: Door, messages: Sequence[Message], options: PromptOptions | None = None) -> str:
+def prompt_text(door: RequestBuilder, messages: Sequence[Message], options: PromptOptions | None = None) -> str:
     """The messages through the chat template. Raises InvalidRequest."""
     options = options or PromptOptions()
     template = template_for(door, options.tools)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from space_router.api.generation import Progress
+from space_router.api.generation import ChoiceState
 from space_router.text.text_stream import TextDelta
 
 
@@ -20,7 +20,7 @@ class EventSteps:
         self._given: dict[int, int] = {}  # characters of each choice before this event
         self._drafted: dict[int, int] = {}  # drafts of each choice before this event
 
-    def of(self, progress: Progress, delta: TextDelta) -> dict[str, Any]:
+    def of(self, progress: ChoiceState, delta: TextDelta) -> dict[str, Any]:
         index, drafted = progress.choice.index, progress.statistics.num_drafted
         offset = self._given.get(index, 0)
         verified = drafted - self._drafted.get(index, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from space_router.api.openai.tools import ToolUse
-from space_router.api.plan import Plan
+from space_router.api.plan import GenerationPlan
 from space_router.text.tool_calls.parser import CallPiece
 
 Event: TypeAlias = dict[str, Any]
@@ -17,7 +17,7 @@ Event: TypeAlias = dict[str, Any]
 class OutputItems:
     """The items so far; the last of them may be open. Each method gives the events of what it did."""
 
-    plan: Plan
+    plan: GenerationPlan
     tools: ToolUse
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False

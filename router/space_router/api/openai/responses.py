@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from space_router.api.generation import Running
+from space_router.api.generation import Generation
 from space_router.api.openai.answers import OpenAIError
 from space_router.api.openai.conversation import PromptOptions, prompt_text
 from space_router.api.openai.logprobs import chat_logprobs
@@ -18,8 +18,8 @@ from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBo
 from space_router.api.openai.response_items import Event, OutputItems
 from space_router.api.openai.tools import ToolUse, tool_use
 from space_router.api.parameters import Parameters
-from space_router.api.plan import Plan
-from space_router.api.request_builder import Door
+from space_router.api.plan import GenerationPlan
+from space_router.api.request_builder import RequestBuilder
 from space_router.api.schema import OPENAI_STATUSES, answers, json_body
 from space_router.api.service import Service
 from space_router.api.timing import begun, ended
@@ -62,14 +62,14 @@ class Notes:
         return cls(metadata)
 
 
-def tools_of(door: Door, body: ResponseBody) -> ToolUse:
+def tools_of(door: RequestBuilder, body: ResponseBody) -> ToolUse:
     """What the request may do with its tools, and what its answer must be. Raises InvalidRequest."""
     form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
     parallel = body.parallel_tool_calls is not False
     return tool_use(door, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
 
 
-def plan(door: Door, body: ResponseBody, tools: ToolUse) -> Plan:
+def plan(door: RequestBuilder, body: ResponseBody, tools: ToolUse) -> GenerationPlan:
     """Raises InvalidRequest."""
     if body.wants_logprobs and tools.format is not None:
         raise InvalidRequest(
@@ -110,18 +110,18 @@ class ResponseAnswer:
     tokenizer: Tokenizer
     body: ResponseBody
     notes: Notes
-    plan: Plan
+    plan: GenerationPlan
     tools: ToolUse
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self, running: Running) -> dict[str, Any]:
+    async def whole(self, running: Generation) -> dict[str, Any]:
         response: dict[str, Any] = {}
         async for event in self._told(running):
             response = event.get("response", response)
         return response
 
-    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+    async def events(self, running: Generation) -> AsyncGenerator[bytes]:
         """Typed events, those of one step as one chunk; a failure is told by an `error` and by `response.failed`."""
         number = 0
 
@@ -143,7 +143,7 @@ class ResponseAnswer:
                 {"type": "response.failed", "response": failed}
             )
 
-    async def _told(self, running: Running) -> AsyncGenerator[Event]:
+    async def _told(self, running: Generation) -> AsyncGenerator[Event]:
         """The events, the last of which has the whole response."""
         output = OutputItems(self.plan, self.tools)
         reader = self.tools.reader()
@@ -218,7 +218,7 @@ def _plain(choice: Any) -> Any:
     return choice if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
-async def _deltas(running: Running) -> AsyncIterator[TextDelta]:
+async def _deltas(running: Generation) -> AsyncIterator[TextDelta]:
     """Of the one choice."""
     async for step in running.steps():
         for _, delta in step:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from space_router.api.generation import Progress, Running, Written
+from space_router.api.generation import ChoiceState, CompletedChoice, Generation
 from space_router.api.openai.event_steps import EventSteps
 from space_router.api.openai.fields import GenerationFields
 from space_router.api.openai.logprobs import prompt_logprobs
-from space_router.api.plan import Plan
+from space_router.api.plan import GenerationPlan
 from space_router.api.prompt_steps import with_prompts
 from space_router.api.ranking import most_probable
 from space_router.api.service import Service
@@ -32,17 +32,17 @@ DONE = b"data: [DONE]\n\n"
 _GOES_ON = {"finish_reason": None, "stop_reason": None}
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How one API writes a choice."""
 
     tokenizer: Tokenizer
     object: str  # of a whole answer
     chunk_object: str  # of an event
 
-    def whole(self, written: Written, prompt: Written) -> dict[str, Any]:
+    def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         """A finished choice without index; its own reasons win. `prompt`: the choice that has its prompt's logprobs."""
 
-    def piece(self, progress: Progress, delta: TextDelta, *, first: bool) -> dict[str, Any]:
+    def piece(self, progress: ChoiceState, delta: TextDelta, *, first: bool) -> dict[str, Any]:
         """A piece of a choice without index; its own reasons win."""
 
 
@@ -50,17 +50,17 @@ class Shape(Protocol):
 class OpenAIAnswer:
     """One request's answer, whole or as events."""
 
-    shape: Shape
-    plan: Plan
+    shape: AnswerShape
+    plan: GenerationPlan
     model: str
     options: GenerationFields
     created: int
 
     @classmethod
-    def to(cls, shape: Shape, plan: Plan, model: str, options: GenerationFields) -> "OpenAIAnswer":
+    def to(cls, shape: AnswerShape, plan: GenerationPlan, model: str, options: GenerationFields) -> "OpenAIAnswer":
         return cls(shape, plan, model, options, int(time.time()))
 
-    async def whole(self, running: Running) -> dict[str, Any]:
+    async def whole(self, running: Generation) -> dict[str, Any]:
         written = await running.whole()
         choices: list[dict[str, Any]] = []
         for start in range(0, len(written), self.plan.per_prompt):
@@ -82,7 +82,7 @@ class OpenAIAnswer:
             "spaceserve": statistics(self.plan, running.choices),
         }
 
-    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+    async def events(self, running: Generation) -> AsyncGenerator[bytes]:
         """One event per step and choice; those of one moment as one chunk; an error is the last event."""
         steps = running.steps()
         written = _Events(self, running)
@@ -100,7 +100,7 @@ class OpenAIAnswer:
         return bool(self.options.return_token_ids) or self.options.prompt_logprobs is not None
 
     def add_extensions(
-        self, body: dict[str, Any], written: Written, prompt: Sequence[TokenLogprobs], *, first: bool
+        self, body: dict[str, Any], written: CompletedChoice, prompt: Sequence[TokenLogprobs], *, first: bool
     ) -> None:
         """What OpenAI's choices do not have: ids, and log-probabilities of the prompt; `written` may be a piece."""
         if self.options.return_token_ids:
@@ -121,7 +121,7 @@ class OpenAIAnswer:
 class _Events:
     """The events of one answer, in order."""
 
-    def __init__(self, reply: OpenAIAnswer, running: Running) -> None:
+    def __init__(self, reply: OpenAIAnswer, running: Generation) -> None:
         options = reply.options.stream_options
         self._reply, self._running = reply, running
         self._usage_at_end = options is not None and bool(options.include_usage)
@@ -135,7 +135,7 @@ class _Events:
         self._begun: set[int] = set()  # choices
         self._num_open = len(running.choices)
 
-    def event(self, progress: Progress, delta: TextDelta) -> bytes:
+    def event(self, progress: ChoiceState, delta: TextDelta) -> bytes:
         """A piece of one choice."""
         reply, index = self._reply, progress.choice.index
         first = index not in self._begun
@@ -143,7 +143,7 @@ class _Events:
             self._begun.add(index)
         body = reply.shape.piece(progress, delta, first=first)
         if self._extended:
-            written = Written(progress, tokens=list(delta.tokens))
+            written = CompletedChoice(progress, tokens=list(delta.tokens))
             reply.add_extensions(body, written, delta.prompt_logprobs, first=first)
         reasons = _GOES_ON if delta.finish is None else reply.reasons(delta.finish, delta.stop_reason)
         event: dict[str, Any] = {"choices": [{"index": index, **reasons, **body}]}

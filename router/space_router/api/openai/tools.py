@@ -9,8 +9,8 @@ from typing import Any
 
 from space_router.api.openai.chat_fields import AllowedToolChoice, NamedTool, Tool
 from space_router.api.openai.conversation import template_for
-from space_router.api.plan import Choice
-from space_router.api.request_builder import Door
+from space_router.api.plan import PlannedChoice
+from space_router.api.request_builder import RequestBuilder
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import shown
@@ -36,7 +36,7 @@ class ToolUse:
         """For one text; None where calls are not read."""
         return None if self.format is None else ToolCallReader(self.format.form, self.names)
 
-    def call_id(self, seed: int, choice: Choice, index: int) -> str:
+    def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
         """The same for the same request with the same seed, and another for each call of a conversation."""
         place = f"{seed}/{choice.index}/{index}/".encode() + str(choice.prompt.ids).encode()
         digest = hashlib.blake2b(place, digest_size=12).hexdigest()
@@ -44,7 +44,7 @@ class ToolUse:
 
 
 def tool_use(
-    door: Door,
+    door: RequestBuilder,
     tools: Sequence[Tool],
     choice: ToolChoice | None,
     *,
@@ -126,7 +126,7 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
     return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
 
 
-def _format(door: Door, template: str) -> ToolFormat | None:
+def _format(door: RequestBuilder, template: str) -> ToolFormat | None:
     """How calls are read; None: they are not, because the server was told so. Raises InvalidRequest."""
     match door.config.tool_call_parser:
         case "off":
@@ -145,14 +145,20 @@ def _format(door: Door, template: str) -> ToolFormat | None:
     return known
 
 
-def _special_id(door: Door, text: str) -> int | None:
+def _special_id(door: RequestBuilder, text: str) -> int | None:
     """The id of a special token; None for other texts."""
     id_ = door.text.tokenizer.token_to_id(text)
     return id_ if id_ in door.text.tokenizer.special_ids else None
 
 
 def _grammar(
-    door: Door, known: ToolFormat | None, tools: Sequence[Tool], mode: str, *, parallel: bool, answer: Grammar | None
+    door: RequestBuilder,
+    known: ToolFormat | None,
+    tools: Sequence[Tool],
+    mode: str,
+    *,
+    parallel: bool,
+    answer: Grammar | None,
 ) -> Grammar | None:
     """What holds the output to what was asked for; None where any text will do. Raises InvalidRequest."""
     strict = any(tool.function.strict for tool in tools)

@@ -10,7 +10,7 @@ from space_router.api.openai.answers import OpenAIError
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
 from space_router.api.openai.fields import TokenId
-from space_router.api.request_builder import Door, whole_characters
+from space_router.api.request_builder import RequestBuilder, whole_characters
 from space_router.api.schema import answers, json_body, referred
 from space_router.api.service import Service
 from space_router.api.tgi.answers import ConversationTokens, Detokenized, PlacedToken, TgiError, TokenIds, TokenizerInfo
@@ -41,7 +41,7 @@ class DetokenizeBody(Body):
 
 
 def _spans(
-    door: Door, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
+    door: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
 ) -> list[dict[str, Any]]:
     """The tokens of a text as TGI lists them; of too many the last `truncate`."""
     with whole_characters(param):
@@ -50,7 +50,7 @@ def _spans(
     return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
 
 
-def _conversation(door: Door, body: ChatBody) -> dict[str, Any]:
+def _conversation(door: RequestBuilder, body: ChatBody) -> dict[str, Any]:
     """A conversation as the chat template writes it, and its tokens."""
     text = conversation_text(door, body)
     special = bool(body.add_special_tokens)  # the template writes its special tokens itself

@@ -12,7 +12,7 @@ from space_router.api.schema import answers, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
 from space_router.engine.workers.rolling_restart import FINISH_SECONDS
-from space_router.engine.workers.worker_connection import Seat
+from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.errors import Conflict, Forbidden, InvalidRequest, Unavailable
 from space_router.http_server.answers import answer
 from space_router.http_server.body import Body, read_object, validate
@@ -84,7 +84,7 @@ def describe(service: Service) -> dict[str, Any]:
     }
 
 
-def _described(seat: Seat) -> dict[str, Any]:
+def _described(seat: WorkerConnection) -> dict[str, Any]:
     scheduler = seat.scheduler
     return {
         "number": seat.number,

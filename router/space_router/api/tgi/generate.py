@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from space_router.api.generation import Progress, Running, Written
+from space_router.api.generation import ChoiceState, CompletedChoice, Generation
 from space_router.api.grammar_fields import tgi_grammar
 from space_router.api.openai.logprobs import finite
-from space_router.api.plan import Plan
+from space_router.api.plan import GenerationPlan
 from space_router.api.ranking import most_probable
-from space_router.api.request_builder import Door, Parameters
+from space_router.api.request_builder import Parameters, RequestBuilder
 from space_router.api.schema import TGI_STATUSES, answers, json_body, referred
 from space_router.api.service import Service
 from space_router.api.tgi.answers import Generated, GeneratedEvent, TgiError
@@ -39,10 +39,10 @@ BodyT = TypeVar("BodyT", bound=GenerateBody)
 
 
 @dataclass(frozen=True)
-class Generation:
+class TgiGeneration:
     """One TGI request, checked."""
 
-    plan: Plan
+    plan: GenerationPlan
     options: GenerateParameters
     tokenizer: Tokenizer
     sampled: bool  # False: greedy, and the seed is not shown
@@ -50,8 +50,14 @@ class Generation:
 
     @classmethod
     def read(
-        cls, door: Door, body: GenerateBody, options: GenerateParameters, grammar: Grammar | None, *, stream: bool
-    ) -> "Generation":
+        cls,
+        door: RequestBuilder,
+        body: GenerateBody,
+        options: GenerateParameters,
+        grammar: Grammar | None,
+        *,
+        stream: bool,
+    ) -> "TgiGeneration":
         """`options`: the body's parameters; `grammar`: theirs, known to be usable."""
         chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
         sampled = bool(options.do_sample) or any(value is not None for value in chosen)
@@ -95,7 +101,7 @@ class Generation:
     def _shown(self, text: str) -> str:
         return self.plan.prompts[0].text + text if self.full_text else text
 
-    async def whole(self, running: Running) -> dict[str, Any]:
+    async def whole(self, running: Generation) -> dict[str, Any]:
         written = await running.whole()
         ranked = most_probable(written)
         best = ranked[0]
@@ -108,7 +114,7 @@ class Generation:
                 ]
         return body
 
-    def _details(self, written: Written, first: Written) -> dict[str, Any]:
+    def _details(self, written: CompletedChoice, first: CompletedChoice) -> dict[str, Any]:
         prefill: list[dict[str, Any]] = []
         if self.options.decoder_input_details:
             ids = self.plan.prompts[0].ids
@@ -126,14 +132,14 @@ class Generation:
             details["top_tokens"] = [self._top(token) for token in written.tokens]
         return details
 
-    def _end(self, progress: Progress) -> dict[str, Any]:
+    def _end(self, progress: ChoiceState) -> dict[str, Any]:
         return {
             "finish_reason": None if progress.finish is None else _FINISH[progress.finish],
             "generated_tokens": progress.statistics.num_tokens,
             "seed": self.seed,
         }
 
-    async def events(self, running: Running) -> AsyncGenerator[bytes]:
+    async def events(self, running: Generation) -> AsyncGenerator[bytes]:
         """One event per token; those of one step as one chunk; an error is the last event."""
         try:
             async with aclosing(self._events(running)) as chunks:
@@ -144,7 +150,7 @@ class Generation:
         except Exception as error:
             yield b"data:" + event_json(tgi_error(unforeseen(error))) + b"\n\n"
 
-    async def _events(self, running: Running) -> AsyncGenerator[bytes]:
+    async def _events(self, running: Generation) -> AsyncGenerator[bytes]:
         # With stop strings a token waits for the next one, so that the last one kept can carry the end.
         hold = bool(self.plan.choices[0].rules.stops)
         waiting: list[tuple[TextToken, str]] = []
@@ -171,7 +177,7 @@ class Generation:
                 yield bytes(chunk)
 
     def _event(
-        self, index: int, progress: Progress, token: dict[str, Any], top: list[dict[str, Any]], text: str | None
+        self, index: int, progress: ChoiceState, token: dict[str, Any], top: list[dict[str, Any]], text: str | None
     ) -> bytes:
         event: dict[str, Any] = {"index": index, "token": token, "generated_text": None, "details": None}
         if top:
@@ -186,7 +192,7 @@ class Generation:
         logprob = None if token.logprobs is None else finite(token.logprobs.logprob)
         return {"id": id_, "text": text, "logprob": logprob, "special": id_ in self.tokenizer.special_ids}
 
-    def _no_token(self, progress: Progress) -> dict[str, Any]:
+    def _no_token(self, progress: ChoiceState) -> dict[str, Any]:
         """Stands in the last event where a stop string swallowed every token; clients want some token there."""
         id_ = next(iter(progress.choice.request.eos_ids), 0)
         return {"id": id_, "text": "", "logprob": 0.0, "special": True}
@@ -220,7 +226,7 @@ def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], off
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TGI"])
 
-    async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, Generation]:
+    async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, TgiGeneration]:
         received = await read_object(request, service.config)
         body = validate(model, received.values, {})
         options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
@@ -228,14 +234,14 @@ def routes(service: Service) -> APIRouter:
         grammar = await service.checked(wanted, "grammar")
         door = service.door(key_of(request))
         stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        return body, await beside(received.size, Generation.read, door, body, options, grammar, stream=stream)
+        return body, await beside(received.size, TgiGeneration.read, door, body, options, grammar, stream=stream)
 
-    async def whole(request: Request, generation: Generation) -> tuple[dict[str, Any], dict[str, str]]:
+    async def whole(request: Request, generation: TgiGeneration) -> tuple[dict[str, Any], dict[str, str]]:
         async with service.run(generation.plan) as running:
             made = await while_connected(request.receive, generation.whole(running))
             return made, ended(request, running)
 
-    async def stream(request: Request, generation: Generation) -> Response:
+    async def stream(request: Request, generation: TgiGeneration) -> Response:
         async with AsyncExitStack() as stack:
             running = await stack.enter_async_context(service.run(generation.plan))
             headers = begun(request, running)

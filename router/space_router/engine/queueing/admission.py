@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from space_router.engine.errors import DeadlineExceeded, EngineError, RequestFailed
-from space_router.engine.queueing.oversized_requests import Misfits
+from space_router.engine.queueing.oversized_requests import OversizedRequests
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.queueing.routing import best_placement
-from space_router.engine.queueing.throughput_estimator import Pace
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.queueing.throughput_estimator import ThroughputEstimator
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 
 MAX_WAITS = 4  # times one request lets others compute a prefix that it could share
@@ -20,19 +20,19 @@ MAX_WAITS = 4  # times one request lets others compute a prefix that it could sh
 class Admitted:
     """A request has gone to a worker."""
 
-    live: LiveRequest
+    live: RequestState
     num_cached: int  # ids that need not be computed there
 
 
 @dataclass(frozen=True)
-class TurnedAway:
+class Rejected:
     """A request must end now."""
 
-    live: LiveRequest
+    live: RequestState
     error: EngineError
 
 
-class Admission:
+class QueueAdmission:
     """Admits from the head of the queue as long as there is room; nobody overtakes in the queue's order, but where the
     head fits only a worker that is not there.
 
@@ -41,12 +41,12 @@ class Admission:
     first; and it waits so `MAX_WAITS` times at most.
     """
 
-    def __init__(self, queue: RequestQueue, pace: Pace) -> None:
+    def __init__(self, queue: RequestQueue, pace: ThroughputEstimator) -> None:
         self._queue = queue
         self._pace = pace
-        self.misfits = Misfits(queue)
+        self.misfits = OversizedRequests(queue)
 
-    def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | TurnedAway]:
+    def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | Rejected]:
         """All that can go now. Whoever is turned away must be out of the queue before the next is asked for.
 
         `complete`: no worker is missing, so that what fits none of them fits nowhere.
@@ -64,30 +64,30 @@ class Admission:
             yield gone
 
     def place(
-        self, live: LiveRequest, schedulers: Sequence[Scheduler], now: float, *, complete: bool
-    ) -> Admitted | TurnedAway | None:
+        self, live: RequestState, schedulers: Sequence[Scheduler], now: float, *, complete: bool
+    ) -> Admitted | Rejected | None:
         """Where this request goes of those that wait; None: it goes on waiting."""
         best = best_placement(live, schedulers)
         if best is None:
             if hopeless := self.hopeless(live, 1, now):
-                return TurnedAway(live, hopeless)
-            return TurnedAway(live, too_large()) if complete and not any(s.fits(live) for s in schedulers) else None
+                return Rejected(live, hopeless)
+            return Rejected(live, too_large()) if complete and not any(s.fits(live) for s in schedulers) else None
         scheduler, placement = best
         num_prefill = len(live.ids) - scheduler.num_ids(placement)
         if hopeless := self.hopeless(live, num_prefill, now):
-            return TurnedAway(live, hopeless)
+            return Rejected(live, hopeless)
         self._queue.admitted(live, now, num_prefill)
         sequence = scheduler.admit(live, placement)
         return Admitted(live, min(sequence.computed, live.num_prompt))
 
-    def hopeless(self, live: LiveRequest, num_prefill: int, now: float) -> DeadlineExceeded | None:
+    def hopeless(self, live: RequestState, num_prefill: int, now: float) -> DeadlineExceeded | None:
         """What to say to a request that cannot meet its deadline any more and has not begun; None to others."""
         if live.request.deadline is None or live.num_generated:
             return None
         least = self._pace.least_seconds(num_prefill, live.least_left, now)
         return None if now + least <= live.deadline_at else DeadlineExceeded(live.request.deadline, least=least)
 
-    def _follows(self, live: LiveRequest, schedulers: Sequence[Scheduler]) -> bool:
+    def _follows(self, live: RequestState, schedulers: Sequence[Scheduler]) -> bool:
         """Park a request behind the one that is computing its prefix, if there is one."""
         if live.num_waits >= MAX_WAITS:
             return False

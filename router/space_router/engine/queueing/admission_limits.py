@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from space_router.engine.cache.pages import PagePool
 from space_router.engine.errors import CacheTooSmall, PromptTooLong
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LoadFigures:
         )
 
 
-def allowed_tokens(request: ValidRequest, facts: ModelFacts) -> int:
+def allowed_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
     """`max_tokens`; where none was asked for, what fits. Raises PromptTooLong or CacheTooSmall."""
     num_prompt, max_tokens = len(request.prompt_ids), request.max_tokens
     least = 1 if max_tokens is None else max_tokens
@@ -51,7 +51,7 @@ def allowed_tokens(request: ValidRequest, facts: ModelFacts) -> int:
     return min(facts.window - num_prompt, facts.num_slots - num_prompt - 1)
 
 
-def worth_waiting(leader: LiveRequest, follower: LiveRequest, block_size: int) -> bool:
+def worth_waiting(leader: RequestState, follower: RequestState, block_size: int) -> bool:
     """The leader's prompt has whole blocks to share, and they are not computed yet."""
     shares = leader.request.share_prefix and follower.request.share_prefix
     return shares and not leader.num_generated and leader.num_prompt > block_size

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 
 ABSENCE = 600.0  # seconds that they wait for such a worker: one with a large model takes minutes to come back
 
 
-class Misfits:
+class OversizedRequests:
     """They stand aside, so that those behind them go on, and take their places again once others are there."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
-        self._since: dict[LiveRequest, float] = {}  # seconds on the engine's clock, the first first
+        self._since: dict[RequestState, float] = {}  # seconds on the engine's clock, the first first
         self._there: tuple[list[Scheduler], bool] = ([], False)  # when last looked at
 
-    def __contains__(self, live: LiveRequest) -> bool:
+    def __contains__(self, live: RequestState) -> bool:
         return live in self._since
 
-    def takes(self, live: LiveRequest, schedulers: Sequence[Scheduler], now: float) -> bool:
+    def takes(self, live: RequestState, schedulers: Sequence[Scheduler], now: float) -> bool:
         """Set a waiting request aside if it fits none of these that take requests at all."""
         serving = [scheduler for scheduler in schedulers if not scheduler.closing]
         if not serving or any(scheduler.fits(live) for scheduler in serving):
@@ -45,7 +45,7 @@ class Misfits:
             if live in self._queue and not live.is_suspect and not live.lagging:
                 self._queue.unpark(live)
 
-    def overdue(self, schedulers: Sequence[Scheduler], now: float) -> Iterator[LiveRequest]:
+    def overdue(self, schedulers: Sequence[Scheduler], now: float) -> Iterator[RequestState]:
         """Those that have waited in vain for as long as anybody may, and fit none of all that are there."""
         while self._since and now - next(iter(self._since.values())) >= ABSENCE:
             live = next(iter(self._since))

@@ -7,8 +7,8 @@ import math
 from collections import Counter
 
 from space_router.engine.errors import QueueFull
-from space_router.engine.queueing.tenant_queue import Line
-from space_router.engine.request.request_state import LiveRequest, Phase
+from space_router.engine.queueing.tenant_queue import TenantQueue
+from space_router.engine.request.request_state import Phase, RequestState
 
 SECONDS_WITHOUT_EXPERIENCE = 1.0
 MAX_RETRY_AFTER = 60.0
@@ -40,14 +40,16 @@ class RequestQueue:
         self.max_tokens = max_tokens
         self._num_tokens = 0  # of the prompts of those that wait
         self._ageing = ageing
-        self._waiting: set[LiveRequest] = set()
+        self._waiting: set[RequestState] = set()
         self._now = -math.inf  # the latest time known
         self._priorities: Counter[int] = Counter()  # of those in the order
         self._by_priority: list[int] = []  # a heap of every priority in the counter, and of some that were
-        self._lines: dict[str, Line] = {}
-        self._returning = Line("returning", patience=ageing)  # those that were admitted before, of all keys
-        self._ready: list[tuple[float, int, Line]] = []  # start tag, turn: lines whose first may be due
-        self._later: list[tuple[float, int, Line]] = []  # due, turn: lines whose first was not due when last looked at
+        self._lines: dict[str, TenantQueue] = {}
+        self._returning = TenantQueue("returning", patience=ageing)  # those that were admitted before, of all keys
+        self._ready: list[tuple[float, int, TenantQueue]] = []  # start tag, turn: lines whose first may be due
+        self._later: list[
+            tuple[float, int, TenantQueue]
+        ] = []  # due, turn: lines whose first was not due when last looked at
         self._num_turns = 0
         self._clock = 0.0  # tokens: where the last request served began
         self._answer = ANSWER_WITHOUT_EXPERIENCE  # tokens, moving average
@@ -57,10 +59,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, live: LiveRequest) -> bool:
+    def __contains__(self, live: RequestState) -> bool:
         return live in self._waiting
 
-    def push(self, live: LiveRequest, *, parked: bool = False) -> None:
+    def push(self, live: RequestState, *, parked: bool = False) -> None:
         """Let a request wait; bounds are `check`ed by the caller, at the door only."""
         self._waiting.add(live)
         self._num_tokens += live.num_prompt
@@ -68,12 +70,12 @@ class RequestQueue:
         if not parked:
             self.unpark(live)
 
-    def park(self, live: LiveRequest) -> None:
+    def park(self, live: RequestState) -> None:
         """Take a waiting request out of the order, until it is unparked."""
         self._step_out(live)
         live.phase = Phase.PARKED
 
-    def unpark(self, live: LiveRequest) -> None:
+    def unpark(self, live: RequestState) -> None:
         """Give a waiting request its place in the order."""
         if live.phase is not Phase.PARKED:
             return
@@ -90,7 +92,7 @@ class RequestQueue:
         if goes_first:
             self._give_turn(line)
 
-    def head(self, now: float | None = None) -> LiveRequest | None:
+    def head(self, now: float | None = None) -> RequestState | None:
         """The next to admit; None where nobody is ready. `now`: seconds on the clock of the arrivals; None: the latest
         that is known.
         """
@@ -113,14 +115,14 @@ class RequestQueue:
                 heapq.heappush(self._later, (line.due, turn, line))
         return None
 
-    def remove(self, live: LiveRequest) -> None:
+    def remove(self, live: RequestState) -> None:
         """A request waits no longer; nothing happens if it did not."""
         if live in self._waiting:
             self._step_out(live)
             self._waiting.remove(live)
             self._num_tokens -= live.num_prompt
 
-    def admitted(self, live: LiveRequest, now: float, num_prefill: int = 0) -> None:
+    def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
         """Remove a request because it goes to a worker, to compute `num_prefill` ids of its prompt there; `now` in
         seconds teaches how fast the queue moves.
         """
@@ -134,7 +136,7 @@ class RequestQueue:
             self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
         self._last_admission = now if self._waiting else None  # how long nobody came says nothing about the next wait
 
-    def ended(self, live: LiveRequest) -> None:
+    def ended(self, live: RequestState) -> None:
         """A request is over: its key is charged for what it got instead of what was expected."""
         if live.num_charged is not None:
             self._answer += 0.05 * (live.num_generated - self._answer)
@@ -143,7 +145,7 @@ class RequestQueue:
             if not len(line) and line.finish <= self._clock:
                 del self._lines[line.key]  # a new one would stand at the same place
 
-    def expected_answer(self, live: LiveRequest) -> float:
+    def expected_answer(self, live: RequestState) -> float:
         """Tokens that a request which has not begun will probably get: as many as others got, within its own bounds."""
         return min(max(self._answer, live.least_left), live.max_tokens)
 
@@ -169,16 +171,16 @@ class RequestQueue:
             return QueueFull(f"{self._num_tokens} prompt tokens", retry_after=seconds)
         return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
 
-    def _line(self, live: LiveRequest) -> Line:
+    def _line(self, live: RequestState) -> TenantQueue:
         """Where a request stands."""
         return self._returning if live.num_charged is not None else self._line_of(live.request.key)
 
-    def _line_of(self, key: str) -> Line:
+    def _line_of(self, key: str) -> TenantQueue:
         if key not in self._lines:
-            self._lines[key] = Line(key, patience=self._ageing)
+            self._lines[key] = TenantQueue(key, patience=self._ageing)
         return self._lines[key]
 
-    def _give_turn(self, line: Line) -> None:
+    def _give_turn(self, line: TenantQueue) -> None:
         """A line's place among the others: its start tag, which never lies before the clock."""
         self._num_turns += 1
         line.turn = self._num_turns
@@ -190,12 +192,12 @@ class RequestQueue:
                 heap[:] = [entry for entry in heap if entry[1] == entry[2].turn]
                 heapq.heapify(heap)
 
-    def _charge(self, line: Line, num_tokens: float) -> None:
+    def _charge(self, line: TenantQueue, num_tokens: float) -> None:
         line.finish += num_tokens
         if len(line):
             self._give_turn(line)
 
-    def _step_out(self, live: LiveRequest) -> None:
+    def _step_out(self, live: RequestState) -> None:
         line, priority = self._line(live), live.request.priority
         if live in line:
             line.remove(live)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.placement import Placement
 from space_router.engine.scheduling.scheduler import Scheduler
 
@@ -17,13 +17,13 @@ fills one worker while others idle, nor does a chat leave the worker that has it
 """
 
 
-def cost(live: LiveRequest, scheduler: Scheduler, placement: Placement) -> int:
+def cost(live: RequestState, scheduler: Scheduler, placement: Placement) -> int:
     """Of running it there, in prompt ids: its own to be computed, those that wait before it, and its neighbours."""
     num_own = len(live.ids) - scheduler.num_ids(placement)
     return num_own + scheduler.num_prefill_ahead + IDS_PER_SEQUENCE * scheduler.num_running
 
 
-def best_placement(live: LiveRequest, schedulers: Iterable[Scheduler]) -> tuple[Scheduler, Placement] | None:
+def best_placement(live: RequestState, schedulers: Iterable[Scheduler]) -> tuple[Scheduler, Placement] | None:
     """Where it costs least; of equals, where most room is. None: nowhere is room."""
     placed = [(scheduler, placement) for scheduler in schedulers if (placement := scheduler.placement(live))]
     return min(placed, key=lambda p: (cost(live, *p), -p[0].pool.num_available), default=None)

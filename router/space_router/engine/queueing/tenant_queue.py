@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 
 MAX_STALE = 64  # entries of a heap that may be of requests that have left, besides as many as wait
 
 
-class Line:
+class TenantQueue:
     """Requests of one key, in the order in which they go.
 
     The one that is due first goes first; due is when it would have come to have, at the most urgent level, the place
@@ -23,25 +23,25 @@ class Line:
         self._patience = patience
         self.finish = 0.0  # tokens its requests have been served, on the clock of all keys (see RequestQueue)
         self.turn = 0  # number of its place among the lines: a place with another number is stale
-        self._waiting: dict[LiveRequest, float] = {}  # -> due
-        self._by_due: list[tuple[float, int, LiveRequest]] = []
-        self._coming: list[tuple[float, int, LiveRequest]] = []  # by when their deadlines are near
-        self._near: list[tuple[int, float, int, LiveRequest]] = []  # by priority and deadline
+        self._waiting: dict[RequestState, float] = {}  # -> due
+        self._by_due: list[tuple[float, int, RequestState]] = []
+        self._coming: list[tuple[float, int, RequestState]] = []  # by when their deadlines are near
+        self._near: list[tuple[int, float, int, RequestState]] = []  # by priority and deadline
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, live: LiveRequest) -> bool:
+    def __contains__(self, live: RequestState) -> bool:
         return live in self._waiting
 
-    def add(self, live: LiveRequest, due: float) -> None:
+    def add(self, live: RequestState, due: float) -> None:
         """A request stands in this line."""
         self._waiting[live] = due
         heapq.heappush(self._by_due, (due, live.age, live))
         if live.near_at < math.inf:
             heapq.heappush(self._coming, (live.near_at, live.age, live))
 
-    def remove(self, live: LiveRequest) -> None:
+    def remove(self, live: RequestState) -> None:
         """A request stands here no longer; nothing happens if it did not."""
         self._waiting.pop(live, None)
         most = 2 * len(self._waiting) + MAX_STALE
@@ -63,7 +63,7 @@ class Line:
             heapq.heappop(self._by_due)
         return self._by_due[0][0] if self._by_due else math.inf
 
-    def head(self, now: float, latest_due: float) -> LiveRequest | None:
+    def head(self, now: float, latest_due: float) -> RequestState | None:
         """Who goes next of those that are due by `latest_due`."""
         while self._coming and self._coming[0][0] <= now:
             live = heapq.heappop(self._coming)[-1]

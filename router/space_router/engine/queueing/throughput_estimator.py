@@ -43,7 +43,7 @@ class Rate:
         return min(self._recent) * math.exp2((self._learnt_at - now) / FADING)
 
 
-class Pace:
+class ThroughputEstimator:
     """Seconds that prompts and answers take, learnt from steps."""
 
     def __init__(self, max_prefill_rows: int) -> None:

@@ -23,7 +23,7 @@ class Grammar:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """The law by which ids are chosen (SPACE §3). The defaults are neutral: the model's own distribution."""
 
     seed: int  # 0 .. 2^64-1, the effective one
@@ -49,7 +49,7 @@ class ValidRequest:
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
-    sampling: Sampling
+    sampling: SamplingOptions
     max_tokens: int | None = None  # None: up to the window, cut to what fits the cache
     eos_ids: tuple[int, ...] = ()  # empty: EOS is ignored
     stop_ids: tuple[int, ...] = ()

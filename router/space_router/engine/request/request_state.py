@@ -21,7 +21,7 @@ class Phase(Enum):
     ENDED = "ended"  # nothing more will be said to its reader
 
 
-class LiveRequest:
+class RequestState:
     """One request from the door to its last token, over all its admissions."""
 
     def __init__(self, request: ValidRequest, max_tokens: int, age: int, submitted: float) -> None:
@@ -32,7 +32,7 @@ class LiveRequest:
         self.submitted = submitted  # seconds on the engine's clock
         self.ids = list(request.prompt_ids)  # prompt, then what was emitted
         self.phase = Phase.QUEUED
-        self.followers: list[LiveRequest] = []  # parked until this one has computed what they wait for
+        self.followers: list[RequestState] = []  # parked until this one has computed what they wait for
         self.awaited_ids = 0  # how many ids the one it follows is to compute first
         self.num_waits = 0  # times it has waited for a prefix that another was computing
         self.near_at = math.inf  # seconds on the engine's clock: its deadline counts from then on

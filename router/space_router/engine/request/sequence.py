@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 
 MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
 STEPS_AHEAD = 8  # steps that fit the granted slots, so that a router that is late does not shorten the drafts
 SCARCE_SHARE = 4  # of the slots ahead at ease, one in so many where pages are scarce
 
 
-class Step(Enum):
+class SequenceStep(Enum):
     """What a sequence does in the worker, as far as reports tell."""
 
     PREFILL = "prefill"
@@ -19,7 +19,7 @@ class Step(Enum):
     RELEASED = "released"  # Release is sent: its pages come back when the worker acknowledges
 
 
-class Sequence:
+class WorkerSequence:
     """Ids are the request's; pages and computed length are this admission's.
 
     [0 ..... computed) [computed ..... num_slots)
@@ -29,7 +29,7 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        live: LiveRequest,
+        live: RequestState,
         pages: list[int],
         num_cached: int,
         *,
@@ -45,7 +45,7 @@ class Sequence:
         self.num_published = num_cached // block_size  # leading blocks that are known to the pool
         self.num_promised = self.num_published  # leading blocks that are known or being computed by its prefill
         self.num_admitted = len(live.ids)  # ids at admission: computed once the first token is there
-        self.step = Step.PREFILL
+        self.step = SequenceStep.PREFILL
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
         self.awaits_grammar = False  # the worker may still have to compile it: nothing is computed meanwhile
         self.finished = False  # the worker says it has ended
@@ -66,7 +66,7 @@ class Sequence:
     @property
     def num_prefill_left(self) -> int:
         """Ids the worker must still compute before the first token of this admission."""
-        return self.num_admitted - self.computed if self.step is Step.PREFILL else 0
+        return self.num_admitted - self.computed if self.step is SequenceStep.PREFILL else 0
 
     def drafted(self, num_drafted: int) -> None:
         """A decode step laid out so many drafts: more are expected at once, fewer one by one."""

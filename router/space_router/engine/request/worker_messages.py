@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.request.request import Delta, Finish, Grammar, Sampling, TokenLogprobs
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request import Delta, Finish, Grammar, SamplingOptions, TokenLogprobs
+from space_router.engine.request.request_state import RequestState
 
 FINISH = {
     worker_pb2.FINISH_EOS: Finish.EOS,
@@ -26,7 +26,7 @@ GRAMMAR = {
 
 
 def admit(
-    live: LiveRequest, seq_id: int, pages: Sequence[int], num_cached: int, max_draft_length: int
+    live: RequestState, seq_id: int, pages: Sequence[int], num_cached: int, max_draft_length: int
 ) -> worker_pb2.Command:
     """The order to run a request; what it emitted in earlier lives goes after its prompt."""
     request = live.request
@@ -86,7 +86,7 @@ def _logprobs(
     )
 
 
-def sampling(law: Sampling) -> worker_pb2.Sampling:
+def sampling(law: SamplingOptions) -> worker_pb2.Sampling:
     """The law of choice, as the worker is told."""
     return worker_pb2.Sampling(
         seed=law.seed,

@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from space_router.engine.cache.pages import PagePool
-from space_router.engine.request.request_state import LiveRequest
-from space_router.engine.request.sequence import Sequence, Step
+from space_router.engine.request.request_state import RequestState
+from space_router.engine.request.sequence import SequenceStep, WorkerSequence
 
 
 @dataclass(frozen=True)
-class Promise:
+class PendingPrefix:
     """A running request's prefill is about to compute a prefix that another could share."""
 
-    leader: LiveRequest
+    leader: RequestState
     num_ids: int  # leading ids, in whole blocks, that both have in common
 
 
-class Promises:
+class PendingPrefixes:
     """Whole blocks of prompts, from their admission until they are known to the pool."""
 
     def __init__(self, pool: PagePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._by_key: dict[bytes, Sequence] = {}  # keys of blocks that a prefill under way is to compute
+        self._by_key: dict[bytes, WorkerSequence] = {}  # keys of blocks that a prefill under way is to compute
 
-    def to(self, live: LiveRequest) -> Promise | None:
+    def to(self, live: RequestState) -> PendingPrefix | None:
         """Whose prefill will compute blocks that `live` could share, beyond those that are known; None: nobody's."""
         if not self._by_key or not live.request.share_prefix or live.wants_prompt_logprobs:
             return None
@@ -35,9 +35,9 @@ class Promises:
         leader = self._by_key.get(keys[start]) if start < num_whole else None
         while leader and num_promised < num_whole and self._by_key.get(keys[num_promised]) is leader:
             num_promised += 1
-        return Promise(leader.live, num_promised * self._block_size) if leader else None
+        return PendingPrefix(leader.live, num_promised * self._block_size) if leader else None
 
-    def make(self, sequence: Sequence) -> None:
+    def make(self, sequence: WorkerSequence) -> None:
         """Whole blocks of a prompt that has been admitted will be known."""
         live = sequence.live
         if not live.request.share_prefix or sequence.awaits_grammar:
@@ -46,7 +46,7 @@ class Promises:
         for key in live.keys(self._block_size, sequence.num_promised)[sequence.num_published : sequence.num_promised]:
             self._by_key.setdefault(key, sequence)
 
-    def end(self, sequence: Sequence, num_blocks: int) -> None:
+    def end(self, sequence: WorkerSequence, num_blocks: int) -> None:
         """The first blocks are known now, or will not be computed here any more."""
         num_blocks = min(num_blocks, sequence.num_promised)
         if num_blocks <= sequence.num_published:
@@ -58,5 +58,5 @@ class Promises:
 
     def check(self) -> None:
         """Raise ValueError where a sequence promises that does not run any more: for tests."""
-        if any(sequence.step is Step.RELEASED for sequence in self._by_key.values()):
+        if any(sequence.step is SequenceStep.RELEASED for sequence in self._by_key.values()):
             raise ValueError("a sequence that was released still promises blocks")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import Delta
-from space_router.engine.request.sequence import Sequence, Step
+from space_router.engine.request.sequence import SequenceStep, WorkerSequence
 
 
 def check_report_no(report_no: int, last: int) -> None:
@@ -23,16 +23,16 @@ def check_distinct(report: worker_pb2.StepReport) -> None:
             raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
 
 
-def check_released(seq_id: int, sequence: Sequence | None) -> Sequence:
+def check_released(seq_id: int, sequence: WorkerSequence | None) -> WorkerSequence:
     """The sequence whose release is acknowledged."""
-    if sequence is None or sequence.step is not Step.RELEASED:
+    if sequence is None or sequence.step is not SequenceStep.RELEASED:
         raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
     return sequence
 
 
 def check_sequence(
-    part: worker_pb2.SequenceReport, delta: Delta, sequence: Sequence | None, facts: ModelFacts
-) -> Sequence:
+    part: worker_pb2.SequenceReport, delta: Delta, sequence: WorkerSequence | None, facts: WorkerModelFacts
+) -> WorkerSequence:
     """The sequence that a part of a report is about; `delta`: the part as it was read. Raises ProtocolViolation where
     the two do not fit.
     """

@@ -7,14 +7,14 @@ import math
 from space_proto import worker_pb2
 
 from space_router.engine.cache.pages import PagePool
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request import worker_messages as wire
-from space_router.engine.request.report_result import Advance, Outcome
+from space_router.engine.request.report_result import ReportResult, SequenceUpdate
 from space_router.engine.request.request import Delta
-from space_router.engine.request.request_state import LiveRequest, Phase
-from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, Sequence, Step
+from space_router.engine.request.request_state import Phase, RequestState
+from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, SequenceStep, WorkerSequence
 from space_router.engine.scheduling.known_grammars import KnownGrammars
-from space_router.engine.scheduling.pending_prefixes import Promises
+from space_router.engine.scheduling.pending_prefixes import PendingPrefixes
 from space_router.engine.scheduling.placement import Placement
 from space_router.engine.scheduling.report_check import check_distinct, check_released, check_report_no, check_sequence
 
@@ -29,12 +29,12 @@ class Scheduler:
     admission, so that a preempted request keeps its rights.
     """
 
-    def __init__(self, facts: ModelFacts, *, max_prefill_rows: int, max_draft_length: int | None) -> None:
+    def __init__(self, facts: WorkerModelFacts, *, max_prefill_rows: int, max_draft_length: int | None) -> None:
         """`max_prefill_rows`: prompt rows per step; `max_draft_length`: the server's bound, None for the worker's."""
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
-        self.promises = Promises(self.pool, facts.block_size)
-        self.sequences: dict[int, Sequence] = {}  # by seq_id, until their release is acknowledged
+        self.promises = PendingPrefixes(self.pool, facts.block_size)
+        self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # those that are not released
         self.num_preemptions = 0
         self.closing = False  # the worker finishes what it runs and takes no more
@@ -45,10 +45,10 @@ class Scheduler:
         self._num_expected = 0  # blocks that come back with the releases under way
         self._next_seq_id = 1
         self._last_report_no = 0
-        self._hungry: dict[int, Sequence] = {}  # want more pages than they have
-        self._by_request: dict[LiveRequest, Sequence] = {}
+        self._hungry: dict[int, WorkerSequence] = {}  # want more pages than they have
+        self._by_request: dict[RequestState, WorkerSequence] = {}
         self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
-        self._blocked: LiveRequest | None = None  # found no room since pages last came back
+        self._blocked: RequestState | None = None  # found no room since pages last came back
         self._grammars = KnownGrammars()
         self._commands: list[worker_pb2.Command] = []
 
@@ -59,16 +59,16 @@ class Scheduler:
 
     # Admission.
 
-    def fits(self, live: LiveRequest) -> bool:
+    def fits(self, live: RequestState) -> bool:
         """Could this request finish here, if it were alone?"""
         num_ids = live.num_prompt + live.max_tokens  # workers may have windows of different lengths
         return live.final_slots <= self.facts.num_slots and num_ids <= self.facts.window
 
-    def is_blocked(self, live: LiveRequest) -> bool:
+    def is_blocked(self, live: RequestState) -> bool:
         """It has found no room here, and nothing has come back since."""
         return live is self._blocked
 
-    def placement(self, live: LiveRequest) -> Placement | None:
+    def placement(self, live: RequestState) -> Placement | None:
         """Where `live` would stand if it were admitted now; None where there is no room yet."""
         if live is self._blocked or len(self.sequences) >= self.facts.max_sequences or not self.fits(live):
             return None
@@ -84,7 +84,7 @@ class Scheduler:
         """A suspect runs here, and nobody may beside it."""
         return self.num_running == 1 and self.running[0].live.is_suspect
 
-    def _placement(self, live: LiveRequest) -> Placement | None:
+    def _placement(self, live: RequestState) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
         shared: list[int] = []
         if live.request.share_prefix and not live.wants_prompt_logprobs:
@@ -107,12 +107,12 @@ class Scheduler:
         """Ids whose keys and values the request would find."""
         return len(placement.shared) * self.facts.block_size
 
-    def admit(self, live: LiveRequest, placement: Placement) -> Sequence:
+    def admit(self, live: RequestState, placement: Placement) -> WorkerSequence:
         """Run a request where `placement` said just now."""
         self.pool.hold(placement.shared)
         pages = placement.shared + self.pool.take(placement.num_fresh)
         num_cached = len(placement.shared) * self.facts.block_size
-        sequence = Sequence(
+        sequence = WorkerSequence(
             self._next_seq_id,
             live,
             pages,
@@ -135,7 +135,7 @@ class Scheduler:
 
     # Reports.
 
-    def report(self, report: worker_pb2.StepReport) -> Outcome:
+    def report(self, report: worker_pb2.StepReport) -> ReportResult:
         """Take in what the worker did. After a ProtocolViolation this scheduler is of no more use."""
         check_report_no(report.report_no, self._last_report_no)
         check_distinct(report)
@@ -147,7 +147,7 @@ class Scheduler:
             delta = wire.delta(part)
             parts.append((check_sequence(part, delta, self.sequences.get(part.seq_id), self.facts), delta, part))
         released = [check_released(seq_id, self.sequences.get(seq_id)) for seq_id in report.released]
-        outcome = Outcome()
+        outcome = ReportResult()
         for sequence, delta, part in parts:
             if part.finish == worker_pb2.FINISH_RETURNED:
                 self.closing = True
@@ -161,10 +161,10 @@ class Scheduler:
         self.feed()
         return outcome
 
-    def _advance(self, sequence: Sequence, delta: Delta, part: worker_pb2.SequenceReport) -> Advance:
+    def _advance(self, sequence: WorkerSequence, delta: Delta, part: worker_pb2.SequenceReport) -> SequenceUpdate:
         live = sequence.live
         live.ids.extend(delta.tokens)
-        if sequence.step is Step.DECODE:
+        if sequence.step is SequenceStep.DECODE:
             sequence.computed = max(sequence.computed, part.num_computed)
         else:
             self._computed(sequence, part.num_computed, decodes=bool(delta.tokens))
@@ -185,22 +185,22 @@ class Scheduler:
             sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
             live.num_prompt_logprobs = max(live.num_prompt_logprobs, sequence.num_prompt_logprobs)
             delta = delta._replace(prompt_logprobs=delta.prompt_logprobs[known:])
-        return Advance(live, delta, part)
+        return SequenceUpdate(live, delta, part)
 
-    def _computed(self, sequence: Sequence, num_computed: int, *, decodes: bool) -> None:
+    def _computed(self, sequence: WorkerSequence, num_computed: int, *, decodes: bool) -> None:
         """More of its prompt is computed, perhaps all of it: then it decodes."""
         num_prefill_left, share = sequence.num_prefill_left, self._share(sequence)
         if sequence.awaits_grammar and (decodes or num_computed > sequence.computed):
             sequence.awaits_grammar = False
             self._grammars.add(sequence.live.request.sampling.grammar)
         sequence.computed = max(sequence.computed, num_computed)
-        if decodes and sequence.step is Step.PREFILL:
-            sequence.step = Step.DECODE
+        if decodes and sequence.step is SequenceStep.PREFILL:
+            sequence.step = SequenceStep.DECODE
         if sequence.num_prefill_left < num_prefill_left:  # it has begun, at the latest
             self._prefill_ahead += self._share(sequence) - share
             self._blocked = None
 
-    def _publish(self, sequence: Sequence, num_whole: int) -> None:
+    def _publish(self, sequence: WorkerSequence, num_whole: int) -> None:
         """So many whole blocks are computed: they become known."""
         keys = sequence.live.keys(self.facts.block_size, num_whole)
         for i in range(sequence.num_published, num_whole):
@@ -208,7 +208,7 @@ class Scheduler:
         self.promises.end(sequence, num_whole)
         sequence.num_published = num_whole
 
-    def _released(self, sequence: Sequence, outcome: Outcome) -> None:
+    def _released(self, sequence: WorkerSequence, outcome: ReportResult) -> None:
         """No launched step refers to the pages any more: they may be used again."""
         del self.sequences[sequence.seq_id]
         self.pool.give_back(sequence.pages)
@@ -220,7 +220,7 @@ class Scheduler:
 
     # Pages ahead of need.
 
-    def caught_up(self, live: LiveRequest) -> None:
+    def caught_up(self, live: RequestState) -> None:
         """The reader of a request that may run here reads again: it gets its pages."""
         if sequence := self._by_request.get(live):
             self._want(sequence)
@@ -244,9 +244,13 @@ class Scheduler:
                 break  # no page is left, and none that follows is starving
         self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
 
-    def _want(self, sequence: Sequence) -> None:
+    def _want(self, sequence: WorkerSequence) -> None:
         """Pages beyond its ids are of use once the next step may be the last of its prompt."""
-        if sequence.at_ease or sequence.step is Step.RELEASED or sequence.num_prefill_left > self._max_prefill_rows:
+        if (
+            sequence.at_ease
+            or sequence.step is SequenceStep.RELEASED
+            or sequence.num_prefill_left > self._max_prefill_rows
+        ):
             return
         if sequence.num_wanted(scarce=self._scarce):
             self._hungry[sequence.seq_id] = sequence
@@ -258,7 +262,7 @@ class Scheduler:
 
     # Release and preemption.
 
-    def release(self, live: LiveRequest) -> bool:
+    def release(self, live: RequestState) -> bool:
         """End a request here; its pages come back once the worker acknowledges. False if it does not run here."""
         sequence = self._by_request.get(live)
         if sequence is None:
@@ -268,10 +272,10 @@ class Scheduler:
         self.feed()
         return True
 
-    def recall(self, live: LiveRequest) -> bool:
+    def recall(self, live: RequestState) -> bool:
         """Take a request off this worker, to be queued again once the worker acknowledges. False if it does not run."""
         sequence = self._by_request.get(live)
-        if sequence is None or sequence.step is Step.RELEASED:
+        if sequence is None or sequence.step is SequenceStep.RELEASED:
             return False
         self._release(sequence)
         live.phase = Phase.LEAVING
@@ -291,24 +295,24 @@ class Scheduler:
             self._preempt(victim)
             shortage -= victim.num_expected
 
-    def _victim(self) -> Sequence | None:
+    def _victim(self) -> WorkerSequence | None:
         """The youngest that runs, but never the oldest of those that can go on: so somebody always finishes."""
         running = self.running
         going_on = [sequence for sequence in running if not (sequence.starving and sequence.live.lagging)]
         oldest = min(going_on, key=lambda s: s.live.age, default=None)
         return max((s for s in running if s is not oldest), key=lambda s: s.live.age, default=None)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: WorkerSequence) -> None:
         self.recall(sequence.live)
         sequence.live.statistics.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.step is Step.RELEASED:
+    def _release(self, sequence: WorkerSequence) -> None:
+        if sequence.step is SequenceStep.RELEASED:
             return
         self._prefill_ahead -= self._share(sequence)
         self.promises.end(sequence, sequence.num_promised)
-        sequence.step = Step.RELEASED
+        sequence.step = SequenceStep.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
         self._num_expected += sequence.num_expected
         self.num_running -= 1
@@ -323,25 +327,25 @@ class Scheduler:
     @property
     def awaits(self) -> bool:
         """The worker owes something: a step of a sequence that has all it needs, or pages that were asked back."""
-        waits = (s.starving or s.awaits_grammar for s in self.sequences.values() if s.step is not Step.RELEASED)
+        waits = (s.starving or s.awaits_grammar for s in self.sequences.values() if s.step is not SequenceStep.RELEASED)
         return not all(waits) or self.num_running < len(self.sequences)
 
     @property
     def awaits_grammar(self) -> bool:
         """The worker owes a step, too, once it has compiled a grammar or has given it up."""
-        return any(s.awaits_grammar and s.step is not Step.RELEASED for s in self.sequences.values())
+        return any(s.awaits_grammar and s.step is not SequenceStep.RELEASED for s in self.sequences.values())
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[WorkerSequence]:
         """Those that are not released."""
-        return [sequence for sequence in self.sequences.values() if sequence.step is not Step.RELEASED]
+        return [sequence for sequence in self.sequences.values() if sequence.step is not SequenceStep.RELEASED]
 
-    def num_given(self, live: LiveRequest) -> int:
+    def num_given(self, live: RequestState) -> int:
         """Tokens that this worker has given a request since it came to it."""
         sequence = self._by_request.get(live)
         return 0 if sequence is None else len(live.ids) - sequence.num_admitted
 
-    def unfinished(self) -> list[LiveRequest]:
+    def unfinished(self) -> list[RequestState]:
         """The requests that a lost worker leaves behind, oldest first."""
         lives = [live for live in self._by_request if live.phase in (Phase.RUNNING, Phase.LEAVING)]
         return sorted(lives, key=lambda live: live.age)
@@ -357,15 +361,15 @@ class Scheduler:
             raise ValueError("the counts of running sequences or of their prompts are wrong")
         self.promises.check()
 
-    def _share(self, sequence: Sequence) -> int:
+    def _share(self, sequence: WorkerSequence) -> int:
         """What a sequence's prompt takes of the rows to be computed next: nothing while its grammar may be compiled."""
         return 0 if sequence.awaits_grammar else min(sequence.num_prefill_left, self._max_prefill_rows)
 
-    def _draft_bound(self, live: LiveRequest) -> int:
+    def _draft_bound(self, live: RequestState) -> int:
         wanted = live.request.max_draft_length
         return self.max_draft_length if wanted is None else min(self.max_draft_length, wanted)
 
-    def _most_slots(self, live: LiveRequest) -> int:
+    def _most_slots(self, live: RequestState) -> int:
         return min(live.final_slots, self.facts.window)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from space_router.engine.errors import WorkerFailed
-from space_router.engine.queueing.admission import Admission, Admitted, TurnedAway, too_large
+from space_router.engine.queueing.admission import Admitted, QueueAdmission, Rejected, too_large
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request.request_state import LiveRequest
+from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 
 PATIENCE = 10.0  # seconds that suspects wait for a worker that is missing, before the only one is emptied
 HOLD = 1.0  # seconds that the others wait for their worker to be done with trials, before they go elsewhere
 GROWTH = 16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
 
 
-class Trials:
+class CrashQuarantine:
     """A worker that ends by itself leaves everybody it ran under suspicion.
 
     A suspect runs alone on a worker until it has some tokens more. Whose worker ends by itself meanwhile is refused;
@@ -30,19 +30,19 @@ class Trials:
     is refused, others two.
     """
 
-    def __init__(self, queue: RequestQueue, admission: Admission) -> None:
+    def __init__(self, queue: RequestQueue, admission: QueueAdmission) -> None:
         self._queue, self._admission = queue, admission
-        self._suspects: list[LiveRequest] = []  # oldest first
-        self._held: dict[LiveRequest, float] = {}  # cleared, or in the way: since when, on the engine's clock
+        self._suspects: list[RequestState] = []  # oldest first
+        self._held: dict[RequestState, float] = {}  # cleared, or in the way: since when, on the engine's clock
         self._last_court: Scheduler | None = None
         self._since: float | None = None  # seconds on the engine's clock: suspects wait, and no worker tries them
 
-    def lost(self, live: LiveRequest, cause: Cause, *, num_given: int) -> WorkerFailed | None:
+    def lost(self, live: RequestState, cause: ExitCause, *, num_given: int) -> WorkerFailed | None:
         """The worker that ran this request is lost; what to tell it if it was the one, alone on trial.
 
         `num_given`: tokens it had from that worker.
         """
-        if cause is Cause.OUTSIDE:
+        if cause is ExitCause.OUTSIDE:
             return None
         is_guilty = live.is_suspect
         self.forget(live)
@@ -53,17 +53,17 @@ class Trials:
                 "else. It is not tried again. Change the request; the log has the workers' last words."
             )
         num_tokens = int(GROWTH ** (live.num_suspicions - 1))
-        if cause is Cause.UNKNOWN and num_given >= max(GROWTH, num_tokens):
+        if cause is ExitCause.UNKNOWN and num_given >= max(GROWTH, num_tokens):
             return None
         live.cleared_at = live.num_generated + num_tokens
         self._suspects.append(live)
         return None
 
-    def holds(self, live: LiveRequest) -> bool:
+    def holds(self, live: RequestState) -> bool:
         """It waits for its trial, or for those of others, and has no place in the queue's order."""
         return live.is_suspect or live in self._held
 
-    def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | TurnedAway]:
+    def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | Rejected]:
         """All that can go now: the next suspect to a worker of its own, and others to the other workers.
 
         `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
@@ -88,7 +88,7 @@ class Trials:
         if self._waiting() or self._queue.head(now) is not None:
             court.preempt_stalled()  # a suspect whose reader does not read is tried when it does
 
-    def advanced(self, live: LiveRequest, scheduler: Scheduler, now: float) -> None:
+    def advanced(self, live: RequestState, scheduler: Scheduler, now: float) -> None:
         """A suspect has been given tokens: it may be cleared, and makes way if another waits."""
         if live.cleared_at is None or live.num_generated < live.cleared_at:
             return
@@ -96,26 +96,26 @@ class Trials:
         if self._waiting() and scheduler.recall(live):
             self._held[live] = now
 
-    def forget(self, live: LiveRequest) -> None:
+    def forget(self, live: RequestState) -> None:
         """It is no suspect, and stands in nobody's way."""
         live.cleared_at = None
         self._held.pop(live, None)
         if live in self._suspects:
             self._suspects.remove(live)
 
-    def _waiting(self) -> list[LiveRequest]:
+    def _waiting(self) -> list[RequestState]:
         """Suspects that could be tried now; one whose reader is too far behind could not go on, and some fit nobody."""
         misfits = self._admission.misfits
         return [live for live in self._suspects if live in self._queue and not live.lagging and live not in misfits]
 
-    def _turned_away(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[TurnedAway]:
+    def _turned_away(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Rejected]:
         """Suspects that fit no worker stand aside, too; who waits for one in vain is turned away."""
         misfits = self._admission.misfits
         for live in self._waiting():
             if misfits.takes(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
-                yield TurnedAway(live, too_large())
+                yield Rejected(live, too_large())
         for live in misfits.overdue(schedulers, now):
-            yield TurnedAway(live, too_large())
+            yield Rejected(live, too_large())
 
     def _court(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:
         """The worker that tries suspects: one that does, else the least busy one where the first of them fits, from

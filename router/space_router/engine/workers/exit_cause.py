@@ -9,7 +9,7 @@ from pathlib import Path
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody told the process to end
 
 
-class Cause(Enum):
+class ExitCause(Enum):
     """Who ended a worker, as far as the system tells."""
 
     OUTSIDE = "outside"  # somebody killed or stopped the process: no request did it
@@ -17,26 +17,26 @@ class Cause(Enum):
     UNKNOWN = "unknown"  # it runs where this router cannot look: its machine may be off, or it may have crashed
 
 
-def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> Cause:
+def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> ExitCause:
     """Of a process that ended with `code` (negative: by that signal).
 
     SIGKILL comes from somebody else or from the kernel, out of memory; the kernel counts how often it did that.
     `num_oom_kills`: its count when the process began, and now; None where there is none.
     """
     if -code in ASKED:
-        return Cause.OUTSIDE
+        return ExitCause.OUTSIDE
     before, now = num_oom_kills
     is_killed = code == -signal.SIGKILL and before is not None and before == now
-    return Cause.OUTSIDE if is_killed else Cause.ITSELF
+    return ExitCause.OUTSIDE if is_killed else ExitCause.ITSELF
 
 
-def cause_of_silence(pid: int, processes: Path = Path("/proc")) -> Cause:
+def cause_of_silence(pid: int, processes: Path = Path("/proc")) -> ExitCause:
     """Of a process that lives and is lost all the same: whether somebody has stopped it."""
     try:
         state = (processes / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return Cause.ITSELF
-    return Cause.OUTSIDE if state[:1] in (["T"], ["t"]) else Cause.ITSELF
+        return ExitCause.ITSELF
+    return ExitCause.OUTSIDE if state[:1] in (["T"], ["t"]) else ExitCause.ITSELF
 
 
 def count_oom_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:

@@ -8,7 +8,7 @@ import grpc
 from space_common.certificate import CertificateFiles
 
 from space_router.engine.workers.backoff import Backoff
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 
 
 class RemoteWorker:
@@ -36,6 +36,6 @@ class RemoteWorker:
     def proved_itself(self) -> None:
         self._backoff.worked()
 
-    async def inquest(self) -> Cause:
+    async def inquest(self) -> ExitCause:
         """From here nobody can tell."""
-        return Cause.UNKNOWN
+        return ExitCause.UNKNOWN

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from space_router.engine.errors import RestartRefused
-from space_router.engine.workers.worker_connection import Seat
+from space_router.engine.workers.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RollingRestart:
     with one worker lets them wait for the new one.
     """
 
-    def __init__(self, seats: Sequence[Seat], *, back_seconds: float) -> None:
+    def __init__(self, seats: Sequence[WorkerConnection], *, back_seconds: float) -> None:
         """`seats`: of the engine; `back_seconds`: that a worker may take to come back."""
         self.state = RestartState.NONE
         self.error = ""  # why it failed
@@ -75,7 +75,7 @@ class RollingRestart:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, seats: Sequence[Seat], finish_seconds: float) -> None:
+    async def _run(self, seats: Sequence[WorkerConnection], finish_seconds: float) -> None:
         try:
             for seat in seats:
                 await self._all_up(but=seat)
@@ -88,7 +88,7 @@ class RollingRestart:
         finally:
             self.state = RestartState.DONE if self.num_done == self.num_wanted else RestartState.FAILED
 
-    async def _restart(self, seat: Seat, finish_seconds: float) -> None:
+    async def _restart(self, seat: WorkerConnection, finish_seconds: float) -> None:
         """Another process sits there."""
         process = seat.incarnation
         for _ in range(TRIES):
@@ -102,12 +102,12 @@ class RollingRestart:
             "process. Look at the network between, and begin again. Workers that were not restarted yet run on."
         )
 
-    async def _all_up(self, *, but: Seat) -> None:
+    async def _all_up(self, *, but: WorkerConnection) -> None:
         """Nobody else is away: else one more would be missing."""
         for seat in [seat for seat in self._seats if seat is not but]:
             await self._until_up(seat, since=0)
 
-    async def _until_up(self, seat: Seat, *, since: int) -> None:
+    async def _until_up(self, seat: WorkerConnection, *, since: int) -> None:
         """A worker sits there that came after incarnation `since`."""
         try:
             async with asyncio.timeout(self._back_seconds):

@@ -20,7 +20,7 @@ import grpc
 from space_common.python_process import safe_environment
 
 from space_router.engine.workers.backoff import Backoff
-from space_router.engine.workers.exit_cause import Cause, cause_of_end, cause_of_silence, count_oom_kills
+from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
 
 logger = logging.getLogger(__name__)
 
@@ -137,19 +137,19 @@ class Supervisor:
         if self._process is not None:
             await self._process.wait()
 
-    async def inquest(self) -> Cause:
+    async def inquest(self) -> ExitCause:
         """Why the process, whose conversation has ended or fallen silent, is lost: what the system says of it."""
         process = self._process
         if process is None:
-            return Cause.ITSELF
+            return ExitCause.ITSELF
         if process.returncode is None:
             cause = cause_of_silence(process.pid)
-            if cause is Cause.OUTSIDE:
+            if cause is ExitCause.OUTSIDE:
                 return cause
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), INQUEST_SECONDS)
         if process.returncode is None:
-            return Cause.ITSELF
+            return ExitCause.ITSELF
         return cause_of_end(process.returncode, num_oom_kills=(self._num_oom_kills, count_oom_kills()))
 
     async def stop(self) -> None:

@@ -12,10 +12,10 @@ import grpc
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
-from space_router.engine.model_facts import ModelFacts
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.throughput_estimator import step_seconds
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import Cause
+from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.supervisor import WorkerDidNotStart
 from space_router.engine.workers.watchdog import Watchdog
 from space_router.engine.workers.worker_link import (
@@ -52,27 +52,27 @@ class WorkerSource(Protocol):
     def proved_itself(self) -> None:
         """The worker works: no back-off if it is lost now."""
 
-    async def inquest(self) -> Cause:
+    async def inquest(self) -> ExitCause:
         """Why the worker that has just been lost was."""
 
 
-class Engaged(Protocol):
+class WorkerListener(Protocol):
     """Who is told what happens on the seat."""
 
-    def expect(self, facts: ModelFacts) -> None:
+    def expect(self, facts: WorkerModelFacts) -> None:
         """Raise WorkerMismatch unless this worker gives the same text as those before and beside it."""
 
-    def worker_up(self, seat: Seat) -> None: ...
+    def worker_up(self, seat: WorkerConnection) -> None: ...
 
-    def worker_report(self, seat: Seat, report: worker_pb2.StepReport) -> None: ...
+    def worker_report(self, seat: WorkerConnection, report: worker_pb2.StepReport) -> None: ...
 
-    def worker_away(self, seat: Seat) -> None:
+    def worker_away(self, seat: WorkerConnection) -> None:
         """The worker is lost; why is yet to be found out."""
 
-    def worker_lost(self, seat: Seat, lost: Scheduler, cause: Cause) -> None: ...
+    def worker_lost(self, seat: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None: ...
 
 
-class Seat:
+class WorkerConnection:
     """Keeps one worker connected, incarnation after incarnation.
 
     Each incarnation has a scheduler of its own: with the worker, its pages and prefix cache are gone.
@@ -82,7 +82,7 @@ class Seat:
         self,
         source: WorkerSource,
         *,
-        schedule: Callable[[ModelFacts], Scheduler],
+        schedule: Callable[[WorkerModelFacts], Scheduler],
         tokenizer_hash: str | None,
         worker_timeout: float,
         max_prefill_rows: int,
@@ -164,7 +164,7 @@ class Seat:
             link.give_up(f"did not end within {ENDING_SECONDS:g} s of being told to")
             await self.until(lambda: self._link is not link)
 
-    async def run(self, engaged: Engaged) -> None:
+    async def run(self, engaged: WorkerListener) -> None:
         """For ever; raises WorkerStartFailed once there is no hope of a worker here. May be run again then."""
         num_failed_starts = 0
         task = asyncio.current_task()
@@ -197,13 +197,13 @@ class Seat:
                 self.trouble = f"{type(error).__name__} in the router"
                 logger.exception("%s is started again after an error of the router", self.source.name)
 
-    async def _converse(self, address: str, engaged: Engaged, watchdog: Watchdog) -> None:
+    async def _converse(self, address: str, engaged: WorkerListener, watchdog: Watchdog) -> None:
         async with Link(
             address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash, credentials=self.source.credentials
         ) as link:
             if link.hello.incarnation == self.retired:
                 raise LinkLost(f"the worker at {address} has not ended yet")
-            facts = ModelFacts.from_hello(link.hello)
+            facts = WorkerModelFacts.from_hello(link.hello)
             engaged.expect(facts)
             scheduler = self._schedule(facts)
             start = worker_pb2.Start(
@@ -215,7 +215,7 @@ class Seat:
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1
             self.incarnation = link.hello.incarnation
-            cause = Cause.OUTSIDE
+            cause = ExitCause.OUTSIDE
             try:
                 engaged.worker_up(self)
                 self.retired, self.left, self.is_given_up = None, None, False
@@ -230,12 +230,12 @@ class Seat:
                 if isinstance(error, LinkEnded):
                     self.left = link.hello.incarnation
                 if isinstance(error, LinkStalled | ProtocolViolation):
-                    cause = Cause.ITSELF
+                    cause = ExitCause.ITSELF
                 else:
                     cause = await self.source.inquest()  # gives one that was told to end the time for it, too
                 if self.retired is not None or self.left is not None:
-                    cause = Cause.OUTSIDE
-                if cause is Cause.OUTSIDE:
+                    cause = ExitCause.OUTSIDE
+                if cause is ExitCause.OUTSIDE:
                     self._works()
                 else:
                     self.num_crashes += 1
@@ -245,7 +245,7 @@ class Seat:
                 engaged.worker_lost(self, scheduler, cause)
                 self._news.set()
 
-    async def _listen(self, link: Link, scheduler: Scheduler, engaged: Engaged, watchdog: Watchdog) -> None:
+    async def _listen(self, link: Link, scheduler: Scheduler, engaged: WorkerListener, watchdog: Watchdog) -> None:
         """Pass on what the worker says, until it is lost."""
         clock = asyncio.get_running_loop().time
         begun = last_step = last_grammar = clock()  # seconds; of the latter two, when nothing was due, too

@@ -11,12 +11,12 @@ from types import TracebackType
 from space_router.engine.errors import WorkerStartFailed
 from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.supervisor import Supervisor
-from space_router.engine.workers.worker_connection import Engaged, Seat, WorkerSource
+from space_router.engine.workers.worker_connection import WorkerConnection, WorkerListener, WorkerSource
 
 logger = logging.getLogger(__name__)
 
 
-class Roster:
+class WorkerPool:
     """A seat for each worker, kept as long as there is hope of one.
 
         async with Roster(sources, seat_for=..., engaged=engine, hopeless=...) as roster:
@@ -30,8 +30,8 @@ class Roster:
         self,
         sources: Sequence[WorkerSource],
         *,
-        seat_for: Callable[[WorkerSource, int], Seat],
-        engaged: Engaged,
+        seat_for: Callable[[WorkerSource, int], WorkerConnection],
+        engaged: WorkerListener,
         hopeless: Callable[[WorkerStartFailed], None],
     ) -> None:
         """`seat_for`: a seat for a source, with its number; `engaged`: who is told what happens there; `hopeless`: told
@@ -42,12 +42,12 @@ class Roster:
         self._engaged = engaged
         self._hopeless = hopeless
         self._follows = not sources
-        self._followed: dict[str, Seat] = {}  # by address
-        self._tasks: dict[Seat, asyncio.Task[None]] = {}
+        self._followed: dict[str, WorkerConnection] = {}  # by address
+        self._tasks: dict[WorkerConnection, asyncio.Task[None]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._exit = AsyncExitStack()
 
-    async def __aenter__(self) -> Roster:
+    async def __aenter__(self) -> WorkerPool:
         for source in (seat.source for seat in self.seats if isinstance(seat.source, Supervisor)):
             await self._exit.enter_async_context(source)
         for seat in self.seats:
@@ -89,17 +89,17 @@ class Roster:
                 self.seats.append(seat)
                 self._seated(seat)
 
-    def _seated(self, seat: Seat) -> None:
+    def _seated(self, seat: WorkerConnection) -> None:
         self._tasks[seat] = asyncio.create_task(self._keep(seat))
 
-    def _dismiss(self, seat: Seat) -> None:
+    def _dismiss(self, seat: WorkerConnection) -> None:
         """Nobody is expected there any more."""
         if seat in self.seats:
             self.seats.remove(seat)
             self._tasks.pop(seat).cancel()
             seat.give_up()
 
-    async def _keep(self, seat: Seat) -> None:
+    async def _keep(self, seat: WorkerConnection) -> None:
         """Run one seat as long as there is hope of a worker there."""
         while True:
             try:

@@ -10,7 +10,7 @@ from space_router.text.tool_calls.parser import Form
 
 
 @dataclass(frozen=True)
-class Layout:
+class ToolCallLayout:
     """How calls are written where they must be: `trigger opening CALL between CALL closing`."""
 
     before_name: str
@@ -29,7 +29,7 @@ class ToolFormat:
     name: str
     form: Form
     markers: tuple[str, ...]  # special tokens that it is read by
-    layout: Layout | None  # None: calls are read, but nobody can be made to write one
+    layout: ToolCallLayout | None  # None: calls are read, but nobody can be made to write one
     short_ids: bool = False  # templates of this format take ids of nine letters and digits only
 
 
@@ -37,7 +37,7 @@ _HERMES = ToolFormat(
     "hermes",
     forms.hermes,
     (forms.OPEN, forms.CLOSE),
-    Layout(
+    ToolCallLayout(
         '\n{"name": "',
         '", "arguments": ',
         "}\n" + forms.CLOSE,
@@ -49,20 +49,22 @@ _LLAMA_3 = ToolFormat(
     "llama3_json",
     forms.llama3_json,
     (forms.PYTHON_TAG,),
-    Layout('{"name": "', '", "parameters": ', "}", between="; "),
+    ToolCallLayout('{"name": "', '", "parameters": ', "}", between="; "),
 )
 _MISTRAL = ToolFormat(
     "mistral",
     forms.mistral,
     (forms.TOOL_CALLS, forms.CALL_ID, forms.ARGS),
-    Layout('{"name": "', '", "arguments": ', "}", trigger=forms.TOOL_CALLS, opening="[", between=", ", closing="]"),
+    ToolCallLayout(
+        '{"name": "', '", "arguments": ', "}", trigger=forms.TOOL_CALLS, opening="[", between=", ", closing="]"
+    ),
     short_ids=True,
 )
 _MISTRAL_NAMED = ToolFormat(
     "mistral",
     forms.mistral,
     _MISTRAL.markers,
-    Layout("", forms.ARGS, "", trigger=forms.TOOL_CALLS, between=forms.TOOL_CALLS),
+    ToolCallLayout("", forms.ARGS, "", trigger=forms.TOOL_CALLS, between=forms.TOOL_CALLS),
     short_ids=True,
 )
 _PYTHONIC = ToolFormat("pythonic", forms.pythonic, (forms.PYTHON_START, forms.PYTHON_END), None)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from space_router.text.tool_calls.format import Layout
+from space_router.text.tool_calls.format import ToolCallLayout
 
 SpecialId = Callable[[str], int | None]
 """The id of a special token; None for text that is none."""
@@ -14,7 +14,9 @@ _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", 
 _CALL_KEYS = "name|function|type|id|parameters|arguments"
 
 
-def calls_only(layout: Layout, tools: Mapping[str, Mapping[str, Any]], special_id: SpecialId, *, many: bool) -> str:
+def calls_only(
+    layout: ToolCallLayout, tools: Mapping[str, Mapping[str, Any]], special_id: SpecialId, *, many: bool
+) -> str:
     """One call, or with `many` one or more, and nothing else. `tools`: JSON schemas of the arguments by name."""
     rules = _rules(layout, tools, special_id, many=many)
     return "\n".join(["start: " + _joined(_terminal(layout.trigger, special_id), "calls"), *rules])
@@ -22,7 +24,7 @@ def calls_only(layout: Layout, tools: Mapping[str, Mapping[str, Any]], special_i
 
 def calls_or(
     answer: Mapping[str, Any] | None,
-    layout: Layout,
+    layout: ToolCallLayout,
     tools: Mapping[str, Mapping[str, Any]],
     special_id: SpecialId,
     *,
@@ -47,7 +49,7 @@ def calls_or(
 
 
 def _rules(
-    layout: Layout, tools: Mapping[str, Mapping[str, Any]], special_id: SpecialId, *, many: bool
+    layout: ToolCallLayout, tools: Mapping[str, Mapping[str, Any]], special_id: SpecialId, *, many: bool
 ) -> Sequence[str]:
     terminal = {name: _terminal(text, special_id) for name, text in vars(layout).items()}
     more = f"({_joined(terminal['between'], 'call')})*" if many else ""
