@@ -195,10 +195,10 @@ def main() -> None:
                 kind, source = said
                 single = _bytes_and(_special_ids(source) if kind == "lark" else frozenset()) if known is None else known
                 compile_grammar(single, kind, source)
-            verdict = None
+            verification = None
         except GrammarError as error:
-            verdict = str(error)
-        sys.stdout.buffer.write(json.dumps(verdict).encode() + b"\n")
+            verification = str(error)
+        sys.stdout.buffer.write(json.dumps(verification).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -50,8 +50,8 @@ class GrammarProcess:
         answer = self._exchange([kind, source], seconds)
         if answer is None:
             return None
-        verdict: str | None = json.loads(answer)
-        return [] if verdict is None else [verdict]
+        verification: str | None = json.loads(answer)
+        return [] if verification is None else [verification]
 
     def _exchange(self, said: object, seconds: float) -> bytes | None:
         deadline = time.monotonic() + seconds

@@ -178,9 +178,9 @@ def _first_request(service: Service) -> tuple[str, dict[str, object]]:
 def _description(facts: WorkerModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
-    decree = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
+    synthetic_accept = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
     said = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
-    return said + decree if facts.synthetic_acceptance else said
+    return said + synthetic_accept if facts.synthetic_acceptance else said
 
 
 def _workers(config: ServeConfig) -> str:

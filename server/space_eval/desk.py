@@ -50,7 +50,7 @@ class Record:
     request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    verdicts: list[tuple[int, int]] = field(default_factory=list)  # (drafted, accepted) of every decode step
+    verifications: list[tuple[int, int]] = field(default_factory=list)  # (drafted, accepted) of every decode step
     drafted_by: list[pb.DraftSource.ValueType] = field(default_factory=list)  # of each of these steps
     finish: pb.Finish.ValueType = pb.FINISH_NONE
     num_computed: int = 0  # of its present life
@@ -193,7 +193,7 @@ class Desk:
         if record.tokens and sequence.num_computed > len(record.ids) - 1:
             raise DeskError(f"{sequence.num_computed} ids computed, {len(record.ids)} known: the last never is.")
         if sequence.decoded:
-            record.verdicts.append((sequence.num_drafted, sequence.num_accepted))
+            record.verifications.append((sequence.num_drafted, sequence.num_accepted))
             record.drafted_by.append(sequence.draft_source)
         if sequence.finish != pb.FINISH_NONE:
             record.finish = sequence.finish

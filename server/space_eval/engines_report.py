@@ -56,7 +56,7 @@ class ModelResult:
     points: Sequence[PointResult]
 
 
-def verdict(ratio: float) -> str:
+def verification(ratio: float) -> str:
     """`ahead`, `level` or `behind`."""
     return "level" if 1 / (1 + TIE) < ratio < 1 + TIE else "ahead" if ratio > 1 else "behind"
 
@@ -127,7 +127,7 @@ def _ratios(result: ModelResult) -> list[str]:
             if bound is not None and cell.bound is not None:
                 b = cell.bound
                 parts = [f"{bound:.2f}", f"{b['tokens_per_step']:.2f}", f"{b['num_rows']:.1f}", f"{b['cost']:.2f}"]
-            lines.append(_line([cell.arm, r.point.name, best.name, ratio.shown(), verdict(ratio.median), *parts]))
+            lines.append(_line([cell.arm, r.point.name, best.name, ratio.shown(), verification(ratio.median), *parts]))
     return lines
 
 

@@ -20,9 +20,9 @@ from space_eval.equivalence_cell import (
     MAX_TOKENS,
     SOURCES,
     Cell,
-    law_of_seat,
     layout_for,
     limits_for,
+    params_of_index,
     sampling_for,
 )
 from space_eval.watched_model import WatchedModel, fill_with_nan, without_draft_head
@@ -62,30 +62,30 @@ class Subject:
         banned = {*self.model.facts.mask_ids, *self.model.facts.eos_ids}
         return [id_ for id_ in range(self.model.facts.vocab_size) if id_ not in banned]
 
-    def prompt(self, seat: int, *, long: bool) -> tuple[int, ...]:
+    def prompt(self, connection: int, *, long: bool) -> tuple[int, ...]:
         """Arbitrary ids, the same each time."""
-        rng = np.random.default_rng((self.seed, seat))
-        return tuple(int(id_) for id_ in rng.choice(self.live_ids, LONG_PROMPT if long else PROMPT_LENGTHS[seat]))
+        rng = np.random.default_rng((self.seed, connection))
+        return tuple(int(id_) for id_ in rng.choice(self.live_ids, LONG_PROMPT if long else PROMPT_LENGTHS[connection]))
 
-    def request(self, seat: int, temperature: float, processor: str, *, long: bool = False) -> Request:
-        """What seat `seat` asks for under a law. Seats 0 and 2 ask for log-probabilities."""
-        seed = (1 << 64) - 1 - seat
-        max_tokens = MAX_TOKENS_OF_SEAT[seat]
+    def request(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> Request:
+        """What seat `connection` asks for under a law. Seats 0 and 2 ask for log-probabilities."""
+        seed = (1 << 64) - 1 - connection
+        max_tokens = MAX_TOKENS_OF_SEAT[connection]
         if processor == "none":
             sampling, limits = pb.Sampling(seed=seed, temperature=temperature), pb.Limits(max_tokens=max_tokens)
         else:
-            base = self.plain(seat, temperature, "none", long=long).tokens
+            base = self.plain(connection, temperature, "none", long=long).tokens
             sampling = sampling_for(temperature, processor, base, self.live_ids, seed)
             limits = limits_for(processor, base, max_tokens)
-        adapter = self.adapters[seat % len(self.adapters)]
-        prompt = self.prompt(seat, long=long)
-        return Request(prompt, sampling, limits, want_logprobs=seat % 2 == 0, num_logprobs=4, adapter=adapter)
+        adapter = self.adapters[connection % len(self.adapters)]
+        prompt = self.prompt(connection, long=long)
+        return Request(prompt, sampling, limits, want_logprobs=connection % 2 == 0, num_logprobs=4, adapter=adapter)
 
-    def plain(self, seat: int, temperature: float, processor: str, *, long: bool = False) -> Record:
+    def plain(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> Record:
         """Plain decoding: alone, undisturbed, the prompt whole, no drafts, no masks."""
-        key = (seat, temperature, processor, long)
+        key = (connection, temperature, processor, long)
         if key not in self._plain:
-            record = Record(replace(self.request(seat, temperature, processor, long=long), adapter=""))
+            record = Record(replace(self.request(connection, temperature, processor, long=long), adapter=""))
             worker = make_worker(without_draft_head(self.base or self.model), FixedLayout.full(0), None)
             desk = Desk(worker)
             desk.admit(record)
@@ -123,26 +123,26 @@ def check_cell(subject: Subject, cell: Cell) -> None:
 def check_sources(subject: Subject, cell: Cell) -> dict[str, list[tuple[int, int]]]:
     """Run a cell with drafts from each source beside the masks: its verdicts. Raises Mismatch as `check_cell` does."""
     runs = {drafts: Run(subject, cell, drafts).finished() for drafts in SOURCES}
-    verdicts = {drafts: [v for r in records for v in _by_sources(r)] for drafts, records in runs.items()}
-    k = max(layout_for(cell.layout, seat).num_drafts for seat in range(len(runs["lookup"])))
-    require_every_length(cell, k, [verdict for known in verdicts.values() for verdict in known])
-    return verdicts
+    verifications = {drafts: [v for r in records for v in _by_sources(r)] for drafts, records in runs.items()}
+    k = max(layout_for(cell.layout, connection).num_drafts for connection in range(len(runs["lookup"])))
+    require_every_length(cell, k, [verification for known in verifications.values() for verification in known])
+    return verifications
 
 
 def _by_sources(record: Record) -> list[tuple[int, int]]:
     """Verdicts on drafts that no mask made, but for the last step's, which may be cut."""
     return [
-        verdict
-        for verdict, source in zip(record.verdicts[:-1], record.drafted_by, strict=False)
+        verification
+        for verification, source in zip(record.verifications[:-1], record.drafted_by, strict=False)
         if source != pb.DRAFT_SOURCE_MASKS
     ]
 
 
-def require_every_length(cell: Cell, k: int, verdicts: Sequence[tuple[int, int]]) -> None:
+def require_every_length(cell: Cell, k: int, verifications: Sequence[tuple[int, int]]) -> None:
     """Of the drafts of some step none was accepted, of another's some, of another's all of a whole chain."""
-    _require((k, k) in verdicts, cell, f"a whole chain of {k} was never accepted (a = k)")
-    _require(any(d > 0 == a for d, a in verdicts), cell, "no draft was ever rejected at once (a = 0)")
-    _require(k == 1 or any(0 < a < d for d, a in verdicts), cell, "no chain was accepted in part (0 < a < k)")
+    _require((k, k) in verifications, cell, f"a whole chain of {k} was never accepted (a = k)")
+    _require(any(d > 0 == a for d, a in verifications), cell, "no draft was ever rejected at once (a = 0)")
+    _require(k == 1 or any(0 < a < d for d, a in verifications), cell, "no chain was accepted in part (0 < a < k)")
 
 
 def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
@@ -150,24 +150,30 @@ def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
 
     The last step of a text may be cut: there fewer drafts count as accepted than agreed (but none only if none did).
     """
-    seats = range(len(runs["own"]))
-    k = max(layout_for(cell.layout, seat).num_drafts for seat in seats)
+    connections = range(len(runs["own"]))
+    k = max(layout_for(cell.layout, connection).num_drafts for connection in connections)
     if k == 0:
         return
-    seen = {kind: [v for r in records for v in r.verdicts[:-1] if v[0] > 0] for kind, records in runs.items()}
+    seen = {kind: [v for r in records for v in r.verifications[:-1] if v[0] > 0] for kind, records in runs.items()}
     for drafted, accepted in seen["oracle"]:
         _require(accepted == drafted, cell, f"of {drafted} oracle drafts only {accepted} were accepted")
     for drafted, accepted in seen["wrong"]:
         _require(accepted == 0, cell, f"of {drafted} drafts whose first is wrong {accepted} were accepted")
-    for seat, record in enumerate(runs["half"]):
-        own = layout_for(cell.layout, seat).num_drafts
-        for drafted, accepted in record.verdicts[:-1]:
+    for connection, record in enumerate(runs["half"]):
+        own = layout_for(cell.layout, connection).num_drafts
+        for drafted, accepted in record.verifications[:-1]:
             if own > 1 and drafted == own:
                 _require(0 < accepted < own, cell, f"of {own} half-right drafts {accepted} were accepted")
-    union = [verdict for records in runs.values() for r in records for verdict in r.verdicts if verdict[0] > 0]
+    union = [
+        verification
+        for records in runs.values()
+        for r in records
+        for verification in r.verifications
+        if verification[0] > 0
+    ]
     _require(any(a == 0 for _, a in union), cell, "no draft was ever rejected at once (a = 0)")
     _require((k, k) in union, cell, f"a whole chain of {k} was never accepted (a = k)")
-    in_part = any(0 < a < drafted for verdicts in seen.values() for drafted, a in verdicts)
+    in_part = any(0 < a < drafted for verifications in seen.values() for drafted, a in verifications)
     _require(k == 1 or in_part, cell, "no chain was accepted in part (0 < a < k)")
 
 
@@ -182,16 +188,16 @@ class Run:
     def __init__(self, subject: Subject, cell: Cell, drafts: str) -> None:
         self._subject, self._cell, self._drafts = subject, cell, drafts
         self._model = WatchedModel(subject.model if cell.head else without_draft_head(subject.model))
-        self._seats = range(len(PROMPT_LENGTHS) if cell.company == "batch" else 1)
+        self._connections = range(len(PROMPT_LENGTHS) if cell.company == "batch" else 1)
         self._records, self._plain = [], []
-        for seat in self._seats:
-            law, long = law_of_seat(cell, seat), cell.context == "long" and seat == 0
-            plain = subject.plain(seat, *law, long=long)
+        for connection in self._connections:
+            sampling_params, long = params_of_index(cell, connection), cell.context == "long" and connection == 0
+            plain = subject.plain(connection, *sampling_params, long=long)
             prediction = _prediction(drafts, plain.tokens, subject.live_ids)
-            request = replace(subject.request(seat, *law, long=long), prediction=prediction)
+            request = replace(subject.request(connection, *sampling_params, long=long), prediction=prediction)
             self._records.append(Record(request))
             self._plain.append(plain)
-        self._waiting = list(self._seats)
+        self._waiting = list(self._connections)
         self._left: set[int] = set()
         self._kept: list[int] = []  # pages of the prompt that seat 0 finds computed
         self._open()
@@ -214,8 +220,8 @@ class Run:
                 turned = True
                 self._preempt() if self._cell.life == "preempted" else self._restart()
         self._close()
-        for seat in self._seats:
-            self._compare(seat)
+        for connection in self._connections:
+            self._compare(connection)
         return self._records
 
     def _open(self) -> None:
@@ -223,8 +229,8 @@ class Run:
         right, live_ids = RIGHT.get(self._drafts), self._subject.live_ids
         self._source = ScriptedDrafts(right, live_ids) if right is not None else None
         sources = DraftSources(lookup="lookup" in self._drafts) if self._drafts in SOURCES else None
-        self._seat_of: dict[int, int] = {}
-        controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._seat_of.get(room.seq_id, 0)))
+        self._connection_of: dict[int, int] = {}
+        controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._connection_of.get(room.seq_id, 0)))
         worker = make_worker(self._model, controller, self._source, sources=sources)
         rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
         self._desk = Desk(worker, max_prefill_rows=rows)
@@ -245,29 +251,33 @@ class Run:
         passes = self._model.num_forwards - self._first_forward
         _require(passes == self._desk.num_steps, self._cell, f"{self._desk.num_steps} steps took {passes} passes")
 
-    def _admit(self, seat: int) -> None:
-        seq_id = self._desk.admit(self._records[seat], shared=self._kept if seat == 0 else ())
-        self._seat_of[seq_id] = seat
+    def _admit(self, connection: int) -> None:
+        seq_id = self._desk.admit(self._records[connection], shared=self._kept if connection == 0 else ())
+        self._connection_of[seq_id] = connection
         if self._source is not None:
-            k = layout_for(self._cell.layout, seat).num_drafts
-            self._source.futures[seq_id] = Future(self._plain[seat].ids, k)
+            k = layout_for(self._cell.layout, connection).num_drafts
+            self._source.futures[seq_id] = Future(self._plain[connection].ids, k)
 
     def _compute_prefix(self) -> None:
         """An earlier sequence with the same prompt and more computes its pages; seat 0 may share the whole ones."""
         request = self._records[0].request
         earlier = Record(Request((*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6)))
         seq_id = self._desk.admit(earlier)
-        self._seat_of[seq_id] = 0
+        self._connection_of[seq_id] = 0
         self._desk.run(lambda: earlier.num_computed >= len(request.prompt))
         self._kept = self._desk.pages[seq_id][: (len(request.prompt) - 1) // BLOCK_SIZE]
         self._desk.keep(self._kept)
         self._desk.release_and_wait(seq_id)
 
     def _let_leave(self) -> None:
-        for seat, after in LEAVES_AFTER.items():
-            if seat in self._seats and seat not in self._left and len(self._records[seat].tokens) >= after:
-                self._left.add(seat)
-                if (seq_id := self._records[seat].seq_id) in self._desk.records and seq_id is not None:
+        for connection, after in LEAVES_AFTER.items():
+            if (
+                connection in self._connections
+                and connection not in self._left
+                and len(self._records[connection].tokens) >= after
+            ):
+                self._left.add(connection)
+                if (seq_id := self._records[connection].seq_id) in self._desk.records and seq_id is not None:
                     self._desk.release(seq_id)
 
     def _preempt(self) -> None:
@@ -278,28 +288,32 @@ class Run:
 
     def _restart(self) -> None:
         """A new worker, with empty pages; every living sequence comes back with all it has said."""
-        living = [seat for seat in self._seats if seat not in self._waiting and self._records[seat] in self._living()]
+        living = [
+            connection
+            for connection in self._connections
+            if connection not in self._waiting and self._records[connection] in self._living()
+        ]
         self._kept = []
         self._open()
-        for seat in living:
-            self._admit(seat)
+        for connection in living:
+            self._admit(connection)
 
     def _living(self) -> list[Record]:
         return [r for r in self._desk.records.values() if r.finish == pb.FINISH_NONE and not self._has_left(r)]
 
     def _has_left(self, record: Record) -> bool:
-        return any(self._records[seat] is record for seat in self._left)
+        return any(self._records[connection] is record for connection in self._left)
 
-    def _compare(self, seat: int) -> None:
+    def _compare(self, connection: int) -> None:
         """Ids, reason of the end and log-probabilities, to the last bit."""
-        ours, plain = self._records[seat], self._plain[seat]
-        wanted = plain.tokens[: len(ours.tokens)] if seat in self._left else plain.tokens
-        where = f"[{self._subject.name}-{self._cell}, {self._drafts} drafts, seat {seat}]"
+        ours, plain = self._records[connection], self._plain[connection]
+        wanted = plain.tokens[: len(ours.tokens)] if connection in self._left else plain.tokens
+        where = f"[{self._subject.name}-{self._cell}, {self._drafts} drafts, seat {connection}]"
         if (at := first_difference(ours.tokens, wanted)) is not None:
             raise Mismatch(f"{where} {describe_difference(at, ours, plain)}")
-        if seat not in self._left and ours.finish != plain.finish:
+        if connection not in self._left and ours.finish != plain.finish:
             raise Mismatch(f"{where} ended with {ours.finish}, plain decoding with {plain.finish}.")
-        logprobs = plain.logprobs[: len(ours.logprobs)] if seat in self._left else plain.logprobs
+        logprobs = plain.logprobs[: len(ours.logprobs)] if connection in self._left else plain.logprobs
         if (at := first_difference(ours.logprobs, logprobs)) is not None:
             raise Mismatch(f"{where} same ids, other log-probabilities. {describe_difference(at, ours, plain)}")
 

@@ -72,7 +72,7 @@ class Cell:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
 
 
-def layout_for(name: str, seat: int) -> DraftLayout:
+def layout_for(name: str, connection: int) -> DraftLayout:
     """The layout of the sequence in seat 0, 1, 2, … of the batch."""
     if name == "pruned":
         return DraftLayout.pruned(4, 5, 9, (1.0, 0.7, 0.5, 0.3, 0.2, 0.1))
@@ -85,7 +85,7 @@ def layout_for(name: str, seat: int) -> DraftLayout:
             DraftLayout(5, (5, 0, 2, 0, 1, 0)),
             DraftLayout.full(1, 1),
         )
-        return mixed[seat % len(mixed)]
+        return mixed[connection % len(mixed)]
     k = int(name.removeprefix("k"))
     return DraftLayout.full(k, k) if k else DraftLayout.plain()
 
@@ -97,38 +97,38 @@ def sampling_for(
 
     `live_ids`: ids that may be sampled at all.
     """
-    law = pb.Sampling(seed=seed, temperature=temperature)
+    sampling_params = pb.Sampling(seed=seed, temperature=temperature)
     everything = processor == "all"
     if processor == FEW_IDS:
-        law.allowed_ids.extend(live_ids[:3])
+        sampling_params.allowed_ids.extend(live_ids[:3])
     if everything or processor == "top_k":
-        law.top_k = 12
+        sampling_params.top_k = 12
     if everything or processor == "top_p":
-        law.top_p = 0.7
+        sampling_params.top_p = 0.7
     if everything or processor == "min_p":
-        law.min_p = 0.1
+        sampling_params.min_p = 0.1
     if everything or processor == "typical_p":
-        law.typical_p = 0.6
+        sampling_params.typical_p = 0.6
     if everything or processor == "presence":
-        law.presence_penalty = 1.5
+        sampling_params.presence_penalty = 1.5
     if everything or processor == "frequency":
-        law.frequency_penalty = 0.7
+        sampling_params.frequency_penalty = 0.7
     if everything or processor == "repetition":
-        law.repetition_penalty = 1.4
+        sampling_params.repetition_penalty = 1.4
     if everything or processor == "logit_bias":
-        law.logit_bias[base[0]] = -2.5
-        law.logit_bias[live_ids[7]] = 2.0
+        sampling_params.logit_bias[base[0]] = -2.5
+        sampling_params.logit_bias[live_ids[7]] = 2.0
     if everything or processor == "bad_words":
         # Half the pairs of the text's own ids: bans that bite at many places of a chain.
         own = list(dict.fromkeys(base))
         pairs = [(head, last) for i, head in enumerate(own) for j, last in enumerate(own) if (i + j) % 2]
-        law.bad_words.extend(pb.IdRun(ids=pair) for pair in pairs)
-        law.bad_words.extend([pb.IdRun(ids=base[5:8]), pb.IdRun(ids=[live_ids[3]])])
+        sampling_params.bad_words.extend(pb.IdRun(ids=pair) for pair in pairs)
+        sampling_params.bad_words.extend([pb.IdRun(ids=base[5:8]), pb.IdRun(ids=[live_ids[3]])])
     if everything or processor == "allowed_ids":
-        law.allowed_ids.extend(sorted({*live_ids[::2], *live_ids[7:10]}))
+        sampling_params.allowed_ids.extend(sorted({*live_ids[::2], *live_ids[7:10]}))
     if everything or processor == "min_tokens":
-        law.min_tokens = 9
-    return law
+        sampling_params.min_tokens = 9
+    return sampling_params
 
 
 def limits_for(processor: str, base: Sequence[int], max_tokens: int = MAX_TOKENS) -> pb.Limits:
@@ -149,9 +149,9 @@ def _late(base: Sequence[int], most: int) -> int:
     return max(base[:most], key=base.index)
 
 
-def law_of_seat(cell: Cell, seat: int) -> tuple[float, str]:
+def params_of_index(cell: Cell, connection: int) -> tuple[float, str]:
     """Seat 0 has the cell's law; the others in the batch have laws of their own, so that rows must not mix."""
-    if seat == 0 or cell.processor == FEW_IDS:
+    if connection == 0 or cell.processor == FEW_IDS:
         return cell.temperature, cell.processor
     at = PROCESSORS.index(cell.processor)
-    return TEMPERATURES[(at + seat) % len(TEMPERATURES)], PROCESSORS[(at + 4 * seat) % len(PROCESSORS)]
+    return TEMPERATURES[(at + connection) % len(TEMPERATURES)], PROCESSORS[(at + 4 * connection) % len(PROCESSORS)]

@@ -131,11 +131,11 @@ class Contest:
 
     def run(self, drafted: Verdicts, against: Verdicts, accepted: Counter[str], until: float) -> None:
         """Add what is found; as much as there is time for."""
-        for seat in range(1 if self._dry else NUM_SEATS):
-            plain = self._plain_text(seat, 0.0)
+        for connection in range(1 if self._dry else NUM_SEATS):
+            plain = self._plain_text(connection, 0.0)
             prompt = plain.request.prompt
             found = partings(
-                f"{self._name} against generate, seat {seat}",
+                f"{self._name} against generate, seat {connection}",
                 prompt,
                 plain.tokens,
                 functools.partial(self._generated, prompt, len(plain.tokens)),
@@ -153,45 +153,45 @@ class Contest:
         live_ids = self._subject.live_ids
         source = None if drafts == "own" else ScriptedDrafts(RIGHT[drafts], live_ids)
         desk = Desk(make_worker(self._model, FixedLayout.full(k), source, num_blocks=NUM_BLOCKS))
-        records = [Record(self._request(seat, heat)) for seat in range(NUM_SEATS)]
-        for seat, record in enumerate(records):
+        records = [Record(self._request(connection, heat)) for connection in range(NUM_SEATS)]
+        for connection, record in enumerate(records):
             seq_id = desk.admit(record)
             if source is not None:
-                source.futures[seq_id] = Future(self._plain_text(seat, heat).ids, k)
+                source.futures[seq_id] = Future(self._plain_text(connection, heat).ids, k)
             desk.step()
         desk.run(lambda: not desk.records)
         desk.check_all_free()
-        for seat, record in enumerate(records):
-            where = f"{self._name} T={heat:g} k={k}, {drafts} drafts, seat {seat}"
+        for connection, record in enumerate(records):
+            where = f"{self._name} T={heat:g} k={k}, {drafts} drafts, seat {connection}"
             found = partings(
                 where,
                 record.request.prompt,
                 record.tokens,
-                functools.partial(self._plain_behind, seat, heat),
+                functools.partial(self._plain_behind, connection, heat),
                 self._judge,
                 record.request.sampling,
             )
             drafted.add(found, len(record.tokens))
-            for chain, count in [verdict for verdict in record.verdicts[:-1] if verdict[0]]:
+            for chain, count in [verification for verification in record.verifications[:-1] if verification[0]]:
                 accepted["a = 0" if count == 0 else "a = k" if count == chain else "0 < a < k"] += 1
 
     def _generated(self, prompt: Sequence[int], num_tokens: int, known: Sequence[int]) -> list[int]:
         return self._oracle.generate([*prompt, *known], num_tokens - len(known))
 
-    def _request(self, seat: int, heat: float) -> Request:
-        request = self._subject.request(seat, heat, "none")
+    def _request(self, connection: int, heat: float) -> Request:
+        request = self._subject.request(connection, heat, "none")
         return replace(request, limits=pb.Limits(max_tokens=self._num_tokens), want_logprobs=False, num_logprobs=0)
 
-    def _plain_text(self, seat: int, heat: float) -> Record:
-        if (seat, heat) not in self._plain:
-            self._plain[seat, heat] = self._decoded(Record(self._request(seat, heat)))
-        return self._plain[seat, heat]
+    def _plain_text(self, connection: int, heat: float) -> Record:
+        if (connection, heat) not in self._plain:
+            self._plain[connection, heat] = self._decoded(Record(self._request(connection, heat)))
+        return self._plain[connection, heat]
 
-    def _plain_behind(self, seat: int, heat: float, known: Sequence[int]) -> list[int]:
+    def _plain_behind(self, connection: int, heat: float, known: Sequence[int]) -> list[int]:
         """What plain decoding says behind the first ids of another text."""
         if not known:
-            return self._plain_text(seat, heat).tokens
-        return self._decoded(Record(self._request(seat, heat), tokens=list(known))).tokens[len(known) :]
+            return self._plain_text(connection, heat).tokens
+        return self._decoded(Record(self._request(connection, heat), tokens=list(known))).tokens[len(known) :]
 
     def _decoded(self, record: Record) -> Record:
         desk = Desk(make_worker(self._model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))

@@ -15,7 +15,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.config import StepsHere
-from space_server.device_runner.device_steps import why_on_host
+from space_server.device_runner.device_scheduler import why_on_host
 from space_server.machine.memory import free_bytes
 from space_server.speculation.synthetic_acceptance import NAMED
 from space_server.startup.attention_choice import choose_ops

@@ -77,7 +77,7 @@ def partings(
     prompt: Sequence[int],
     ours: Sequence[int],
     theirs_behind: Callable[[Sequence[int]], Sequence[int]],
-    judge: Judge,
+    verify_sequences: Judge,
     sampling: pb.Sampling,
 ) -> list[Parting]:
     """Every place at which `ours` leaves the other text; behind each the other goes on from our id.
@@ -96,6 +96,6 @@ def partings(
                 found.append(Parting(where, len(prompt) + done + shorter, ends[0], ends[1]))
             break
         known = [*prompt, *ours[: done + same]]
-        found.append(judge.parting(where, known, rest[same], theirs[same], sampling))
+        found.append(verify_sequences.parting(where, known, rest[same], theirs[same], sampling))
         done += same + 1
     return found

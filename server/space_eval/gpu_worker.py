@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server.device_runner.device_steps import why_on_host
+from space_server.device_runner.device_scheduler import why_on_host
 from space_server.machine.memory import free_bytes
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
@@ -118,12 +118,12 @@ def worker(notes: Notebook, until: float) -> None:
     flags = ["--model", "demo", "--device", device, "--dtype", "float32", "--log-level", "info"]
     flags += ["--num-blocks", "512", "--calibration-seconds", "0.2" if notes.dry else "3"]
     subject = Subject("demo", load_model("demo", dtype="float32", device="cpu"), seed=3)
-    judge = _judge(subject)
-    verdicts = Verdicts()
+    verify_sequences = _judge(subject)
+    verifications = Verdicts()
     with WorkerProcess(flags) as process, WorkerLine(process.address()) as line:
         notes.note(f"{line.hello.device}, attention {line.hello.attention}, {line.hello.dtype}")
         desk = Desk(line)
-        plain = [_decode(desk, [_request(subject, seat, num_tokens, drafts=0)])[0][0] for seat in range(4)]
+        plain = [_decode(desk, [_request(subject, connection, num_tokens, drafts=0)])[0][0] for connection in range(4)]
         for batch in (1, crowd):
             rates = {}
             for drafts in (0, NUM_MASKS):
@@ -131,13 +131,13 @@ def worker(notes: Notebook, until: float) -> None:
                 records, rates[drafts] = _decode(desk, asked)
                 for number, record in enumerate(records):
                     where = f"{batch} streams, {drafts} drafts, stream {number}"
-                    _compare(verdicts, where, record, plain[number % 4], desk, judge)
+                    _compare(verifications, where, record, plain[number % 4], desk, verify_sequences)
             for drafts, rate in rates.items():
                 how = "with drafts" if drafts else "plain"
                 notes.figure(f"demo over gRPC, {batch} streams, {how}", rate, "tokens/s")
         desk.check_all_free()
         status = process.stop()
-    _settle(notes, verdicts, "texts over gRPC that drafts changed")
+    _settle(notes, verifications, "texts over gRPC that drafts changed")
     if status:
         raise StageFailed(f"after SIGTERM the worker ended with status {status}")
 
@@ -151,9 +151,9 @@ def device_steps(notes: Notebook, until: float) -> None:
         raise StageNotRun(reason)
     _exact_texts(notes)
     subject = Subject("demo", model, seed=5)
-    judge = _judge(subject)
+    verify_sequences = _judge(subject)
     num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
-    verdicts, rows = Verdicts(), []
+    verifications, rows = Verdicts(), []
     for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
         for batch in crowds:
             rates, texts = {}, {}
@@ -163,25 +163,27 @@ def device_steps(notes: Notebook, until: float) -> None:
                 desk = Desk(worker)
                 asked = [
                     replace(
-                        _request(subject, seat % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
+                        _request(subject, connection % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
                         slots_ahead=num_tokens,
                     )
-                    for seat in range(batch)
+                    for connection in range(batch)
                 ]
                 _decode(desk, asked)  # compiles and captures
                 texts[how], rates[how] = _decode(desk, asked)
                 desk.check_all_free()
                 if how == DEVICE:
                     _check_replays(notes, worker)
-            for seat, (ours, theirs) in enumerate(zip(texts["device"], texts["host"], strict=True)):
-                _compare(verdicts, f"k={k}, batch {batch}, sequence {seat}", ours, theirs, desk, judge)
+            for connection, (ours, theirs) in enumerate(zip(texts["device"], texts["host"], strict=True)):
+                _compare(
+                    verifications, f"k={k}, batch {batch}, sequence {connection}", ours, theirs, desk, verify_sequences
+                )
             name = "auto" if k is None else f"k={k}"
             rows.append(
                 [name, batch, *(f"{rates[how]:.0f}" for how in rates), f"{rates['device'] / rates['host']:.2f}"]
             )
             head = ["layout", "batch", "host, tokens/s", "device, tokens/s", "device/host"]
             notes.table("demo: steps on the host and on the device", head, rows)
-    _settle(notes, verdicts, "texts that device-resident steps changed")
+    _settle(notes, verifications, "texts that device-resident steps changed")
 
 
 def _exact_texts(notes: Notebook) -> None:
@@ -191,8 +193,10 @@ def _exact_texts(notes: Notebook) -> None:
     model = load_model("demo", dtype="float32", device=device_of(notes), exact=True)
     subject = Subject("demo", model, seed=5)
     num_tokens, crowds = (16, (2,)) if notes.dry else (192, (1, 4, 16))
-    asked = [replace(_request(subject, seat, num_tokens, drafts=0), slots_ahead=num_tokens) for seat in range(4)]
-    asked = [replace(one, want_logprobs=seat > 1, num_logprobs=4) for seat, one in enumerate(asked)]
+    asked = [
+        replace(_request(subject, connection, num_tokens, drafts=0), slots_ahead=num_tokens) for connection in range(4)
+    ]
+    asked = [replace(one, want_logprobs=connection > 1, num_logprobs=4) for connection, one in enumerate(asked)]
     plainly = Desk(Worker(model, num_blocks=600, controller=FixedLayout.full(0)))
     plain = [_decode(plainly, [one])[0][0] for one in asked]
     changed, num_texts, accepted = [], 0, Counter[str]()
@@ -208,7 +212,7 @@ def _exact_texts(notes: Notebook) -> None:
                     num_texts += 1
                     if (record.tokens, record.logprobs) != (known.tokens, known.logprobs):
                         changed.append(f"k={k}, batch {batch}, sequence {number}")
-                    accepted.update(_outcome(*verdict) for verdict in record.verdicts if verdict[0])
+                    accepted.update(_outcome(*verification) for verification in record.verifications if verification[0])
             _check_replays(notes, worker)
     notes.figure("exact: texts of device-resident steps that are bitwise equal", num_texts - len(changed))
     notes.figure("exact: texts that device-resident steps changed", len(changed))
@@ -238,10 +242,10 @@ def _judge(subject: Subject) -> Judge:
         return Judge(GreedyOracle(folder, banned_ids=subject.model.facts.mask_ids), torch.float32)
 
 
-def _request(subject: Subject, seat: int, num_tokens: int, *, drafts: int) -> Request:
+def _request(subject: Subject, connection: int, num_tokens: int, *, drafts: int) -> Request:
     """Seats 1 and 3 sample."""
-    sampling = pb.Sampling(seed=seat, temperature=0.8 if seat % 2 else 0.0)
-    prompt = subject.prompt(seat, long=False)
+    sampling = pb.Sampling(seed=connection, temperature=0.8 if connection % 2 else 0.0)
+    prompt = subject.prompt(connection, long=False)
     limits = pb.Limits(max_tokens=num_tokens)
     return Request(prompt, sampling, limits, max_draft_length=drafts, slots_ahead=num_tokens)
 
@@ -258,7 +262,9 @@ def _decode(desk: Desk, requests: Sequence[Request]) -> tuple[list[Record], floa
     return records, made / (time.perf_counter() - begun)
 
 
-def _compare(verdicts: Verdicts, where: str, ours: Record, theirs: Record, desk: Desk, judge: Judge) -> None:
+def _compare(
+    verifications: Verdicts, where: str, ours: Record, theirs: Record, desk: Desk, verify_sequences: Judge
+) -> None:
     def behind(known: Sequence[int]) -> list[int]:
         if not known:
             return theirs.tokens
@@ -267,15 +273,15 @@ def _compare(verdicts: Verdicts, where: str, ours: Record, theirs: Record, desk:
         desk.run(lambda: not desk.records)
         return again.tokens[len(known) :]
 
-    found = partings(where, ours.request.prompt, ours.tokens, behind, judge, ours.request.sampling)
-    verdicts.add(found, len(ours.tokens))
+    found = partings(where, ours.request.prompt, ours.tokens, behind, verify_sequences, ours.request.sampling)
+    verifications.add(found, len(ours.tokens))
 
 
-def _settle(notes: Notebook, verdicts: Verdicts, name: str) -> None:
-    notes.figure("texts compared", verdicts.num_texts)
-    notes.figure("ties", len(verdicts.ties))
-    for tie in verdicts.ties[:8]:
+def _settle(notes: Notebook, verifications: Verdicts, name: str) -> None:
+    notes.figure("texts compared", verifications.num_texts)
+    notes.figure("ties", len(verifications.ties))
+    for tie in verifications.ties[:8]:
         notes.note(f"tie: {tie}")
-    notes.figure(name, len({fault.where for fault in verdicts.faults}))
-    if verdicts.faults:
-        raise StageFailed(f"texts part where it is no tie; the first: {verdicts.faults[0]}")
+    notes.figure(name, len({fault.where for fault in verifications.faults}))
+    if verifications.faults:
+        raise StageFailed(f"texts part where it is no tie; the first: {verifications.faults[0]}")

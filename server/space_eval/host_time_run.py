@@ -51,7 +51,7 @@ class HostSeconds:
     plan: float  # layouts, and who runs
     pack: float  # rows of the segments
     attend: float  # attention plan
-    judge: float  # laws of the rows, verdict, ends
+    verify_sequences: float  # laws of the rows, verdict, ends
     propose: float  # whose drafts, and which rows they come from
     settle: float  # sequences move on; the report is built
     other: float  # of the step, between those
@@ -96,7 +96,7 @@ class _WatchedWorker(Worker):
             controller=FixedLayout.full(cell.num_drafts),
             clock=clock,
         )
-        self.stepper = self._watched = _WatchedStepper(model, self.kv, clock=clock)
+        self.runner = self._watched = _WatchedStepper(model, self.kv, clock=clock)
         self.seen: list[HostSeconds | None] = []  # by report; None: no decode step
         self._cell = cell
         self._last_ended: float | None = None
@@ -117,13 +117,13 @@ class _WatchedWorker(Worker):
     def _seconds(self, began: float, ended: float, hand_over: float) -> HostSeconds:
         watched, times = self._watched, self._watched.times
         computed = times.forward + times.sample + times.draft
-        known = computed + times.pack + times.attend + times.judge + times.propose
+        known = computed + times.pack + times.attend + times.verify_sequences + times.propose
         return HostSeconds(
             hand_over=hand_over,
             plan=watched.began - began,
             pack=times.pack,
             attend=times.attend,
-            judge=times.judge,
+            verify_sequences=times.verify_sequences,
             propose=times.propose,
             settle=ended - watched.ended,
             other=watched.ended - watched.began - known,

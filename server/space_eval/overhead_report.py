@@ -105,7 +105,7 @@ def _accepted(turns: Sequence[Turn]) -> tuple[float, ...]:
     stood: Counter[int] = Counter()
     judged: Counter[int] = Counter()
     for turn in turns:
-        for drafted, accepted in turn.verdicts:
+        for drafted, accepted in turn.verifications:
             stood.update(range(1, accepted + 1))
             judged.update(range(1, min(accepted + 1, drafted) + 1))
     return tuple(stood[place] / judged[place] for place in sorted(judged))

@@ -74,7 +74,7 @@ class Turn:
     num_mask_rows: int = 0
     parts: Parts = field(default_factory=Parts)
     chain_shares: list[float] = field(default_factory=list)  # of the network's time, of a few steps
-    verdicts: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted, by sequence and step
+    verifications: list[tuple[int, int]] = field(default_factory=list)  # drafted and accepted, by sequence and step
     chosen: list[float] = field(default_factory=list)  # mean drafts per sequence, by step
 
     @property
@@ -161,7 +161,7 @@ class Bench:
                 clock=clock,
             )
             if costed is not None:
-                worker.stepper = CostedStepper(self.model, kv, StepCost.from_points(points), costed, synthetic)
+                worker.runner = CostedStepper(self.model, kv, StepCost.from_points(points), costed, synthetic)
             start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=1 << 20, max_draft_length=99)
             worker.apply(pb.Command(start=start))
             return SmallRouter(worker)
@@ -195,7 +195,7 @@ class Bench:
             report = self._step(router)
             self._add(turn, report.stats, self._clock() - begun)
             turn.num_tokens += sum(len(sequence.tokens) for sequence in report.sequences)
-            turn.verdicts += [(sequence.num_drafted, sequence.num_accepted) for sequence in report.sequences]
+            turn.verifications += [(sequence.num_drafted, sequence.num_accepted) for sequence in report.sequences]
             turn.chosen.append(sum(s.num_drafted for s in report.sequences) / num_sequences)
             if self._probes and turn.num_steps % PROBE_EVERY == 1 and report.stats.mask_rows:
                 turn.chain_shares.append(self.model.chain_share(masks_first=bool(turn.num_steps & PROBE_EVERY)))

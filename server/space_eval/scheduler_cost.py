@@ -126,9 +126,9 @@ def measure(num_queued: int, num_blocks: int, *, num_steps: int, seed: int = 0) 
     config = ServeConfig(max_queue=num_queued + 10 * BATCH, max_prefill_rows=4096)
     table = Tabletop(lambda: TalkingWorker(num_blocks), config=config, metrics=Metrics())
     engine = table.engine
-    for seat in table.seats:
-        if seat.scheduler is not None:
-            fill(seat.scheduler.pool)
+    for connection in table.connections:
+        if connection.scheduler is not None:
+            fill(connection.scheduler.pool)
     streams: set[Stream] = set()
     submits, reports = Stopwatch(), Stopwatch()
 

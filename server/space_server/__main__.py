@@ -51,7 +51,7 @@ from space_model.networks.tensor_parallel import Ranks, check_ranks
 from space_model.space_model import SpaceModel
 
 from space_server.config import Steps, StepsHere, WorkerConfig, parse
-from space_server.device_runner.device_steps import why_on_host
+from space_server.device_runner.device_scheduler import why_on_host
 from space_server.drafts.drafts import DraftSources
 from space_server.grammar.grammars import Grammars
 from space_server.grpc_server.service import WorkerService, start_server

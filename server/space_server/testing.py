@@ -197,7 +197,7 @@ class SmallRouter:
     def num_launches(self) -> int:
         """Steps launched on the device."""
         assert self.worker._device is not None
-        return self.worker._device.stepper.num_launches
+        return self.worker._device.runner.num_launches
 
     def extend(self, seq_id: int, num_pages: int = 1) -> None:
         """More pages."""

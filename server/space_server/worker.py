@@ -14,8 +14,8 @@ from space_server.batch.admission import AdmissionError, admit, check_pages
 from space_server.batch.running_batch import RunningBatch
 from space_server.batch.sequence import RunningSequence
 from space_server.batch.waiting import Waiting
-from space_server.device_runner.device_stepper import DeviceRunner, StepRead
-from space_server.device_runner.device_steps import DeviceScheduler
+from space_server.device_runner.device_runner import DeviceRunner, StepRead
+from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.drafts.acceptance import Acceptance, shapes_by_adapter
 from space_server.drafts.draft_source import DraftSource
 from space_server.drafts.drafts import DraftSources
@@ -94,7 +94,7 @@ class Worker:
             self.max_draft_length = min(self.max_draft_length, facts.most_masks)
         self._sources = sources or DraftSources()
         self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
-        self.stepper = HostRunner(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
+        self.runner = HostRunner(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
         self.synthetic = synthetic
         self.draining = False
         self.cost = cost or StepCost.typical(facts.device.type)
@@ -108,7 +108,7 @@ class Worker:
         self._default_prefill_rows = max_prefill_rows
         self._device: DeviceScheduler | None = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
-            stepper = DeviceRunner(
+            runner = DeviceRunner(
                 model,
                 self.kv,
                 max_sequences=max_sequences,
@@ -117,7 +117,7 @@ class Worker:
                 synthetic=synthetic,
                 clock=clock,
             )
-            self._device = DeviceScheduler(stepper, controller or SpeculationController(self.cost))
+            self._device = DeviceScheduler(runner, controller or SpeculationController(self.cost))
         self.reset()
 
     def reset(self) -> None:
@@ -234,7 +234,7 @@ class Worker:
 
     def _release(self, seq_id: int) -> None:
         """Forget this sequence, and say so once no step uses its pages."""
-        if self._device is not None and self._device.stepper.refers_to(seq_id):
+        if self._device is not None and self._device.runner.refers_to(seq_id):
             self.batch.forget(seq_id)
             self._leaving.append(seq_id)
         else:
@@ -245,12 +245,12 @@ class Worker:
     @property
     def num_forwards(self) -> int:
         """Forward passes run in this process."""
-        return self.stepper.num_forwards + (self._device.stepper.num_launches if self._device is not None else 0)
+        return self.runner.num_forwards + (self._device.runner.num_launches if self._device is not None else 0)
 
     @property
     def num_replays(self) -> int:
         """Those of them that replayed a graph of the device."""
-        return 0 if self._device is None else self._device.stepper.num_replays
+        return 0 if self._device is None else self._device.runner.num_replays
 
     @property
     def has_work(self) -> bool:
@@ -272,7 +272,7 @@ class Worker:
         started = self._clock()
         pause = None if self._ended is None else started - self._ended
         report, device = pb.StepReport() if report is None else report, self._device
-        waited = 0.0 if device is None else device.stepper.waited
+        waited = 0.0 if device is None else device.runner.waited
         self.waiting.take(self.batch)
         reads = []
         while device is not None and device.is_under_way and device.reads_first and not report.stepped:
@@ -293,7 +293,7 @@ class Worker:
         self._sources.price, self._sources.naps = pays.row_price, pays.naps
         times, begun = StepTimes(), self._clock() if on_lines else started
         advances = self._run(plan.plans, times) if plan.plans else []
-        beside = device.stepper.did_other_work() if device is not None and advances else None
+        beside = device.runner.did_other_work() if device is not None and advances else None
         self._say(report, advances)
         if device is not None:
             while device.is_under_way and not (reads and report.stepped):
@@ -313,7 +313,7 @@ class Worker:
             count_read(report.stats, read, self.cost)
         spent = times.forward + times.sample + times.draft
         if device is not None:
-            spent += device.stepper.waited - waited
+            spent += device.runner.waited - waited
         ended = self._clock()
         self._ended = ended if advances and self.has_work else None
         if report.stepped:
@@ -346,7 +346,7 @@ class Worker:
         A sequence that alone is too much for the memory is tried once `again`, with all of it that can be had.
         """
         try:
-            return self.stepper.run(plans, times)
+            return self.runner.run(plans, times)
         except Exception as error:
             if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
                 raise
@@ -373,7 +373,7 @@ class Worker:
                 device.was_stepped(sequence.seq_id)
         if device is None:
             return
-        still = [seq_id for seq_id in self._leaving if device.stepper.refers_to(seq_id)]
+        still = [seq_id for seq_id in self._leaving if device.runner.refers_to(seq_id)]
         for seq_id in [one for one in self._leaving if one not in still]:
             self.batch.acknowledge(seq_id)
         self._leaving = still

@@ -41,10 +41,10 @@ def to_text(found: TrainingEstimate, num_tokens: float, gpu: GpuSpec, utilisatio
     total = (found.flops_per_token + found.recomputed) / 1e9
     lines.append(f"  {'in all':<24}{found.bytes / GB:8.1f}        {'in all':<24}{total:8.2f}")
     hours = found.seconds(num_tokens, gpu, utilisation) / 3600
-    verdict = "fits" if fits else f"does not fit ({found.bytes / GB:.0f} of {gpu.memory / GB:.0f} GB)"
+    verification = "fits" if fits else f"does not fit ({found.bytes / GB:.0f} of {gpu.memory / GB:.0f} GB)"
     lines += [
         "",
-        f"  {gpu.name}: {verdict}; {_count(num_tokens)} tokens take {_hours(hours)} at {utilisation:.0%} of "
+        f"  {gpu.name}: {verification}; {_count(num_tokens)} tokens take {_hours(hours)} at {utilisation:.0%} of "
         f"{gpu.flops / 1e12:.0f} TFLOP/s",
     ]
     if not fits:

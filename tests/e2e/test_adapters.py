@@ -24,17 +24,19 @@ def test_requests_choose_an_adapter_and_all_get_the_base_s_text(serve: Serve, ch
     ):
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "code", "prose"]
 
-        def complete(name: str, **law: Any) -> dict[str, Any]:
-            body = {"model": name, "prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True, **law}
+        def complete(name: str, **sampling_params: Any) -> dict[str, Any]:
+            body = {"model": name, "prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True, **sampling_params}
             answer = http.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             assert answer.json()["model"] == name
             return dict(answer.json())
 
-        for law in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}):
-            plain = complete("base", **law, speculation="off")["choices"][0]["text"]
+        for sampling_params in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}):
+            plain = complete("base", **sampling_params, speculation="off")["choices"][0]["text"]
             names = ["base", "code", "prose"] * 2
-            answers = list(pool.map(lambda name, law=law: complete(name, **law), names))
+            answers = list(
+                pool.map(lambda name, sampling_params=sampling_params: complete(name, **sampling_params), names)
+            )
             assert {answer["choices"][0]["text"] for answer in answers} == {plain}
             assert all(answer["spaceserve"]["drafted"] > 0 for answer in answers)
         assert http.post("/v1/completions", json={"model": "verse", "prompt": "x"}).status_code == 404

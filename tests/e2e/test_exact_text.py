@@ -154,14 +154,16 @@ def exact(steady: Any, request: pytest.FixtureRequest) -> Exact:
 
 def each(*routes: str) -> pytest.MarkDecorator:
     """Each of these routes under each law; but in the fast suite one law for each."""
-    rest = [(route, law) for route in routes for law in LAWS if law != QUICK[route]]
+    rest = [(route, sampling_params) for route in routes for sampling_params in LAWS if sampling_params != QUICK[route]]
     marked = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
-    return pytest.mark.parametrize(("route", "law"), [*((route, QUICK[route]) for route in routes), *marked])
+    return pytest.mark.parametrize(
+        ("route", "sampling_params"), [*((route, QUICK[route]) for route in routes), *marked]
+    )
 
 
-def base_of(exact: Exact, route: str, law: str) -> Run:
+def base_of(exact: Exact, route: str, sampling_params: str) -> Run:
     """The whole text with the steps that it takes; a route that does not tell them takes those of completions."""
-    run = exact.steady("completions" if route == "tgi" else route, **LAWS[law])
+    run = exact.steady("completions" if route == "tgi" else route, **LAWS[sampling_params])
     assert len(run.steps) == len(run.told.ids) == LONG
     assert run.num_accepted > 0
     assert route != "tgi" or 0 not in run.told.ids  # TGI cannot ignore an EOS
@@ -198,12 +200,14 @@ def straddling(text: str, ends: list[int], steps: list[int]) -> Straddling:
 
 
 @each(*ROUTES)
-def test_a_stop_string_that_straddles_steps_cuts_at_its_character(exact: Exact, route: str, law: str) -> None:
-    run = base_of(exact, route, law)
+def test_a_stop_string_that_straddles_steps_cuts_at_its_character(
+    exact: Exact, route: str, sampling_params: str
+) -> None:
+    run = base_of(exact, route, sampling_params)
     base = run.told
     ends = exact.ends(base.ids)
     stop = straddling(base.text, ends, run.steps)
-    told = exact.every_way(route, stop=[stop.stop], **LAWS[law])
+    told = exact.every_way(route, stop=[stop.stop], **LAWS[sampling_params])
     begins_inside = stop.start > (ends[stop.first - 1])
     kept = stop.first + begins_inside  # a token stays if one of its characters stays
     assert told.text == base.text[: stop.start]
@@ -215,10 +219,10 @@ def test_a_stop_string_that_straddles_steps_cuts_at_its_character(exact: Exact, 
     assert told.logprobs == base.logprobs[:kept]
     assert told.top == base.top[:kept]
     assert told.stop_reason == stop.stop
-    again = exact.steady(route, stop=[stop.stop], **LAWS[law])
+    again = exact.steady(route, stop=[stop.stop], **LAWS[sampling_params])
     assert again.steps == run.steps[:kept]
     assert again.num_steps == run.steps[stop.last] > run.steps[stop.first]  # it was completed by a later step
-    whole = exact.every_way(route, stop=[stop.stop], include_stop_str_in_output=True, **LAWS[law])
+    whole = exact.every_way(route, stop=[stop.stop], include_stop_str_in_output=True, **LAWS[sampling_params])
     assert whole.text == base.text[: stop.start] + stop.stop
     assert whole.ids == base.ids[: stop.last + 1]
     assert whole.logprobs == base.logprobs[: stop.last + 1]
@@ -231,20 +235,22 @@ def first_inside(ids: list[int], steps: list[int], *, behind: int) -> int:
 
 
 @each("completions", "chat")
-def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(exact: Exact, route: str, law: str) -> None:
-    run = base_of(exact, route, law)
+def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(
+    exact: Exact, route: str, sampling_params: str
+) -> None:
+    run = base_of(exact, route, sampling_params)
     base = run.told
     at = first_inside(base.ids, run.steps, behind=4)
     stop = base.ids[at]
-    told = exact.every_way(route, stop_token_ids=[stop], **LAWS[law])
+    told = exact.every_way(route, stop_token_ids=[stop], **LAWS[sampling_params])
     assert told.text == base.text[: exact.ends(base.ids)[at - 1]]
     assert told.ids == base.ids[: at + 1]
     assert told.logprobs == base.logprobs[: at + 1]
     assert (told.finish, told.stop_reason, told.num_generated) == ("stop", stop, at + 1)
-    again = exact.steady(route, stop_token_ids=[stop], **LAWS[law])
+    again = exact.steady(route, stop_token_ids=[stop], **LAWS[sampling_params])
     assert again.steps == run.steps[: at + 1]
     assert again.num_steps == run.steps[at] == run.steps[at + 1]  # the step went on
-    shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[law])
+    shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[sampling_params])
     assert shown == told._replace(text=base.text[: exact.ends(base.ids)[at]])
 
 
@@ -271,26 +277,26 @@ def test_before_min_tokens_an_end_inside_a_run_is_impossible_and_stop_strings_ar
 def with_an_eos_inside_a_run(exact: Exact, route: str) -> tuple[dict[str, Any], Run, int]:
     """A law under which an EOS is an accepted draft with more behind it; the text that goes on there; its place."""
     for seed in range(40):
-        law = {"temperature": 1.0, "seed": seed, "logit_bias": {"0": 5.0}}
-        run = exact.steady(route, **law)
+        sampling_params = {"temperature": 1.0, "seed": seed, "logit_bias": {"0": 5.0}}
+        run = exact.steady(route, **sampling_params)
         ids = run.told.ids
         at = ids.index(0) if 0 in ids else 0
         if at >= 2 and is_inside_a_run(run.steps, at):
-            return law, run, at
+            return sampling_params, run, at
     raise AssertionError("no EOS came inside a run")
 
 
 @pytest.mark.parametrize("route", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
 def test_an_eos_inside_a_run_ends_the_text_unless_it_is_ignored(exact: Exact, route: str) -> None:
-    law, run, at = with_an_eos_inside_a_run(exact, route)
-    told = exact.every_way(route, ignore_eos=False, **law)
+    sampling_params, run, at = with_an_eos_inside_a_run(exact, route)
+    told = exact.every_way(route, ignore_eos=False, **sampling_params)
     assert told.ids == run.told.ids[: at + 1]
     assert told.logprobs == run.told.logprobs[: at + 1]
     assert told.text == run.told.text[: exact.ends(run.told.ids)[at]]
     assert (told.finish, told.stop_reason, told.num_generated) == ("stop", None, at + 1)
-    again = exact.steady(route, ignore_eos=False, **law)
+    again = exact.steady(route, ignore_eos=False, **sampling_params)
     assert again.num_steps == run.steps[at] == run.steps[at + 1]
-    ignoring = exact.every_way(route, **law)
+    ignoring = exact.every_way(route, **sampling_params)
     assert ignoring == run.told
     assert (ignoring.finish, ignoring.num_generated) == ("length", LONG)
 
@@ -310,14 +316,14 @@ def test_an_eos_inside_a_run_ends_tgi_s_text(exact: Exact) -> None:
 
 
 @each(*ROUTES)
-def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, law: str) -> None:
-    run = base_of(exact, route, law)
+def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, sampling_params: str) -> None:
+    run = base_of(exact, route, sampling_params)
     base = run.told
     ends = exact.ends(base.ids)
     inside = []
     for limit in range(1, 25):
         for drafts, stream in exact.ways if len(exact.ways) > len(FEW_WAYS) else [(K, limit % 2 == 0)]:
-            told = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[law]).told
+            told = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[sampling_params]).told
             assert told.text == base.text[: ends[limit - 1]]
             assert told.ids == base.ids[:limit]
             assert (told.finish, told.stop_reason, told.num_generated) == ("length", None, limit)

@@ -71,9 +71,9 @@ def prompts(oracle: Oracle) -> list[str | list[int]]:
 
 
 def ways() -> Iterator[dict[str, Any]]:
-    for law in LAWS:
+    for sampling_params in LAWS:
         for speculation in ("off", "auto"):
-            yield {"speculation": speculation, **law}
+            yield {"speculation": speculation, **sampling_params}
 
 
 def test_completions_tell_transformers_logprobs_of_prompt_and_answer(served: tuple[Any, Oracle]) -> None:

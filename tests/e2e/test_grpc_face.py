@@ -49,17 +49,17 @@ def reflecting_client(channel: grpc.Channel) -> Client:
 
 def random_request(number: int) -> dict[str, Any]:
     """A request to sample, as a call has its fields."""
-    law = random.Random(number)
-    fields: dict[str, Any] = {"max_tokens": law.randint(1, 24), "temperature": law.choice([0.0, 0.7, 1.0]),
-                              "seed": law.randrange(2**64), "n": law.choice([1, 1, 2, 3])}  # fmt: skip
-    if law.random() < 0.3:
+    choices = random.Random(number)
+    fields: dict[str, Any] = {"max_tokens": choices.randint(1, 24), "temperature": choices.choice([0.0, 0.7, 1.0]),
+                              "seed": choices.randrange(2**64), "n": choices.choice([1, 1, 2, 3])}  # fmt: skip
+    if choices.random() < 0.3:
         fields["messages"] = [
             {"role": "system", "content": "Write Python."},
-            {"role": "user", "content": law.choice(PROMPTS)},
+            {"role": "user", "content": choices.choice(PROMPTS)},
         ]
     else:
-        fields["prompt"] = law.choice(PROMPTS)
-        fields["echo"] = law.random() < 0.3
+        fields["prompt"] = choices.choice(PROMPTS)
+        fields["echo"] = choices.random() < 0.3
     for chance, name, values in (
         (0.3, "top_p", (0.5, 0.95)),
         (0.3, "top_k", (5, 50)),
@@ -81,8 +81,8 @@ def random_request(number: int) -> dict[str, Any]:
         (0.2, "cache_salt", ("a", "b")),
         (0.2, "structured_outputs", ({"regex": "[a-z]{2,9}( [0-9]+)?"}, {"json_object": True})),
     ):
-        if law.random() < chance:
-            fields[name] = law.choice(values)
+        if choices.random() < chance:
+            fields[name] = choices.choice(values)
     if fields.get("echo"):
         fields.pop("logprobs", None)  # over HTTP they would be the prompt's as well
     return fields

@@ -8,9 +8,14 @@ NUM_STREAMS = 64
 
 def request(number: int) -> dict[str, Any]:
     """Unequal prompts, lengths and laws."""
-    law = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number, "top_p": 0.9}
+    sampling_params = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number, "top_p": 0.9}
     bound = ("auto", "off", 1, 3)[number // 2 % 4]
-    return {"prompt": f"{number} " * (1 + number % 7), "max_tokens": 20 + number % 13, "speculation": bound, **law}
+    return {
+        "prompt": f"{number} " * (1 + number % 7),
+        "max_tokens": 20 + number % 13,
+        "speculation": bound,
+        **sampling_params,
+    }
 
 
 def test_64_streams_equal_their_solo_runs_and_leave_every_block_free_or_cached(live: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 def wanted(number: int) -> dict[str, Any]:
     """Needs 15 of the 24 blocks before it is done."""
-    law = {"temperature": 0} if number == 0 else {"temperature": 0.9, "seed": number}
-    return {"prompt": f"{number}: ", "max_tokens": 110, **law}
+    sampling_params = {"temperature": 0} if number == 0 else {"temperature": 0.9, "seed": number}
+    return {"prompt": f"{number}: ", "max_tokens": 110, **sampling_params}
 
 
 def test_preempted_streams_give_the_text_they_give_alone(small: Any) -> None:

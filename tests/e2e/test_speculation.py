@@ -19,11 +19,13 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(drafting: Any, law: str) -> None:
+@pytest.mark.parametrize("sampling_params", LAWS)
+def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(drafting: Any, sampling_params: str) -> None:
     most = drafting.get("/info")["speculation"]["max_draft_length"]
     answers = {
-        bound: drafting.complete(PROMPT, max_tokens=48, speculation=bound, return_token_ids=True, **LAWS[law])
+        bound: drafting.complete(
+            PROMPT, max_tokens=48, speculation=bound, return_token_ids=True, **LAWS[sampling_params]
+        )
         for bound in ("off", "auto", *range(most + 1))
     }
     assert most >= 1

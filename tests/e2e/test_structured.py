@@ -38,14 +38,16 @@ def described(text: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling_params", LAWS)
 def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
-    live: Any, drafting: Any, law: str
+    live: Any, drafting: Any, sampling_params: str
 ) -> None:
     most = live.get("/info")["speculation"]["max_draft_length"]
     fields = {"max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, "return_token_ids": True}
     answers = {
-        bound: (drafting if isinstance(bound, int) else live).complete(PROMPT, speculation=bound, **fields, **LAWS[law])
+        bound: (drafting if isinstance(bound, int) else live).complete(
+            PROMPT, speculation=bound, **fields, **LAWS[sampling_params]
+        )
         for bound in ("off", "auto", 1, 3, min(5, most))
     }
     plain = answers["off"]["choices"][0]
@@ -95,8 +97,8 @@ def test_chat_answers_in_each_kind_of_grammar(live: Any, stream: bool) -> None:
 
 def test_json_goes_on_with_the_same_text_when_its_worker_is_killed(live: Any) -> None:
     wanted = [
-        {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, **law}
-        for law in LAWS.values()
+        {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, **sampling_params}
+        for sampling_params in LAWS.values()
     ]
     undisturbed = [live.complete(**one)["choices"][0]["text"] for one in wanted]
     live.wait_idle()

@@ -11,12 +11,15 @@ KILLS = 2  # a request that sees a third worker die under it is given up
 
 
 def test_streams_go_on_with_the_same_text_when_their_worker_is_killed(live: Any) -> None:
-    laws: list[dict[str, Any]] = [
+    batch_params: list[dict[str, Any]] = [
         {"temperature": 0, "speculation": "off"},
         {"temperature": 0.9, "seed": 3},
         {"temperature": 1.0, "seed": 4, "speculation": 2},
     ]
-    wanted = [{"prompt": f"def f{i}(x):\n    ", "max_tokens": 400, **law} for i, law in enumerate(laws)]
+    wanted = [
+        {"prompt": f"def f{i}(x):\n    ", "max_tokens": 400, **sampling_params}
+        for i, sampling_params in enumerate(batch_params)
+    ]
     undisturbed = [live.complete(**one)["choices"][0]["text"] for one in wanted]
     before = live.wait_idle()["spaceserve_worker_restarts_total"]
     # Every stream says when it has had some of its events and waits for the kill, so that each kill meets all of them.

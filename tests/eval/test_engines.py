@@ -18,7 +18,7 @@ from space_eval.engine_drives.drive_spaceserve import PLAIN, Bound, open_engine,
 from space_eval.engine_drives.gguf_llama import bfloat16_tensors, gguf_name, neighbours, widened
 from space_eval.engines_point import Answer, Point, WrongAnswer
 from space_eval.engines_process import EngineFailed, EngineProcess, EngineSpec
-from space_eval.engines_report import PointResult, verdict
+from space_eval.engines_report import PointResult, verification
 from space_eval.engines_rounds import Cell, measure
 from space_eval.make_model import Size, random_llama
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -138,7 +138,13 @@ def test_ratios_are_of_one_round_and_to_the_fastest_engine_that_is_not_ours() ->
     assert (ratio.median, ratio.num) == (2.0, 3)  # of 2, 3 and 2: not 40 / 20 of the medians alone
     assert result.bound_against_best(drafts) == 20.0 * 3.0 / 20.0
     assert result.bound_against_best(ours) is None
-    assert [verdict(value) for value in (1.2, 1.1, 1.0, 0.9, 0.8)] == ["ahead", "level", "level", "level", "behind"]
+    assert [verification(value) for value in (1.2, 1.1, 1.0, 0.9, 0.8)] == [
+        "ahead",
+        "level",
+        "level",
+        "level",
+        "behind",
+    ]
 
 
 def test_without_another_engine_there_is_no_ratio() -> None:

@@ -68,7 +68,7 @@ def test_a_turn_counts_what_its_steps_lay_out_and_emit(small: SpaceModel) -> Non
     turn = bench.turn(full(3), 3, most_steps=99)
     assert (turn.num_steps, turn.tokens_per_step) == (3, 4.0)  # 1 + 3·4 ≥ 12 tokens, everything accepted
     assert (turn.num_chain_rows, turn.num_mask_rows) == (3 * 3 * 4, 3 * 3 * 12)
-    assert turn.verdicts == [(3, 3)] * 9
+    assert turn.verifications == [(3, 3)] * 9
     assert min(turn.parts.network, turn.parts.head, turn.parts.drafting, turn.parts.host) > 0
     assert len(turn.chain_shares) == 1
 
@@ -186,8 +186,8 @@ def measured_of(subject: Subject, ratio: float) -> Measured:
 
 
 def test_tables_with_synthetic_acceptance_say_so_and_show_the_trained_row_beside() -> None:
-    trained, decreed = Subject("demo", None), Subject("/models/big", parse_chances(".78"))
-    text = to_markdown([measured_of(trained, 1.25), measured_of(decreed, 1.75)])
+    trained, synthetically_accepted = Subject("demo", None), Subject("/models/big", parse_chances(".78"))
+    text = to_markdown([measured_of(trained, 1.25), measured_of(synthetically_accepted, 1.75)])
     plain_part, _, loud_part = text.partition("## big")
     assert "SYNTHETIC" not in plain_part
     assert "1.750" not in plain_part

@@ -86,7 +86,7 @@ def test_in_a_random_crowd_everyone_speaks_as_when_alone(
             source.futures[desk.admit(waiting.pop(0))] = Future(wanted[at].ids, 5)
         desk.step()
     desk.check_all_free()
-    verdicts = [verdict for record in records for verdict in record.verdicts]
-    assert {0, 1, 2} <= {accepted for _, accepted in verdicts}
+    verifications = [verification for record in records for verification in record.verifications]
+    assert {0, 1, 2} <= {accepted for _, accepted in verifications}
     assert [record.tokens for record in records] == [plain.tokens for plain in wanted]
     assert [record.logprobs for record in records] == [plain.logprobs for plain in wanted]

@@ -43,8 +43,8 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
             "prose": tiny_adapter(folder / "prose", path, num_masks=3, rank=1, seed=6, draft_head=False),
         }
         model = load_model(path, dtype=dtype, adapters=adapters)
-        seats = ("", "code", "prose") if kind == "own" else ("code", "prose", "", "code")
-        return Subject(name, model, adapters=seats, base=load_model(bare, dtype=dtype))
+        connections = ("", "code", "prose") if kind == "own" else ("code", "prose", "", "code")
+        return Subject(name, model, adapters=connections, base=load_model(bare, dtype=dtype))
 
     def find(name: str, dtype: str) -> Subject:
         if (name, dtype) not in subjects:

@@ -31,14 +31,14 @@ def conditions() -> list[tuple[str, Cell]]:
     """Every combination of the other conditions; the laws, contexts and stale slots take turns."""
     turns = ("temperature", "processor", "context", "stale")
     axes = {name: values for name, values in AXES.items() if name not in turns}
-    laws = list(product(TEMPERATURES, PROCESSORS))
+    batch_params = list(product(TEMPERATURES, PROCESSORS))
     cells = []
     for number, (model, *values) in enumerate(product(FAMILIES, *axes.values())):
-        temperature, processor = laws[number * 7 % len(laws)]
+        temperature, processor = batch_params[number * 7 % len(batch_params)]
         case = dict(zip(axes, values, strict=True))
         context, stale = AXES["context"][number // 2 % 2], AXES["stale"][number // 4 % 2]
-        law = {"temperature": temperature, "processor": processor}
-        cells.append((model, Cell(**case, **law, context=context, stale=stale)))
+        sampling_params = {"temperature": temperature, "processor": processor}
+        cells.append((model, Cell(**case, **sampling_params, context=context, stale=stale)))
     return cells
 
 

@@ -27,7 +27,7 @@ def noise_of_the_root(patch: Patch) -> None:
 
     def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
-        return [first for law, first, count in runs if wanted(law) for _ in range(count)]
+        return [first for sampling_params, first, count in runs if wanted(sampling_params) for _ in range(count)]
 
     patch.setattr(SamplingRows, "positions", of_the_root)
 

@@ -55,47 +55,47 @@ class Ground:
     mask_ids: Sequence[int]
 
 
-def set_parameter(name: str, law: pb.Sampling, limits: pb.Limits, ground: Ground, dice: Random) -> None:
+def set_parameter(name: str, sampling_params: pb.Sampling, limits: pb.Limits, ground: Ground, dice: Random) -> None:
     """A random value of one parameter, extremes among them."""
     base = ground.base
     match name:
         case "seed":
-            law.seed = dice.choice((0, 1, 2**63, 2**64 - 1, dice.getrandbits(64)))
+            sampling_params.seed = dice.choice((0, 1, 2**63, 2**64 - 1, dice.getrandbits(64)))
         case "choice":
-            law.choice = dice.randint(1, 127)
+            sampling_params.choice = dice.randint(1, 127)
         case "temperature":
-            law.temperature = dice.choice((1e-6, 0.3, 1.3, 2.0))
+            sampling_params.temperature = dice.choice((1e-6, 0.3, 1.3, 2.0))
         case "top_k":
-            law.top_k = dice.choice((1, 2, 5, 40, 2**31 - 1))
+            sampling_params.top_k = dice.choice((1, 2, 5, 40, 2**31 - 1))
         case "top_p":
-            law.top_p = dice.choice((1e-30, 0.1, 0.5, 0.9, 0.999))
+            sampling_params.top_p = dice.choice((1e-30, 0.1, 0.5, 0.9, 0.999))
         case "min_p":
-            law.min_p = dice.choice((0.02, 0.2, 1.0))
+            sampling_params.min_p = dice.choice((0.02, 0.2, 1.0))
         case "typical_p":
-            law.typical_p = dice.choice((1e-30, 0.2, 0.6, 0.95))
+            sampling_params.typical_p = dice.choice((1e-30, 0.2, 0.6, 0.95))
         case "presence_penalty":
-            law.presence_penalty = dice.choice((-2.0, -0.3, 0.4, 2.0))
+            sampling_params.presence_penalty = dice.choice((-2.0, -0.3, 0.4, 2.0))
         case "frequency_penalty":
-            law.frequency_penalty = dice.choice((-2.0, -0.1, 0.4, 2.0))
+            sampling_params.frequency_penalty = dice.choice((-2.0, -0.1, 0.4, 2.0))
         case "repetition_penalty":
-            law.repetition_penalty = dice.choice((0.4, 0.9, 1.2, 1.7, 30.0))
+            sampling_params.repetition_penalty = dice.choice((0.4, 0.9, 1.2, 1.7, 30.0))
         case "logit_bias":
-            law.logit_bias[base[0]] = dice.choice((-100.0, -2.5, 1.5))
+            sampling_params.logit_bias[base[0]] = dice.choice((-100.0, -2.5, 1.5))
             for id_ in dice.sample(list(ground.live_ids), dice.randint(0, 30)):
-                law.logit_bias[id_] = dice.uniform(-4.0, 4.0)
-            law.logit_bias[ground.mask_ids[0]] = 100.0  # a mask is never chosen all the same
+                sampling_params.logit_bias[id_] = dice.uniform(-4.0, 4.0)
+            sampling_params.logit_bias[ground.mask_ids[0]] = 100.0  # a mask is never chosen all the same
         case "bad_words":
             own = list(dict.fromkeys(base))
-            law.bad_words.append(pb.IdRun(ids=[dice.choice(own)]))
-            law.bad_words.append(pb.IdRun(ids=[*ground.prompt[-2:], base[0]]))  # begins in the prompt
+            sampling_params.bad_words.append(pb.IdRun(ids=[dice.choice(own)]))
+            sampling_params.bad_words.append(pb.IdRun(ids=[*ground.prompt[-2:], base[0]]))  # begins in the prompt
             for length in (2, 2, 3, 5):
                 at = dice.randrange(len(base) - length)
-                law.bad_words.append(pb.IdRun(ids=base[at : at + length]))
+                sampling_params.bad_words.append(pb.IdRun(ids=base[at : at + length]))
             for head, last in zip(dice.choices(own, k=40), dice.choices(own, k=40), strict=True):
-                law.bad_words.append(pb.IdRun(ids=[head, last]))
+                sampling_params.bad_words.append(pb.IdRun(ids=[head, last]))
         case "allowed_ids":
             count = dice.choice((12, len(ground.live_ids) // 2))
-            law.allowed_ids.extend([*dice.sample(list(ground.live_ids), count), *ground.mask_ids])
+            sampling_params.allowed_ids.extend([*dice.sample(list(ground.live_ids), count), *ground.mask_ids])
         case "max_tokens":
             limits.max_tokens = dice.randint(1, MAX_TOKENS - 1)
         case "eos_ids":
@@ -103,53 +103,55 @@ def set_parameter(name: str, law: pb.Sampling, limits: pb.Limits, ground: Ground
         case "stop_ids":
             limits.stop_ids.extend(base[at] for at in dice.choices(range(4, len(base)), k=2))
         case "min_tokens":
-            law.min_tokens = dice.randint(1, limits.max_tokens)
+            sampling_params.min_tokens = dice.randint(1, limits.max_tokens)
             (limits.eos_ids if dice.random() < 0.5 else limits.stop_ids).extend(base[::3])
         case _:
             raise ValueError(name)
 
 
-def request_with(subject: Subject, names: Iterable[str], seat: int, temperature: float, dice: Random) -> Request:
+def request_with(subject: Subject, names: Iterable[str], connection: int, temperature: float, dice: Random) -> Request:
     """The request of a seat under these parameters, with the log-probabilities of its ids and some others."""
-    bare = subject.request(seat, temperature, "none")
-    base = subject.plain(seat, temperature, "none").tokens
+    bare = subject.request(connection, temperature, "none")
+    base = subject.plain(connection, temperature, "none").tokens
     ground = Ground(bare.prompt, base, subject.live_ids, subject.model.facts.mask_ids)
-    law, limits = pb.Sampling(), pb.Limits()
-    law.CopyFrom(bare.sampling)
+    sampling_params, limits = pb.Sampling(), pb.Limits()
+    sampling_params.CopyFrom(bare.sampling)
     limits.max_tokens = MAX_TOKENS
     for name in sorted(names, key=PARAMETERS.index):
-        set_parameter(name, law, limits, ground, dice)
-    possible = set(law.allowed_ids)
+        set_parameter(name, sampling_params, limits, ground, dice)
+    possible = set(sampling_params.allowed_ids)
     if possible:  # some id is always left
-        kept = [run for run in law.bad_words if run.ids[-1] not in possible]
-        del law.bad_words[:]
-        law.bad_words.extend(kept)
+        kept = [run for run in sampling_params.bad_words if run.ids[-1] not in possible]
+        del sampling_params.bad_words[:]
+        sampling_params.bad_words.extend(kept)
         limits.max_tokens = MAX_TOKENS if possible <= {*limits.eos_ids, *limits.stop_ids} else limits.max_tokens
-    return replace(bare, sampling=law, limits=limits, want_logprobs=True, num_logprobs=dice.choice((0, 1, 5, 20)))
+    return replace(
+        bare, sampling=sampling_params, limits=limits, want_logprobs=True, num_logprobs=dice.choice((0, 1, 5, 20))
+    )
 
 
 def repeating(request: Request, live_ids: Sequence[int]) -> Request:
     """The same with two ids allowed, so that the text repeats itself: long enough for lookups, right and wrong."""
-    law, limits = pb.Sampling(), pb.Limits()
-    law.CopyFrom(request.sampling)
-    del law.allowed_ids[:]
-    law.allowed_ids.extend(live_ids[:2])
+    sampling_params, limits = pb.Sampling(), pb.Limits()
+    sampling_params.CopyFrom(request.sampling)
+    del sampling_params.allowed_ids[:]
+    sampling_params.allowed_ids.extend(live_ids[:2])
     limits.CopyFrom(request.limits)
     limits.max_tokens = max(limits.max_tokens, 2 * MAX_TOKENS)
-    return replace(request, sampling=law, limits=limits)
+    return replace(request, sampling=sampling_params, limits=limits)
 
 
-def random_request(subject: Subject, dice: Random, seat: int) -> Request:
+def random_request(subject: Subject, dice: Random, connection: int) -> Request:
     """Two to seven parameters at random, greedy or sampled, with a bound on drafts of its own."""
     names = dice.sample(PARAMETERS, dice.randint(2, 7))
     greedy = "temperature" not in names and dice.random() < 0.35
-    request = request_with(subject, names, seat, 0.0 if greedy else dice.choice((0.8, 1.0)), dice)
+    request = request_with(subject, names, connection, 0.0 if greedy else dice.choice((0.8, 1.0)), dice)
     return replace(request, max_draft_length=dice.choice((8, 8, 8, 8, 2, 1)))
 
 
 def random_batch(subject: Subject, dice: Random, size: int) -> list[Request]:
     """Unlike requests, and one that repeats itself."""
-    requests = [random_request(subject, dice, seat=number % NUM_SEATS) for number in range(size)]
+    requests = [random_request(subject, dice, connection=number % NUM_SEATS) for number in range(size)]
     requests.append(repeating(request_with(subject, (), 1, 1.0, dice), subject.live_ids))
     return requests
 
@@ -205,14 +207,16 @@ def speculate(subject: Subject, plain: Sequence[Record], mode: str) -> list[Reco
 
 def compare(ours: Record, plain: Record, where: str) -> None:
     """Ids, end and log-probabilities, to the last bit."""
-    law = f"{ours.request.sampling} {ours.request.limits}".replace("\n", " ")
+    sampling_params = f"{ours.request.sampling} {ours.request.limits}".replace("\n", " ")
     if (at := first_difference(ours.tokens, plain.tokens)) is not None:
-        raise Mismatch(f"[{where}] {describe_difference(at, ours, plain)} Under {law}")
+        raise Mismatch(f"[{where}] {describe_difference(at, ours, plain)} Under {sampling_params}")
     if ours.request.want_logprobs:
         if (at := first_difference(ours.logprobs, plain.logprobs)) is not None:
-            raise Mismatch(f"[{where}] other log-probabilities: {describe_difference(at, ours, plain)} Under {law}")
+            raise Mismatch(
+                f"[{where}] other log-probabilities: {describe_difference(at, ours, plain)} Under {sampling_params}"
+            )
         assert len(ours.logprobs) == len(ours.tokens)
-    assert ours.finish == plain.finish, (where, law)
+    assert ours.finish == plain.finish, (where, sampling_params)
 
 
 def check_batch(subject: Subject, requests: Sequence[Request], modes: Iterable[str] = MODES) -> list[Record]:
@@ -222,8 +226,8 @@ def check_batch(subject: Subject, requests: Sequence[Request], modes: Iterable[s
         records = speculate(subject, plain, mode)
         for number, (ours, wanted) in enumerate(zip(records, plain, strict=True)):
             compare(ours, wanted, f"{subject.name}, {mode}, request {number}")
-        drafted = sum(drafted for record in records for drafted, _ in record.verdicts)
-        accepted = sum(accepted for record in records for _, accepted in record.verdicts)
+        drafted = sum(drafted for record in records for drafted, _ in record.verifications)
+        accepted = sum(accepted for record in records for _, accepted in record.verifications)
         assert accepted < drafted, (mode, accepted, drafted)
         assert accepted > 0 or (mode == ON_DEVICE and subject.name != "embedded")  # a random model's own masks guess
     return plain
@@ -234,14 +238,18 @@ def test_a_parameter_alone_changes_the_plain_text_and_speculation_does_not(
     names: tuple[str, ...], subject_of: Subjects
 ) -> None:
     subject, dice = subject_of("llama", "float32"), Random("alone")
-    laws = [(name, seat, temperature) for name in names for seat, temperature in ((0, 1.0), (3, 1.0), (0, 0.0))]
-    laws = [law for law in laws if law != ("temperature", 0, 0.0)]
-    requests = [request_with(subject, (name,), seat, temperature, dice) for name, seat, temperature in laws]
+    batch_params = [
+        (name, connection, temperature) for name in names for connection, temperature in ((0, 1.0), (3, 1.0), (0, 0.0))
+    ]
+    batch_params = [sampling_params for sampling_params in batch_params if sampling_params != ("temperature", 0, 0.0)]
+    requests = [
+        request_with(subject, (name,), connection, temperature, dice) for name, connection, temperature in batch_params
+    ]
     requests.append(repeating(request_with(subject, (), 1, 1.0, dice), subject.live_ids))
     plain = check_batch(subject, requests)
     effects: dict[tuple[str, bool], bool] = defaultdict(bool)
-    for (name, seat, temperature), record in zip(laws, plain, strict=False):
-        effects[name, temperature == 0.0] |= record.tokens != subject.plain(seat, temperature, "none").tokens
+    for (name, connection, temperature), record in zip(batch_params, plain, strict=False):
+        effects[name, temperature == 0.0] |= record.tokens != subject.plain(connection, temperature, "none").tokens
     for (name, greedy), effect in effects.items():
         assert effect == (not greedy or name not in WITHOUT_EFFECT_WHEN_GREEDY), name
 
@@ -281,8 +289,8 @@ def test_the_window_ends_a_text_inside_a_run(k: int, tmp_path: Path) -> None:
     subject = Subject("narrow", load_model(path, dtype="float32"))
     dice = Random(k)
     requests = []
-    for seat in range(NUM_SEATS):
-        request = request_with(subject, (), seat, (0.0, 1.0)[seat % 2], dice)
+    for connection in range(NUM_SEATS):
+        request = request_with(subject, (), connection, (0.0, 1.0)[connection % 2], dice)
         requests.append(replace(request, limits=pb.Limits(max_tokens=100), slots_ahead=40 - len(request.prompt)))
     plain = check_batch(subject, requests, [f"k{k}"])
     assert {len(record.ids) for record in plain} == {40}
@@ -295,15 +303,15 @@ def test_a_text_that_comes_to_where_every_id_is_forbidden_fails_there_and_not_be
 ) -> None:
     subject = subject_of("llama", "float32")
     first, second = subject.live_ids[:2]
-    law = pb.Sampling(temperature=0.0, allowed_ids=[first, second])
-    law.logit_bias[first] = 100.0
+    sampling_params = pb.Sampling(temperature=0.0, allowed_ids=[first, second])
+    sampling_params.logit_bias[first] = 100.0
     for last in (first, second):  # behind six of the first nothing is left
-        law.bad_words.append(pb.IdRun(ids=[first] * 6 + [last]))
+        sampling_params.bad_words.append(pb.IdRun(ids=[first] * 6 + [last]))
     oracle = ScriptedDrafts(half_right, subject.live_ids)
     worker = Worker(subject.model, num_blocks=50, controller=FixedLayout.full(k), draft_source=oracle)
     router = SmallRouter(worker)
     prompt = [subject.live_ids[5]] * 3
-    seq_id = router.admit(prompt, max_tokens=20, sampling=law)
+    seq_id = router.admit(prompt, max_tokens=20, sampling=sampling_params)
     oracle.futures[seq_id] = Future([*prompt, *[first] * 20], k)
     router.run()
     ran = router.ran[seq_id]

@@ -59,9 +59,9 @@ def crowd(subject: Subject, k: int) -> tuple[WrittenSlots, Desk, list[Record], l
     desk = Desk(make_worker(model, FixedLayout.full(k), source))
     records, plain = [], []
     for number in range(k + 1):
-        law = (number % 4, (0.0, 0.8, 1.0)[number % 3], "none")
-        records.append(Record(subject.request(*law)))
-        plain.append(subject.plain(*law))
+        sampling_params = (number % 4, (0.0, 0.8, 1.0)[number % 3], "none")
+        records.append(Record(subject.request(*sampling_params)))
+        plain.append(subject.plain(*sampling_params))
         seq_id = desk.admit(records[-1])
         source.sources[number].futures[seq_id] = Future(plain[-1].ids, k)
     return model, desk, records, plain
@@ -79,7 +79,7 @@ def test_only_chain_rows_write_only_in_the_pass_and_a_rollback_copies_no_byte(k:
             assert model.changed <= chain_slots(model.batches.pop())
             for left, now in zip(model.left, (*model.kv.keys, *model.kv.values), strict=True):
                 assert torch.equal(left, now)  # verdict, rollback and drafting wrote nothing
-    assert any(a < d for record in records for d, a in record.verdicts)
+    assert any(a < d for record in records for d, a in record.verifications)
     desk.check_all_free()
 
 
@@ -88,7 +88,7 @@ def test_one_step_of_one_batch_accepts_every_length_and_each_goes_on_right(k: in
     _, desk, records, plain = crowd(subject_of("qwen3", "float32"), k)
     desk.step()  # every prompt at once
     desk.step()
-    assert [record.verdicts for record in records] == [[(k, a)] for a in range(k + 1)]
+    assert [record.verifications for record in records] == [[(k, a)] for a in range(k + 1)]
     desk.run(lambda: not desk.records)
     assert [record.tokens for record in records] == [record.tokens for record in plain]
     assert [record.logprobs for record in records] == [record.logprobs for record in plain]

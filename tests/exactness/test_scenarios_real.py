@@ -136,7 +136,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         happened["cached"] += performance.num_cached
         happened["preempted"] += performance.num_preemptions
         devices = [worker._worker._device for worker in workers]
-        happened["launched"] += sum(device.stepper.num_launches for device in devices if device is not None)
+        happened["launched"] += sum(device.runner.num_launches for device in devices if device is not None)
         return happened
 
     return run

@@ -70,18 +70,18 @@ CELL = Cell(
 
 @pytest.mark.parametrize("life", AXES["life"])
 def test_lookups_are_refused_taken_in_part_and_taken_whole(life: str, subject_of: Subjects) -> None:
-    verdicts = []
+    verifications = []
     for temperature in (0.0, 0.8):
         cell = replace(CELL, life=life, temperature=temperature)
-        verdicts += check_sources(subject_of("llama", "float32"), cell)["lookup"]
-    require_every_length(CELL, 3, verdicts)
+        verifications += check_sources(subject_of("llama", "float32"), cell)["lookup"]
+    require_every_length(CELL, 3, verifications)
 
 
 def test_a_draft_that_is_taken_unverified_is_found(subject_of: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = HostRunner._judge
+    verify_sequences = HostRunner._judge
 
-    def credulous(stepper: HostRunner, advances: Any, *arguments: Any) -> None:
-        judge(stepper, advances, *arguments)
+    def credulous(runner: HostRunner, advances: Any, *arguments: Any) -> None:
+        verify_sequences(runner, advances, *arguments)
         for advance in advances:
             if advance.num_accepted < len(advance.plan.drafts) and advance.plan.sequence.origin.match_length > 3:
                 advance.tokens[advance.num_accepted] = advance.plan.drafts[advance.num_accepted]

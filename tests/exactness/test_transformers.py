@@ -23,8 +23,8 @@ def ties_of(subject: Subject, oracle: GreedyOracle, k: int, max_tokens: int) -> 
     """The ties of four unequal prompts in one batch, decoded with up to k drafts per step."""
     desk = Desk(make_worker(subject.model, FixedLayout.full(k), None, num_blocks=300))
     records = []
-    for seat in range(NUM_SEATS):
-        request = replace(subject.request(seat, 0.0, "none"), limits=pb.Limits(max_tokens=max_tokens))
+    for connection in range(NUM_SEATS):
+        request = replace(subject.request(connection, 0.0, "none"), limits=pb.Limits(max_tokens=max_tokens))
         records.append(Record(request))
         desk.admit(records[-1])
     desk.run(lambda: not desk.records)

@@ -80,33 +80,33 @@ def block_with_coins(p: Floats, q: Floats, drafts: list[int], rng: np.random.Gen
 
 
 @pytest.mark.parametrize(
-    ("rule", "judge"),
+    ("rule", "verify_sequences"),
     [
         (Rule.TOKEN_WISE, token_wise_with_coins),
         (Rule.PUBLISHED, published_with_coins),
         (Rule.BLOCK, block_with_coins),
     ],
 )
-def test_the_distribution_is_that_of_the_algorithm_run_with_coins(rule: Rule, judge: Judge) -> None:
+def test_the_distribution_is_that_of_the_algorithm_run_with_coins(rule: Rule, verify_sequences: Judge) -> None:
     p, q, drafts = drawn(3)
     counts = np.zeros((K + 1, V), dtype=np.int64)
     rng = np.random.default_rng(0)
     for _ in range(6000):
-        counts[judge(p, q, drafts, rng)] += 1
+        counts[verify_sequences(p, q, drafts, rng)] += 1
     distribution = outcome_distribution(rule, p, q, drafts)
     assert counts[distribution == 0].sum() == 0
     assert chi_square_p(counts, distribution) > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("rule", "judge"), [(Rule.TOKEN_WISE, published_with_coins), (Rule.BLOCK, token_wise_with_coins)]
+    ("rule", "verify_sequences"), [(Rule.TOKEN_WISE, published_with_coins), (Rule.BLOCK, token_wise_with_coins)]
 )
-def test_another_algorithm_run_with_coins_is_told_apart(rule: Rule, judge: Judge) -> None:
+def test_another_algorithm_run_with_coins_is_told_apart(rule: Rule, verify_sequences: Judge) -> None:
     p, q, drafts = drawn(3)
     counts = np.zeros((K + 1, V), dtype=np.int64)
     rng = np.random.default_rng(0)
     for _ in range(6000):
-        counts[judge(p, q, drafts, rng)] += 1
+        counts[verify_sequences(p, q, drafts, rng)] += 1
     assert chi_square_p(counts, outcome_distribution(rule, p, q, drafts)) < 1e-6
 
 

@@ -31,17 +31,17 @@ def drawn(form: DraftHeadForm) -> dict[str, torch.Tensor]:
 
 
 def both(
-    library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[SamplingParams], masks: int
+    library: cpu_library.CpuLibrary, form: DraftHeadForm, batch_params: list[SamplingParams], masks: int
 ) -> tuple[Any, Any]:
     """What the compiled head and the reference choose, [S, K] each."""
     weights = drawn(form)
     generator = torch.Generator().manual_seed(masks)
-    hidden = torch.randn(len(laws), masks, HIDDEN, generator=generator).bfloat16()
-    shuffled = torch.rand(len(laws) * masks, VOCABULARY, generator=generator).argsort(dim=1)[:, :CANDIDATES]
-    ids = shuffled.sort(dim=1).values.view(len(laws), masks, CANDIDATES)
+    hidden = torch.randn(len(batch_params), masks, HIDDEN, generator=generator).bfloat16()
+    shuffled = torch.rand(len(batch_params) * masks, VOCABULARY, generator=generator).argsort(dim=1)[:, :CANDIDATES]
+    ids = shuffled.sort(dim=1).values.view(len(batch_params), masks, CANDIDATES)
     offsets = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -torch.inf, 0.0)
-    numbers = torch.arange(len(laws), dtype=torch.int64)
-    columns = SamplingColumns.of(laws, numbers.device)
+    numbers = torch.arange(len(batch_params), dtype=torch.int64)
+    columns = SamplingColumns.of(batch_params, numbers.device)
     given = hidden, ids, offsets, numbers + 5, 7 * numbers + 100, numbers * 1234567, columns
     compiled = CompiledDraftHead(library, **weights, embedding_scale=2.0, form=form)
     assert compiled.obeys(given[-1])
@@ -60,22 +60,22 @@ def both(
 
 
 @pytest.mark.parametrize("form", list(DraftHeadForm))
-@pytest.mark.parametrize("laws", [[GREEDY] * 40, [WARM] * 40, [GREEDY, WARM, HOT] * 13, [WARM]])
+@pytest.mark.parametrize("batch_params", [[GREEDY] * 40, [WARM] * 40, [GREEDY, WARM, HOT] * 13, [WARM]])
 @pytest.mark.parametrize("masks", [1, 3])
 def test_it_chooses_as_the_reference_does(
-    library: cpu_library.CpuLibrary, form: DraftHeadForm, laws: list[SamplingParams], masks: int
+    library: cpu_library.CpuLibrary, form: DraftHeadForm, batch_params: list[SamplingParams], masks: int
 ) -> None:
-    found, wanted = both(library, form, laws, masks)
-    assert found.shape == (len(laws), masks)
+    found, wanted = both(library, form, batch_params, masks)
+    assert found.shape == (len(batch_params), masks)
     same = (found == wanted).all(dim=1).float().mean()  # activations are rounded once less: a near tie may go otherwise
     assert same >= 0.9
-    if len(laws) > 1:
+    if len(batch_params) > 1:
         assert len(found.unique()) > masks
 
 
 def test_laws_that_truncate_are_left_to_the_reference() -> None:
-    law = SamplingParams(temperature=1.0, top_k=5)
-    assert not CompiledDraftHead.obeys(SamplingColumns.of([law], torch.device("cpu")))
+    sampling_params = SamplingParams(temperature=1.0, top_k=5)
+    assert not CompiledDraftHead.obeys(SamplingColumns.of([sampling_params], torch.device("cpu")))
 
 
 def test_other_dtypes_are_left_to_the_reference() -> None:

@@ -35,7 +35,11 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
     ).view(S, K, M)
     offsets = torch.zeros(S, K, M)
     offsets[:, :, 3] = -math.inf
-    bonus, positions, keys = torch.arange(S), torch.arange(S) * 10, torch.tensor([law.key for law in LAWS])
+    bonus, positions, keys = (
+        torch.arange(S),
+        torch.arange(S) * 10,
+        torch.tensor([sampling_params.key for sampling_params in LAWS]),
+    )
 
     def run(at: slice) -> torch.Tensor:
         return propose(
@@ -65,7 +69,7 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
 def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
     logits = tensors(9, len(LAWS), VOCAB)
     ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
-    keys, positions = torch.tensor([law.key for law in LAWS]), torch.tensor([1, 2, 3, 4])
+    keys, positions = torch.tensor([sampling_params.key for sampling_params in LAWS]), torch.tensor([1, 2, 3, 4])
     drafts = choose_candidates(logits, ids, SamplingColumns.of(LAWS, logits.device), keys, positions)
-    rows = [Row(law, ids=(0,) * (n + 1), num_prompt=1) for n, law in enumerate(LAWS)]
+    rows = [Row(sampling_params, ids=(0,) * (n + 1), num_prompt=1) for n, sampling_params in enumerate(LAWS)]
     assert drafts.tolist() == choose_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()

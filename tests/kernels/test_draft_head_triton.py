@@ -36,15 +36,18 @@ def rows(num_rows: int, M: int, seed: int, step: float) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["values differ", "many are equal"])
 @pytest.mark.parametrize("M", [1, 40, 100])
 def test_candidates_are_chosen_alike(M: int, step: float) -> None:
-    laws = LAWS * 4
-    logits, ids = rows(len(laws), M, M, step)
+    batch_params = LAWS * 4
+    logits, ids = rows(len(batch_params), M, M, step)
     logits[3, 0] = -math.inf
-    keys, positions = torch.tensor([law.key for law in laws]), torch.arange(len(laws)) + 3
+    keys, positions = (
+        torch.tensor([sampling_params.key for sampling_params in batch_params]),
+        torch.arange(len(batch_params)) + 3,
+    )
     device = torch.device(DEVICE)
     arguments = [each.to(device) for each in (logits, ids)]
     places = [each.to(device) for each in (keys, positions)]
     for some in (slice(None), slice(0, 1), slice(1, 2)):  # with every stage, greedy alone, without cuts
-        columns = SamplingColumns.of(laws[some], device)
+        columns = SamplingColumns.of(batch_params[some], device)
         found = draft_head_triton.choose_candidates(
             *(each[some] for each in arguments), columns, *(each[some] for each in places)
         )

@@ -44,18 +44,20 @@ def test_each_row_keeps_the_bits_of_what_its_grammar_allows(num_ids: int) -> Non
 
 def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
     raw = torch.zeros(1, 40)
-    law = replace(GREEDY, bias=((7, 5.0), (9, 1.0)), min_tokens=3, end_ids=(9,), bad_words=((11,),))
-    row = Row(law, [1], 1, possible=bits([9, 11, 12], 40))
+    sampling_params = replace(GREEDY, bias=((7, 5.0), (9, 1.0)), min_tokens=3, end_ids=(9,), bad_words=((11,),))
+    row = Row(sampling_params, [1], 1, possible=bits([9, 11, 12], 40))
     made = process(raw, [row], torch.tensor([12]))
     assert torch.isneginf(made).all()
-    assert choose_rows(torch.zeros(1, 40), [replace(row, law=law.ending)], NO_IDS).ids.tolist() == [9]
+    assert choose_rows(
+        torch.zeros(1, 40), [replace(row, sampling_params=sampling_params.ending)], NO_IDS
+    ).ids.tolist() == [9]
 
 
 def test_what_is_left_of_a_law_at_the_end_forbids_nothing() -> None:
-    law = SamplingParams(
+    sampling_params = SamplingParams(
         key=3, bias=((1, 2.0),), allowed_ids=(4,), min_tokens=9, end_ids=(0,), bad_words=((0,),), top_k=3
     )
-    assert law.ending == SamplingParams(key=3, bias=((1, 2.0),), end_ids=(0,), top_k=3)
+    assert sampling_params.ending == SamplingParams(key=3, bias=((1, 2.0),), end_ids=(0,), top_k=3)
 
 
 def test_a_law_with_a_grammar_is_left_to_the_host() -> None:

@@ -19,10 +19,11 @@ def prefix_of(known: int, *, k: int, block_size: int, window: int, max_pages: in
     state = StepState.empty(
         1, max_drafts=max(k, 1), max_pages=max_pages, block_size=block_size, window=window, vocab_size=50
     )
-    law = SamplingParams(temperature=0.0)
+    sampling_params = SamplingParams(temperature=0.0)
     admission = StateAdmission(
-        ids=[1] * known, num_prompt=1, pages=list(range(1, pages + 1)), law=law, num_left=window - known + 1,
-        eos_ids=[], stop_ids=[], max_drafts=k, max_masks=k, drafts=[2] * k,
+        ids=[1] * known, num_prompt=1, pages=list(range(1, pages + 1)),
+        sampling_params=sampling_params,
+        num_left=window - known + 1, eos_ids=[], stop_ids=[], max_drafts=k, max_masks=k, drafts=[2] * k,
     )  # fmt: skip
     state.put(0, admission)
     layout = DraftLayout.full(k, k) if k else DraftLayout.plain()

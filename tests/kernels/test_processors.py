@@ -46,44 +46,44 @@ def only(z: np.ndarray, kept: set[int]) -> np.ndarray:
 
 def slow_law(raw: np.ndarray, row: Row, banned: list[int]) -> np.ndarray:
     """SPACE §3, one id and one stage at a time."""
-    law, z = row.law, raw.astype(np.float32).copy()
+    sampling_params, z = row.sampling_params, raw.astype(np.float32).copy()
     prefix = [*row.ids, *row.tail]
     output = Counter(prefix[row.num_prompt :])
-    for v, value in law.bias:
+    for v, value in sampling_params.bias:
         z[v] += np.float32(value)
     impossible = set(banned)
-    if law.allowed_ids:
-        impossible |= set(range(len(z))) - set(law.allowed_ids)
-    if len(prefix) - row.num_prompt < law.min_tokens:
-        impossible |= set(law.end_ids)
-    for run in law.bad_words:
+    if sampling_params.allowed_ids:
+        impossible |= set(range(len(z))) - set(sampling_params.allowed_ids)
+    if len(prefix) - row.num_prompt < sampling_params.min_tokens:
+        impossible |= set(sampling_params.end_ids)
+    for run in sampling_params.bad_words:
         head = list(run[:-1])
         if prefix[len(prefix) - len(head) :] == head and len(head) <= len(prefix):
             impossible.add(run[-1])
     z[list(impossible)] = -INF
     for v in range(len(z)):
         if v in prefix:
-            penalty = np.float32(law.repetition_penalty)
+            penalty = np.float32(sampling_params.repetition_penalty)
             z[v] = z[v] / penalty if z[v] > 0 else z[v] * penalty
         if output[v]:
-            z[v] -= np.float32(law.presence_penalty)
-            z[v] -= np.float32(law.frequency_penalty) * np.float32(output[v])
-    if law.temperature == 0:
+            z[v] -= np.float32(sampling_params.presence_penalty)
+            z[v] -= np.float32(sampling_params.frequency_penalty) * np.float32(output[v])
+    if sampling_params.temperature == 0:
         return z
-    z = z / np.float32(law.temperature)
-    if law.top_k:
-        z = only(z, set(order(z)[: law.top_k]))
-    if law.top_p < 1:
-        z = only(z, keep_until(order(z), probabilities(z), law.top_p))
-    if law.min_p > 0:
+    z = z / np.float32(sampling_params.temperature)
+    if sampling_params.top_k:
+        z = only(z, set(order(z)[: sampling_params.top_k]))
+    if sampling_params.top_p < 1:
+        z = only(z, keep_until(order(z), probabilities(z), sampling_params.top_p))
+    if sampling_params.min_p > 0:
         p = probabilities(z)
-        z = only(z, {v for v in range(len(z)) if p[v] >= law.min_p * p.max()})
-    if law.typical_p < 1:
+        z = only(z, {v for v in range(len(z)) if p[v] >= sampling_params.min_p * p.max()})
+    if sampling_params.typical_p < 1:
         p = probabilities(z)
         possible = [v for v in range(len(z)) if p[v] > 0]
         entropy = -sum(p[v] * math.log(p[v]) for v in possible)
         ranked = sorted(possible, key=lambda v: (abs(-math.log(p[v]) - entropy), v))
-        z = only(z, keep_until(ranked, p, law.typical_p))
+        z = only(z, keep_until(ranked, p, sampling_params.typical_p))
     return z
 
 
@@ -135,10 +135,10 @@ def raw_logits(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("sampling_params", LAWS.values(), ids=LAWS.keys())
 @pytest.mark.parametrize("seed", range(4))
-def test_each_stage_equals_the_slow_law(law: SamplingParams, seed: int) -> None:
-    row = Row(law, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
+def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: int) -> None:
+    row = Row(sampling_params, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
     raw = raw_logits(seed, 1)
     expected = slow_law(raw[0].numpy(), row, [0, 13])
     assert_same(process(raw, [row], torch.tensor([0, 13]))[0], expected)
@@ -162,12 +162,12 @@ def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: in
 
 
 def test_counts_kept_up_to_date_equal_counts_of_the_whole_prefix() -> None:
-    law = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    sampling_params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     counts = TokenCounts([4, 4, 5], 2, V)
     counts.extend([6, 6])
     raw = raw_logits(1, 1)
-    kept = process(raw.clone(), [Row(law, (4, 4, 5, 6, 6), 2, (6,), counts)], NO_IDS)
-    assert torch.equal(kept, process(raw.clone(), [Row(law, (4, 4, 5, 6, 6), 2, (6,))], NO_IDS))
+    kept = process(raw.clone(), [Row(sampling_params, (4, 4, 5, 6, 6), 2, (6,), counts)], NO_IDS)
+    assert torch.equal(kept, process(raw.clone(), [Row(sampling_params, (4, 4, 5, 6, 6), 2, (6,))], NO_IDS))
     assert counts.output.tolist() == TokenCounts([4, 4, 5, 6, 6], 2, V).output.tolist()
 
 
@@ -187,10 +187,10 @@ def test_minus_zero_equals_zero() -> None:
 
 def test_a_nucleus_wider_than_the_first_sort_is_whole() -> None:
     raw = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * 0.1
-    laws = [SamplingParams(top_p=0.99), SamplingParams(top_p=0.01), SamplingParams(top_p=0.9, top_k=3000)]
-    kept = process(raw.clone(), [Row(law, (1,), 1) for law in laws], NO_IDS)
-    for n, law in enumerate(laws):
-        assert_same(kept[n], slow_law(raw[n].numpy(), Row(law, (1,), 1), []))
+    batch_params = [SamplingParams(top_p=0.99), SamplingParams(top_p=0.01), SamplingParams(top_p=0.9, top_k=3000)]
+    kept = process(raw.clone(), [Row(sampling_params, (1,), 1) for sampling_params in batch_params], NO_IDS)
+    for n, sampling_params in enumerate(batch_params):
+        assert_same(kept[n], slow_law(raw[n].numpy(), Row(sampling_params, (1,), 1), []))
 
 
 def test_typical_keeps_of_equal_distances_the_lower_id() -> None:
@@ -214,12 +214,12 @@ def test_a_tiny_temperature_leaves_the_largest_logit() -> None:
 
 def test_a_row_costs_no_more_python_for_longer_lists() -> None:
     count = 32_000
-    law = SamplingParams(
+    sampling_params = SamplingParams(
         bias=tuple((id_, 0.5) for id_ in range(count)),
         allowed_ids=tuple(range(count)),
         bad_words=tuple((id_, id_ + 1, 3) for id_ in range(count)),
     )
-    rows = [Row(law, ids=(5, 6), num_prompt=1, tail=(7,) * n) for n in range(4)]
+    rows = [Row(sampling_params, ids=(5, 6), num_prompt=1, tail=(7,) * n) for n in range(4)]
     process(torch.zeros(4, count + 1), rows, NO_IDS)  # makes the lists
     asked = 0
 

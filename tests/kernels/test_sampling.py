@@ -54,13 +54,13 @@ def test_the_law_of_choice_is_the_softmax() -> None:
 
 def test_a_choice_does_not_depend_on_the_rows_beside_it() -> None:
     raw = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
-    laws = [
+    batch_params = [
         SamplingParams(temperature=0.0),
         SamplingParams(key=1),
         SamplingParams(key=1, top_k=5),
         SamplingParams(temperature=0.7, key=2, top_p=0.8),
     ]
-    rows = [Row(laws[n % 4], ids=(1,) * (n + 1), num_prompt=1) for n in range(6)]
+    rows = [Row(batch_params[n % 4], ids=(1,) * (n + 1), num_prompt=1) for n in range(6)]
     together = choose_rows(raw.clone(), rows, NO_IDS).ids.tolist()
     alone = [choose_rows(raw[n : n + 1].clone(), [rows[n]], NO_IDS).ids.item() for n in range(6)]
     assert together == alone
@@ -68,8 +68,8 @@ def test_a_choice_does_not_depend_on_the_rows_beside_it() -> None:
 
 def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
     raw = torch.zeros(2, 50)
-    law = SamplingParams(key=4)
-    known, drafted = Row(law, (1, 2, 3), 1), Row(law, (1,), 1, tail=(2, 3))
+    sampling_params = SamplingParams(key=4)
+    known, drafted = Row(sampling_params, (1, 2, 3), 1), Row(sampling_params, (1,), 1, tail=(2, 3))
     assert choose_rows(raw, [known, drafted], NO_IDS).ids.unique().numel() == 1
 
 

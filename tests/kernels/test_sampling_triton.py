@@ -47,37 +47,39 @@ def choose(request: pytest.FixtureRequest) -> Choose:
 class Batch:
     """S sequences of J rows each, on the host and in tensors."""
 
-    def __init__(self, laws: list[SamplingParams], J: int, seed: int, vocab_size: int = V) -> None:
+    def __init__(self, batch_params: list[SamplingParams], J: int, seed: int, vocab_size: int = V) -> None:
         draw = random.Random(seed)
-        self.laws, self.J, self.V = laws, J, vocab_size
-        self.known = [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 40))] for _ in laws]
+        self.batch_params, self.J, self.V = batch_params, J, vocab_size
+        self.known = [[draw.randrange(vocab_size) for _ in range(draw.randrange(1, 40))] for _ in batch_params]
         self.num_prompt = [draw.randrange(1, len(ids) + 1) for ids in self.known]
-        self.tails = [[draw.randrange(vocab_size) for _ in range(J - 1)] for _ in laws]
+        self.tails = [[draw.randrange(vocab_size) for _ in range(J - 1)] for _ in batch_params]
         for ids, tail in zip(self.known, self.tails, strict=True):  # ids that occur again
             ids[-2:] = [7, 8][-len(ids) :]
             tail[:2] = [9, 7][: len(tail)]
 
     def on_host(self, logits: torch.Tensor) -> SampledTokens:
         rows = [
-            SamplingRow(law, ids, num_prompt, tail=tail[:j])
-            for law, ids, num_prompt, tail in zip(self.laws, self.known, self.num_prompt, self.tails, strict=True)
+            SamplingRow(sampling_params, ids, num_prompt, tail=tail[:j])
+            for sampling_params, ids, num_prompt, tail in zip(
+                self.batch_params, self.known, self.num_prompt, self.tails, strict=True
+            )
             for j in range(self.J)
         ]
         choice = choose_rows(logits.clone().view(-1, self.V), rows, torch.tensor(BANNED))
-        S = len(self.laws)
+        S = len(self.batch_params)
         return SampledTokens(choice.ids.view(S, self.J), choice.usable.view(S, self.J))
 
     def by(self, choose: Choose, logits: torch.Tensor, only: slice = slice(None)) -> SampledTokens:
-        laws = self.laws[only]
-        tensors = SamplingTensors.of(laws, self.V, device=DEVICE)
+        batch_params = self.batch_params[only]
+        tensors = SamplingTensors.of(batch_params, self.V, device=DEVICE)
         known, num_prompt = self.known[only], torch.tensor(self.num_prompt[only])
         num_known = torch.tensor([len(ids) for ids in known])
-        history = torch.zeros(len(laws), 64, dtype=torch.int64)
+        history = torch.zeros(len(batch_params), 64, dtype=torch.int64)
         for line, ids in enumerate(known):
             history[line, : len(ids)] = torch.tensor(ids)
-        tails = torch.tensor(self.tails[only]).view(len(laws), self.J - 1)
+        tails = torch.tensor(self.tails[only]).view(len(batch_params), self.J - 1)
         place = torch.arange(self.J)
-        num_tail = place.expand(len(laws), self.J)
+        num_tail = place.expand(len(batch_params), self.J)
         on_device = [each.to(DEVICE) for each in (history, num_known, tails, num_tail)]
         words = word_bans(tensors, *on_device, torch.zeros_like(place).to(DEVICE))
         ends = end_bans(tensors, ((num_known - num_prompt)[:, None] + num_tail).to(DEVICE))
@@ -85,7 +87,7 @@ class Batch:
         choice = choose(
             logits.clone().view(-1, self.J, self.V)[only].contiguous().to(DEVICE),
             tensors,
-            Stages.of(laws),
+            Stages.of(batch_params),
             num_known.to(DEVICE),
             torch.tensor(BANNED).to(DEVICE),
             tails=tails.to(DEVICE),
@@ -136,9 +138,9 @@ CUTS = [
 
 
 def test_rows_choose_as_on_the_host_whatever_cuts_their_law(choose: Choose) -> None:
-    laws = CUTS if choose is reference.choose or DEVICE == "cuda" else CUTS[3:13:2]
-    batch = Batch(laws, 1, seed=1)
-    logits = logits_of(len(laws), 1, seed=2)
+    batch_params = CUTS if choose is reference.choose or DEVICE == "cuda" else CUTS[3:13:2]
+    batch = Batch(batch_params, 1, seed=1)
+    logits = logits_of(len(batch_params), 1, seed=2)
     logits[1::2] = (logits[1::2] * 2.0).round() / 2.0  # many are equal
     agree(batch.by(choose, logits), batch.on_host(logits))
 
@@ -152,27 +154,27 @@ def test_rows_choose_as_on_the_host_behind_their_hypothetical_prefix(choose: Cho
 
 @pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.slow), 40.0])
 def test_flat_and_steep_rows_are_cut_alike(choose: Choose, spread: float) -> None:
-    laws = [
+    batch_params = [
         SamplingParams(key=1, top_k=50),
         SamplingParams(key=2, top_p=0.8123),
         SamplingParams(key=3, typical_p=0.6123),
         SamplingParams(key=4, top_k=85, top_p=0.7),
     ]
-    batch = Batch(laws, 1, seed=5)
-    logits = logits_of(len(laws), 1, seed=6, spread=spread) - 17.0
+    batch = Batch(batch_params, 1, seed=5)
+    logits = logits_of(len(batch_params), 1, seed=6, spread=spread) - 17.0
     agree(batch.by(choose, logits), batch.on_host(logits))
 
 
 def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
-    laws = [
+    batch_params = [
         SamplingParams(key=1, top_p=0.5),
         SamplingParams(temperature=0.0),
         SamplingParams(key=2, allowed_ids=(3,)),
         SamplingParams(key=3, top_k=5),
         SamplingParams(key=4),
     ]
-    batch = Batch(laws, 2, seed=7)
-    logits = logits_of(len(laws), 2, seed=8)
+    batch = Batch(batch_params, 2, seed=7)
+    logits = logits_of(len(batch_params), 2, seed=8)
     whole = batch.by(choose, logits)
     logits[0, 1, 95] = math.nan
     logits[1, 0, 5] = math.inf
@@ -185,9 +187,9 @@ def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
 
 
 def test_a_row_chooses_alone_what_it_chooses_in_company(choose: Choose) -> None:
-    laws = [CUTS[7], EDITS[3], EDITS[4]]
-    batch = Batch(laws, 2, seed=9)
-    logits = logits_of(len(laws), 2, seed=10)
+    batch_params = [CUTS[7], EDITS[3], EDITS[4]]
+    batch = Batch(batch_params, 2, seed=9)
+    logits = logits_of(len(batch_params), 2, seed=10)
     together = batch.by(choose, logits)
     for line in (0, 2):
         alone = batch.by(choose, logits, slice(line, line + 1))
@@ -213,7 +215,7 @@ def test_every_cut_in_every_way(choose: Choose) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
     draw = random.Random(seed)
-    laws = [
+    batch_params = [
         SamplingParams(
             key=draw.getrandbits(60),
             temperature=draw.choice([0.0, 0.4, 1.0, 2.5]),
@@ -227,7 +229,7 @@ def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
         )
         for _ in range(12)
     ]
-    batch = Batch(laws, 2, seed=seed)
+    batch = Batch(batch_params, 2, seed=seed)
     logits = logits_of(12, 2, seed=seed, spread=draw.choice([0.3, 2.0, 8.0]), step=draw.choice([0.0, 0.25]))
     agree(batch.by(choose, logits), batch.on_host(logits))
 
@@ -243,10 +245,10 @@ def test_stages_of_neutral_laws_change_nothing(choose: Choose) -> None:
 
 
 def test_a_masks_row_knows_nothing_of_the_drafts_before_it() -> None:
-    laws = SamplingTensors.of([SamplingParams(bad_words=((11,), (8, 12)))], V)
+    batch_params = SamplingTensors.of([SamplingParams(bad_words=((11,), (8, 12)))], V)
     history, num_known = torch.tensor([[1, 2, 0, 0]]), torch.tensor([2])
     tails, num_tail = torch.tensor([[5, 8]]), torch.tensor([[2, 2]])
-    bans = word_bans(laws, history, num_known, tails, num_tail, torch.tensor([0, 1]))
+    bans = word_bans(batch_params, history, num_known, tails, num_tail, torch.tensor([0, 1]))
     assert bans.tolist() == [[[11, 12], [11, NO_ID]]]
 
 
@@ -261,8 +263,8 @@ def test_logprobs_are_the_hosts() -> None:
 
 
 def test_a_law_that_does_not_fit_is_refused_with_the_bound() -> None:
-    laws = SamplingTensors.empty(1, V)
+    batch_params = SamplingTensors.empty(1, V)
     with pytest.raises(ValueError, match="65 biases"):
-        laws.put(0, SamplingParams(bias=tuple((n, 1.0) for n in range(65))))
+        batch_params.put(0, SamplingParams(bias=tuple((n, 1.0) for n in range(65))))
     with pytest.raises(ValueError, match="no allowed ids"):
-        laws.put(0, SamplingParams(allowed_ids=(1,)))
+        batch_params.put(0, SamplingParams(allowed_ids=(1,)))

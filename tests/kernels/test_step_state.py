@@ -17,7 +17,7 @@ from space_kernels.step import state as reference
 from space_kernels.step.draft_candidates import candidates, sampling_columns
 from space_kernels.step.draft_head import propose
 from space_kernels.step.state import StateAdmission, StepState
-from space_kernels.step.step_verification import EndCode, judge
+from space_kernels.step.step_verification import EndCode, verify_sequences
 from space_kernels.step.uniform_index import StepIndex
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +67,7 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
                 ids=ids[number][:count],
                 num_prompt=count - 2,
                 pages=[number * 16 + page for page in range(3 if number == 4 else 6)],
-                law=LAWS[number],
+                sampling_params=LAWS[number],
                 num_left=2 if number == 3 else 30,
                 eos_ids=[20],
                 stop_ids=[21, 20],
@@ -125,16 +125,18 @@ def test_kernels_write_what_the_reference_writes(layout: Layout) -> None:
         same(laid_out, expected_rows)
         same(made.rows(ours, index), reference.rows(theirs, index))
         choice = samples_of(ours, index, seed)
-        verdict = made.judge_step(ours, index, laid_out, choice)
-        expected_verdict = reference.judge_step(theirs, index, expected_rows, choice)
-        same(verdict, expected_verdict)
-        ends |= set(verdict.end.tolist())
-        found = made.masks(ours, index, verdict) if index.most_drafts else reference.masks(ours, index, verdict)
-        same(found, reference.masks(theirs, index, expected_verdict))
+        verification = made.verify_step(ours, index, laid_out, choice)
+        expected_verification = reference.verify_step(theirs, index, expected_rows, choice)
+        same(verification, expected_verification)
+        ends |= set(verification.end.tolist())
+        found = (
+            made.masks(ours, index, verification) if index.most_drafts else reference.masks(ours, index, verification)
+        )
+        same(found, reference.masks(theirs, index, expected_verification))
         drafts = torch.randint(-1, V + 1, found.rows.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        result = made.advance(ours, laid_out, verdict, drafts, found.count, banned)
+        result = made.advance(ours, laid_out, verification, drafts, found.count, banned)
         assert torch.equal(
-            result, reference.advance(theirs, expected_rows, expected_verdict, drafts, found.count, banned)
+            result, reference.advance(theirs, expected_rows, expected_verification, drafts, found.count, banned)
         )
         ours.history[:, WINDOW], theirs.history[:, WINDOW] = 0, 0  # never read
         same(ours, theirs)
@@ -149,33 +151,33 @@ def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, ban
     before = reference.chain_choices(state, index, stages)
     named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
     chain = of_rows[: index.num_chain_rows].view(S, k + 1, V)
-    verdict = reference.judge_step(
-        state, index, laid_out, choose(chain, state.laws, stages, before.positions, banned, **named)
+    verification = reference.verify_step(
+        state, index, laid_out, choose(chain, state.batch_params, stages, before.positions, banned, **named)
     )
-    found = reference.masks(state, index, verdict)
-    before = reference.mask_choices(state, verdict, index.most_drafts, stages)
+    found = reference.masks(state, index, verification)
+    before = reference.mask_choices(state, verification, index.most_drafts, stages)
     named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
     ids, offsets = candidates(
         of_rows[found.rows],
         stages,
-        lambda raw: choosing.edit(raw, state.laws, stages, banned, **named),
+        lambda raw: choosing.edit(raw, state.batch_params, stages, banned, **named),
     )
-    last = verdict.emitted.gather(1, (verdict.lengths - 1).clamp(min=0)[:, None])[:, 0]
+    last = verification.emitted.gather(1, (verification.lengths - 1).clamp(min=0)[:, None])[:, 0]
     drafts = propose(
         logits[laid_out.ids][found.rows],
         ids,
         offsets,
         last,
         before.positions,
-        state.laws.key,
-        sampling_columns(state.laws, stages),
+        state.batch_params.key,
+        sampling_columns(state.batch_params, stages),
         w1=torch.ones(6, 2 * V, device=logits.device),
         w2=torch.ones(V, 6, device=logits.device),
         embedding_scale=0.1,
         embed=lambda of: torch.nn.functional.embedding(of, logits),
         logits_of=lambda h, of: h.gather(1, of),
     )
-    return reference.advance(state, laid_out, verdict, drafts, found.count, banned)
+    return reference.advance(state, laid_out, verification, drafts, found.count, banned)
 
 
 class NothingIsRead(TorchDispatchMode):
@@ -218,8 +220,10 @@ def test_shapes_of_a_step_follow_from_the_layout_alone() -> None:
     meta = StepState(
         block_size=real.block_size,
         window=real.window,
-        laws=type(real.laws)(
-            vocab_size=V, room=real.laws.room, **{n: t.to("meta") for n, t in tensors_of(real.laws).items()}
+        batch_params=type(real.batch_params)(
+            vocab_size=V,
+            room=real.batch_params.room,
+            **{n: t.to("meta") for n, t in tensors_of(real.batch_params).items()},
         ),
         **{name: tensor.to("meta") for name, tensor in tensors_of(real).items()},
     )
@@ -243,15 +247,15 @@ def test_a_bucket_shares_the_lines_it_has() -> None:
     state = state_of(4)
     bucket = state.first(2)
     bucket.root[1] = 33
-    bucket.laws.key[0] = 7
-    assert (int(state.root[1]), int(state.laws.key[0])) == (33, 7)
+    bucket.batch_params.key[0] = 7
+    assert (int(state.root[1]), int(state.batch_params.key[0])) == (33, 7)
     index = StepIndex.of(2, LAYOUTS[2], DEVICE)
     same(reference.rows(bucket, index), reference.rows(state_with(state, 2), index))
 
 
 def state_with(state: StepState, num_lines: int) -> StepState:
     copied = {name: tensor[:num_lines].clone() for name, tensor in tensors_of(state).items()}
-    return StepState(block_size=state.block_size, window=state.window, laws=state.laws, **copied)
+    return StepState(block_size=state.block_size, window=state.window, batch_params=state.batch_params, **copied)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,7 @@ def test_the_run_is_cut_at_its_first_end(
     samples: list[int], num_left: int, expected: tuple[int, list[int], int, EndCode]
 ) -> None:
     one = torch.tensor([1])
-    verdict = judge(
+    verification = verify_sequences(
         torch.tensor([samples]),
         torch.ones(1, 3, dtype=torch.bool),
         torch.tensor([[5, 6]]),
@@ -279,7 +283,12 @@ def test_the_run_is_cut_at_its_first_end(
         torch.tensor([[20, 21, -1]]),
         one,
     )
-    found = (verdict.accepted.item(), verdict.emitted[0].tolist(), verdict.lengths.item(), verdict.end.item())
+    found = (
+        verification.accepted.item(),
+        verification.emitted[0].tolist(),
+        verification.lengths.item(),
+        verification.end.item(),
+    )
     assert found == expected
 
 
@@ -287,6 +296,6 @@ def test_a_line_without_room_for_counts_or_words_refuses_laws_that_need_them() -
     state = StepState.empty(
         1, max_drafts=1, max_pages=1, block_size=4, window=8, vocab_size=V, history=False, counts=False
     )
-    for law in (SamplingParams(presence_penalty=1.0), SamplingParams(bad_words=((3,),))):
+    for sampling_params in (SamplingParams(presence_penalty=1.0), SamplingParams(bad_words=((3,),))):
         with pytest.raises(ValueError, match="Penalties need a state with counts"):
-            state.put(0, StateAdmission([1], 1, [0], law, 3, [], [], 1, 1))
+            state.put(0, StateAdmission([1], 1, [0], sampling_params, 3, [], [], 1, 1))

@@ -7,10 +7,10 @@ from space_kernels.step.verification import num_accepted, verify
 def test_every_accepted_length_in_one_batch() -> None:
     drafts = torch.tensor([[1, 2, 3]] * 5)
     samples = torch.tensor([[9, 2, 3, 4], [1, 9, 3, 4], [1, 2, 9, 4], [1, 2, 3, 4], [9, 9, 9, 9]])
-    verdict = verify(samples, drafts, torch.tensor([3, 3, 3, 3, 3]))
-    assert verdict.accepted.tolist() == [0, 1, 2, 3, 0]
-    assert verdict.lengths.tolist() == [1, 2, 3, 4, 1]
-    assert verdict.emitted.tolist() == [[9, 0, 0, 0], [1, 9, 0, 0], [1, 2, 9, 0], [1, 2, 3, 4], [9, 0, 0, 0]]
+    verification = verify(samples, drafts, torch.tensor([3, 3, 3, 3, 3]))
+    assert verification.accepted.tolist() == [0, 1, 2, 3, 0]
+    assert verification.lengths.tolist() == [1, 2, 3, 4, 1]
+    assert verification.emitted.tolist() == [[9, 0, 0, 0], [1, 9, 0, 0], [1, 2, 9, 0], [1, 2, 3, 4], [9, 0, 0, 0]]
 
 
 def test_drafts_beyond_the_live_ones_never_count() -> None:
@@ -24,8 +24,8 @@ def test_agreement_behind_a_disagreement_does_not_count() -> None:
 
 
 def test_without_drafts_the_sample_is_the_bonus() -> None:
-    verdict = verify(torch.tensor([[7], [8]]), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 0]))
-    assert (verdict.accepted.tolist(), verdict.emitted.tolist()) == ([0, 0], [[7], [8]])
+    verification = verify(torch.tensor([[7], [8]]), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert (verification.accepted.tolist(), verification.emitted.tolist()) == ([0, 0], [[7], [8]])
 
 
 def test_one_sequence_on_the_host_is_judged_as_it_is_in_a_batch() -> None:

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from space_kernels.step import step_verification as step_verdict
-from space_kernels.step import verification as verdict
+from space_kernels.step import verification as verification
 from space_kernels.step import verification_triton as verdict_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,13 +27,13 @@ def test_kernels_judge_as_the_reference(k: int) -> None:
     num_left, num_eos = of(1, k + 4, S), of(0, 3, S)
     end_ids = of(-1, 12, S, 3)
     arguments = [each.to(DEVICE) for each in (samples, drafts, num_live)]
-    found, expected = verdict_triton.verify(*arguments), verdict.verify(*arguments)
+    found, expected = verdict_triton.verify(*arguments), verification.verify(*arguments)
     for name in ("accepted", "emitted", "lengths"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert len(set(expected.accepted.tolist())) > k // 2
 
     arguments = [each.to(DEVICE) for each in (samples, usable, drafts, num_live, running, num_left, end_ids, num_eos)]
-    cut, expected_cut = verdict_triton.judge(*arguments), step_verdict.judge(*arguments)
+    cut, expected_cut = verdict_triton.verify_sequences(*arguments), step_verdict.verify_sequences(*arguments)
     for name in ("accepted", "emitted", "lengths", "end"):
         assert torch.equal(getattr(cut, name), getattr(expected_cut, name)), name
     assert len(set(expected_cut.end.tolist())) > 3

@@ -50,30 +50,32 @@ def compare(model: SpaceModel, requests: Sequence[Request], ways: Sequence[Draft
 
 def prove_power(way: Drafting, records: Sequence[Record]) -> None:
     """Drafts were accepted and rejected, as far as this way of drafting has both."""
-    verdicts = [verdict for record in records for verdict in record.verdicts[:-1] if verdict[0]]
-    accepted = sum(accepted for _, accepted in verdicts)
-    rejected = sum(drafted > accepted for drafted, accepted in verdicts)
+    verifications = [
+        verification for record in records for verification in record.verifications[:-1] if verification[0]
+    ]
+    accepted = sum(accepted for _, accepted in verifications)
+    rejected = sum(drafted > accepted for drafted, accepted in verifications)
     assert (accepted > 0) == (way.right is not none_right), (way.name, accepted)
     assert (rejected > 0) == (way.right is not all_right), (way.name, rejected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling_params", LAWS)
 def test_smollm2_says_the_same_with_its_drafts_and_without(
-    smollm2: SpaceModel, smollm2_text: ModelText, prompts: list[str], law: str
+    smollm2: SpaceModel, smollm2_text: ModelText, prompts: list[str], sampling_params: str
 ) -> None:
-    requests = asked(smollm2_text, smollm2, prompts[:16], max_tokens=128, temperature=LAWS[law])
+    requests = asked(smollm2_text, smollm2, prompts[:16], max_tokens=128, temperature=LAWS[sampling_params])
     assert compare(smollm2, requests, OF_SMOLLM2) > 6_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("sampling_params", LAWS)
 def test_gemma_says_the_same_with_drafts_from_outside_and_without(
-    gemma: SpaceModel, gemma_text: ModelText, prompts: list[str], law: str
+    gemma: SpaceModel, gemma_text: ModelText, prompts: list[str], sampling_params: str
 ) -> None:
-    requests = asked(gemma_text, gemma, prompts[:12], max_tokens=96, temperature=LAWS[law])
+    requests = asked(gemma_text, gemma, prompts[:12], max_tokens=96, temperature=LAWS[sampling_params])
     assert compare(gemma, requests, OF_GEMMA) > 4_000
 
 

@@ -70,7 +70,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[SmallRouter], list[st
 
     def noting(router: SmallRouter) -> list[str]:
         assert router.worker._device is not None
-        stepper, said = router.worker._device.stepper, list[str]()
+        runner, said = router.worker._device.runner, list[str]()
 
         def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
             def calls(*arguments: object) -> object:
@@ -80,7 +80,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[SmallRouter], list[st
             return calls
 
         for name in ("launch", "read"):
-            monkeypatch.setattr(stepper, name, noted(name, getattr(stepper, name)))
+            monkeypatch.setattr(runner, name, noted(name, getattr(runner, name)))
         return said
 
     return noting

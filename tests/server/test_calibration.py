@@ -12,7 +12,7 @@ from space_model.loading.load import load_model
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_server.device_runner.device_step import DeviceForward, StepKind
+from space_server.device_runner.device_forward import DeviceForward, StepKind
 from space_server.startup import calibration
 from space_server.startup.calibration import (
     AGREE,

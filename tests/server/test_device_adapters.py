@@ -11,7 +11,7 @@ from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
-from space_server.device_runner.device_step import StepKind
+from space_server.device_runner.device_forward import StepKind
 from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
@@ -49,8 +49,8 @@ class Watched:
         self.router, self.kinds = SmallRouter(worker), list[StepKind]()
         self.drafts: dict[int, list[list[int]]] = {}
         if worker._device is not None:
-            self._take = worker._device.stepper._take
-            worker._device.stepper._take = self._noting
+            self._take = worker._device.runner._take
+            worker._device.runner._take = self._noting
 
     def _noting(self, kind: StepKind) -> torch.Tensor:
         self.kinds.append(kind)
@@ -78,8 +78,8 @@ def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: s
     found = []
     for device in (False, True):
         watched = Watched(gated, device=device)
-        for prompt, law in zip(PROMPTS, LAWS, strict=True):
-            watched.router.admit(prompt, max_tokens=18, sampling=law, adapter=name)
+        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+            watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter=name)
         watched.run()
         found.append((watched.steps, watched.drafts))
     assert found[0] == found[1]
@@ -87,8 +87,8 @@ def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: s
     assert {kind.adapter for kind in watched.kinds if kind.layout.num_masks} == {number}
     assert max(len(drafts) for drafts in watched.drafts[1]) == (2 if name == "narrow" else 4)
     plain = Watched(gated, device=True, k=0)
-    for prompt, law in zip(PROMPTS, LAWS, strict=True):
-        plain.router.admit(prompt, max_tokens=18, sampling=law)
+    for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+        plain.router.admit(prompt, max_tokens=18, sampling=sampling_params)
     plain.run()
     assert [ran.tokens for ran in plain.router.ran.values()] == [ran.tokens for ran in watched.router.ran.values()]
 

@@ -16,8 +16,8 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.device_runner import device_graphs
+from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_graphs import StepGraphs
-from space_server.device_runner.device_step import StepKind
 from space_server.speculation.controller import FixedLayout
 from space_server.testing import SmallRouter
 from space_server.worker import Worker
@@ -264,8 +264,8 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
         for number in range(5):
             router.admit([70 + number, 71, 72, 90][: 1 + number], max_tokens=60, sampling=sampling, num_pages=1)
         if worker._device is not None:
-            stepper = worker._device.stepper
-            graphs = stepper._take
+            runner = worker._device.runner
+            graphs = runner._take
             assert isinstance(graphs, StepGraphs)
             taken.append(graphs)
 
@@ -278,7 +278,7 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
 
-            stepper._take = never_waiting
+            runner._take = never_waiting
         router.run()
         found.append([ran.tokens for ran in router.ran.values()])
     assert found[0] == found[1]

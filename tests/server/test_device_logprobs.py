@@ -9,8 +9,8 @@ import torch
 from space_kernels.sampling.choice import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_logprobs import LogprobReport, few_asking, few_tops, num_cells, report
-from space_server.device_runner.device_step import StepKind
 from space_server.speculation.controller import FixedLayout
 from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
@@ -38,13 +38,13 @@ def kinds_of(router: SmallRouter) -> list[StepKind]:
     """Of the steps that will be taken on the device."""
     device = router.worker._device
     assert device is not None
-    kinds, take = [], device.stepper._take
+    kinds, take = [], device.runner._take
 
     def noting(kind: StepKind) -> torch.Tensor:
         kinds.append(kind)
         return take(kind)
 
-    device.stepper._take = noting
+    device.runner._take = noting
     return kinds
 
 

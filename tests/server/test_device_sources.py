@@ -124,7 +124,7 @@ def test_a_report_is_given_while_the_next_step_is_under_way() -> None:
         assert report.stepped
         device = router.worker._device
         assert device is not None
-        assert device.stepper.num_under_way == 1
+        assert device.runner.num_under_way == 1
 
 
 def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[SmallRouter], list[str]]) -> None:
@@ -220,7 +220,7 @@ def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2
         num_prompt=4,
         num_computed=8,
         pages=list(range(20)),
-        law=SamplingParams(temperature=0.0),
+        sampling_params=SamplingParams(temperature=0.0),
         limits=SequenceLimits(90, 200, frozenset(), frozenset()),
         max_drafts=8,
         num_logprobs=None,
@@ -279,7 +279,7 @@ def test_a_sequence_that_is_released_under_way_is_said_of_no_more() -> None:
     while len(router.ran[goes].tokens) < 3 or not device.is_under_way:
         router.step()
     assert device.reads_first
-    assert device.stepper.refers_to(goes)
+    assert device.runner.refers_to(goes)
     router.release(goes)
     report = router.step()
     assert report is not None

@@ -63,7 +63,7 @@ class NoisyModel(ScriptedModel):
         return self.rows(batch.ids, batch.positions, batch.num_chain_rows)
 
 
-def law(draw: random.Random) -> SamplingParams:
+def sampling_params(draw: random.Random) -> SamplingParams:
     """Neutral, or with some of everything."""
     if draw.random() < 0.3:
         return SamplingParams(temperature=0.0, end_ids=(EOS, STOP))
@@ -100,7 +100,7 @@ class Pair:
     def __post_init__(self) -> None:
         self.k = self.layout.num_drafts
         self.model = NoisyModel(max(1, *self.layout.masks))
-        self.stepper = HostRunner(self.model, self.model.allocate_kv(PAGES, BLOCK))
+        self.runner = HostRunner(self.model, self.model.allocate_kv(PAGES, BLOCK))
         self.state = StepState.empty(
             LINES + 1,  # the last one is never taken
             max_drafts=self.k + 1,
@@ -120,7 +120,7 @@ class Pair:
         draw = self.draw
         ids = [draw.randrange(4, 20) for _ in range(draw.randrange(1, 40))]
         num_prompt = draw.randrange(1, len(ids) + 1)
-        chosen = law(draw)
+        chosen = sampling_params(draw)
         limits = SequenceLimits(
             len(ids) - num_prompt + draw.randrange(1, 40), WINDOW, frozenset({EOS}), frozenset({STOP, EOS})
         )
@@ -132,7 +132,7 @@ class Pair:
             num_prompt=num_prompt,
             num_computed=len(ids) - 1,
             pages=pages,
-            law=chosen,
+            sampling_params=chosen,
             limits=limits,
             max_drafts=draw.randrange(0, self.k + 2),
             num_logprobs=None,
@@ -148,7 +148,7 @@ class Pair:
                 ids=ids,
                 num_prompt=num_prompt,
                 pages=pages,
-                law=chosen,
+                sampling_params=chosen,
                 num_left=sequence.num_left,
                 eos_ids=[EOS],
                 stop_ids=[STOP, EOS],
@@ -175,7 +175,7 @@ class Pair:
 
     def step_device(self, plans: dict[int, ScheduledSequence]) -> Tensor:
         state, index = self.state, self.index
-        stages = Stages.of(sequence.law for sequence in self.on_host.values())
+        stages = Stages.of(sequence.sampling_params for sequence in self.on_host.values())
         ops = self.ops
         laid_out = ops.rows(state, index, self.mask_ids)
         ids, positions = laid_out.ids.cpu(), laid_out.positions.cpu()
@@ -184,7 +184,7 @@ class Pair:
         before = step_state.chain_choices(state, index, stages)
         choice = self.choose(
             hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB).clone(),
-            state.laws,
+            state.batch_params,
             stages,
             before.positions,
             self.mask_ids,
@@ -193,12 +193,12 @@ class Pair:
             counts=state.counts,
             bans=before.bans,
         )
-        verdict = ops.judge_step(state, index, laid_out, choice)
-        from_masks = ops.masks(state, index, verdict)
-        before = step_state.mask_choices(state, verdict, index.most_drafts, stages)
+        verification = ops.verify_step(state, index, laid_out, choice)
+        from_masks = ops.masks(state, index, verification)
+        before = step_state.mask_choices(state, verification, index.most_drafts, stages)
         drafts = self.choose(
             hidden[from_masks.rows],
-            state.laws,
+            state.batch_params,
             stages,
             before.positions,
             self.mask_ids,
@@ -207,7 +207,7 @@ class Pair:
             counts=state.counts,
             bans=before.bans,
         )
-        return ops.advance(state, laid_out, verdict, drafts.ids, from_masks.count, self.mask_ids)
+        return ops.advance(state, laid_out, verification, drafts.ids, from_masks.count, self.mask_ids)
 
     def check_rows(self, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[int, ScheduledSequence]) -> None:
         """Live rows are the host's; others write nothing, inside the window and the vocabulary."""
@@ -238,7 +238,7 @@ class Pair:
         line_of = {sequence.seq_id: line for line, sequence in self.on_host.items()}
         plans = {line_of[plan.sequence.seq_id]: plan for plan in planned.plans}
         result = self.step_device(plans).tolist()
-        advances = self.stepper.run(planned.plans, StepTimes()) if planned.plans else []
+        advances = self.runner.run(planned.plans, StepTimes()) if planned.plans else []
         for sequence in planned.out_of_slots:
             line = line_of[sequence.seq_id]
             assert result[line][0] == 0

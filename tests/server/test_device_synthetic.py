@@ -67,8 +67,8 @@ def test_every_step_drafts_and_accepts_what_it_does_on_the_host(tiny: SpaceModel
         router, synthetic = router_of(tiny, controller, device=device)
         for turn in range(2):  # the first gives the texts
             numbers = [
-                router.admit(prompt, max_tokens=length, sampling=law, max_draft_length=99 * turn)
-                for prompt, length, law in zip(PROMPTS, LENGTHS, SAMPLINGS, strict=True)
+                router.admit(prompt, max_tokens=length, sampling=sampling_params, max_draft_length=99 * turn)
+                for prompt, length, sampling_params in zip(PROMPTS, LENGTHS, SAMPLINGS, strict=True)
             ]
             router.run()
         found.append(steps(router, numbers))

@@ -21,9 +21,9 @@ from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.device_runner.device_step import StepKind, TensorForward
-from space_server.device_runner.device_stepper import DeviceRunner
-from space_server.device_runner.device_steps import DeviceScheduler
+from space_server.device_runner.device_forward import StepKind, TensorForward
+from space_server.device_runner.device_runner import DeviceRunner
+from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.testing import SmallRouter
@@ -198,9 +198,9 @@ class Watched:
         device = router.worker._device
         assert device is not None
         self.mode = NothingAsked()
-        self._take = device.stepper._take
+        self._take = device.runner._take
         self.kinds: set[StepKind] = set()
-        device.stepper._take = self
+        device.runner._take = self
 
     def __call__(self, kind: StepKind) -> Tensor:
         self.kinds.add(kind)
@@ -219,8 +219,8 @@ def texts(
     router = SmallRouter(worker)
     router.free.remove(BLOCKS - 1)  # where dead rows write
     if device:
-        stepper = DeviceRunner(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
-        worker._device = DeviceScheduler(stepper, controller)
+        runner = DeviceRunner(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
+        worker._device = DeviceScheduler(runner, controller)
         watched = Watched(router)
     adapter = model.facts.adapters[0].name if model.facts.adapters else ""
     for number, sampling in enumerate(SAMPLINGS):
@@ -297,13 +297,13 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
         controller = FixedLayout.full(2)
         worker = Worker(model, num_blocks=16, block_size=16, controller=controller, max_sequences=2)
         if device:
-            stepper = DeviceRunner(model, worker.kv, max_sequences=2, forward=TensorForward)
-            worker._device = DeviceScheduler(stepper, controller)
+            runner = DeviceRunner(model, worker.kv, max_sequences=2, forward=TensorForward)
+            worker._device = DeviceScheduler(runner, controller)
         router = SmallRouter(worker)
         for number in range(2):
             router.admit([70 + number, 71, 72], max_tokens=5)
         router.run()
         found.append([ran.tokens for ran in router.ran.values()])
-        assert worker._device is None or worker._device.stepper.num_launches > 3
+        assert worker._device is None or worker._device.runner.num_launches > 3
     assert found[0] == found[1]
     assert not any("failed" in message for message in caplog.messages)

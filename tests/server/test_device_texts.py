@@ -193,8 +193,8 @@ SAMPLINGS = [
 
 def decode(model: StepModel, *, device: bool, after: Callable[[SmallRouter], None] | None = None, k: int) -> list[Ran]:
     router = router_of(model, device=device, controller=FixedLayout.full(k))
-    for prompt, law in zip(PROMPTS, SAMPLINGS, strict=True):
-        router.admit(prompt, max_tokens=24, sampling=law)
+    for prompt, sampling_params in zip(PROMPTS, SAMPLINGS, strict=True):
+        router.admit(prompt, max_tokens=24, sampling=sampling_params)
         if after is not None:
             after(router)
     router.run()

@@ -83,10 +83,10 @@ def test_a_line_that_is_taken_again_knows_nothing_of_who_had_it() -> None:
         return 10 + position % 7
 
     router = router_of(ScriptedModel(text=text), max_sequences=1)
-    law = pb.Sampling(frequency_penalty=100.0, temperature=0.0)
-    first = router.admit([5] * 4, max_tokens=5, sampling=law)
+    sampling_params = pb.Sampling(frequency_penalty=100.0, temperature=0.0)
+    first = router.admit([5] * 4, max_tokens=5, sampling=sampling_params)
     router.run()
-    second = router.admit([5] * 4, max_tokens=5, sampling=law)
+    second = router.admit([5] * 4, max_tokens=5, sampling=sampling_params)
     router.run()
     assert router.ran[first].tokens == router.ran[second].tokens
 
@@ -134,7 +134,7 @@ def test_launches_that_keep_failing_are_given_up(
         tried.append(layout)
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(device.stepper, "launch", fails)
+    monkeypatch.setattr(device.runner, "launch", fails)
     router.run()
     assert len(router.ran[seq_id].tokens) == 30
     assert len(tried) == 3
@@ -148,14 +148,18 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
     router = router_of(model)
     device = router.worker._device
     assert device is not None
-    put = device.stepper.batch.state.laws.put
+    put = device.runner.batch.state.batch_params.put
 
-    def fails(line: int, law: SamplingParams) -> None:
-        if law.temperature == 0.5:
+    def fails(line: int, sampling_params: SamplingParams) -> None:
+        if sampling_params.temperature == 0.5:
             raise MemoryError("no room")
-        put(line, law)
+        put(line, sampling_params)
 
-    monkeypatch.setattr(type(device.stepper.batch.state.laws), "put", lambda laws, line, law: fails(line, law))
+    monkeypatch.setattr(
+        type(device.runner.batch.state.batch_params),
+        "put",
+        lambda batch_params, line, sampling_params: fails(line, sampling_params),
+    )
     good = router.admit([5] * 6)
     bad = router.admit([5] * 9, sampling=pb.Sampling(temperature=0.5, top_k=1))
     router.run()
@@ -188,7 +192,7 @@ def test_counts_that_cannot_be_had_when_lines_are_given_back_fail_at_most_their_
     assert len(device.sequences) == 2
     monkeypatch.setattr(device_batch, "TokenCounts", NoRoom)
     monkeypatch.setattr(processors, "TokenCounts", NoRoom)
-    monkeypatch.setattr(device.stepper, "launch", lambda layout: [][0])
+    monkeypatch.setattr(device.runner, "launch", lambda layout: [][0])
     router.run()
     assert "no room" in caplog.text
     assert router.ran[good].tokens == [model.text(position) for position in range(6, 46)]
@@ -257,9 +261,9 @@ def test_a_step_that_was_compiled_or_captured_says_nothing_of_what_steps_cost() 
     router = router_of(ScriptedModel(), cost=cost)
     assert router.worker._device is not None
     graphs = SimpleNamespace(was_usual=False)
-    router.worker._device.stepper._graphs = graphs  # type: ignore[assignment]
+    router.worker._device.runner._graphs = graphs  # type: ignore[assignment]
     router.admit([5] * 6, max_tokens=80)
-    while router.worker._device.stepper.num_launches < 6:
+    while router.worker._device.runner.num_launches < 6:
         router.step()
     assert len(cost.points) == 1  # the prompt's step, on the host
     graphs.was_usual = True
@@ -274,7 +278,7 @@ def test_gaps_are_closed_so_that_few_sequences_make_a_small_step() -> None:
     widths: list[int] = []
     device = router.worker._device
     assert device is not None
-    router.run(after_step=lambda: widths.append(device.stepper.batch.num_lines))
-    assert router.ran[sequences[-1]].tokens == [router.worker.stepper.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
+    router.run(after_step=lambda: widths.append(device.runner.batch.num_lines))
+    assert router.ran[sequences[-1]].tokens == [router.worker.runner.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
     assert widths[2] == 8
     assert min(width for width in widths if width) == 1

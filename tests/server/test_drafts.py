@@ -238,7 +238,7 @@ def test_a_prediction_outside_the_vocabulary_fails_alone() -> None:
 def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not() -> None:
     drafter = DraftSources(lookup=True).drafter(2, ())
     assert drafter is not None
-    text, worths = [1, 2], []
+    text, layout_yields = [1, 2], []
     drafter.extend([1], [2])
     for other in range(100, 130):  # behind 1, 2 never comes what came before
         tokens = [other, 1, 2]
@@ -247,23 +247,23 @@ def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not
         proposal = drafter.propose(4)
         assert proposal is not None
         assert (proposal.trust.source, proposal.ids[0]) == (DraftOrigin.LOOKUP, other)
-        worths.append(proposal.expected)
-    assert worths[-1] < worths[0] / 2
+        layout_yields.append(proposal.expected)
+    assert layout_yields[-1] < layout_yields[0] / 2
 
 
 def test_a_source_that_was_wrong_for_long_is_believed_again_when_it_is_right() -> None:
     shapes = DraftSources().shapes[DraftOrigin.LOOKUP]
     trust, others = SourceAcceptance(DraftOrigin.LOOKUP, shapes), SourceAcceptance(DraftOrigin.LOOKUP, shapes)
 
-    def judge(whose: SourceAcceptance, token: int) -> None:
-        whose.judge(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
+    def verify_sequences(whose: SourceAcceptance, token: int) -> None:
+        whose.verify_sequences(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
 
     for _ in range(5000):
-        judge(trust, 8)
-        judge(others, 7)  # the shape that they share stays what it was
+        verify_sequences(trust, 8)
+        verify_sequences(others, 7)  # the shape that they share stays what it was
     assert trust.chances(LENGTHS[-1])[0] < 0.2
     for _ in range(100):
-        judge(trust, 7)
+        verify_sequences(trust, 7)
     assert trust.chances(LENGTHS[-1])[0] > 0.4
 
 

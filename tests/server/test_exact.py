@@ -238,19 +238,19 @@ def test_a_rollback_moves_no_key_and_no_value(
 def test_bfloat16_with_a_shared_mask_id_and_no_draft_head_is_exact_too(
     tiny_bf16: SpaceModel, sampling: str, kind: str
 ) -> None:
-    law = SAMPLINGS[sampling]
-    expected = outcome(decode(tiny_bf16, law, max_draft_length=0, alone=True))
+    sampling_params = SAMPLINGS[sampling]
+    expected = outcome(decode(tiny_bf16, sampling_params, max_draft_length=0, alone=True))
     source = drafts_like(kind, expected)
-    assert outcome(decode(tiny_bf16, law, controller=FixedLayout.full(5), draft_source=source)) == expected
+    assert outcome(decode(tiny_bf16, sampling_params, controller=FixedLayout.full(5), draft_source=source)) == expected
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["masks", "half right"])
 def test_float16_is_exact_too(tiny_fp16: SpaceModel, sampling: str, kind: str) -> None:
-    law = SAMPLINGS[sampling]
-    expected = outcome(decode(tiny_fp16, law, max_draft_length=0, alone=True))
+    sampling_params = SAMPLINGS[sampling]
+    expected = outcome(decode(tiny_fp16, sampling_params, max_draft_length=0, alone=True))
     source = drafts_like(kind, expected)
-    assert outcome(decode(tiny_fp16, law, controller=FixedLayout.full(5), draft_source=source)) == expected
+    assert outcome(decode(tiny_fp16, sampling_params, controller=FixedLayout.full(5), draft_source=source)) == expected
 
 
 def test_a_batch_of_unequal_sequences_drafts_what_each_would_by_itself(tiny: SpaceModel) -> None:

@@ -54,8 +54,8 @@ class Plain(dict[tuple[str, str], list[list[int]]]):
         self._given = byte_model, grammars
 
     def __missing__(self, cell: tuple[str, str]) -> list[list[int]]:
-        name, law = cell
-        self[cell] = [run.tokens for run in outputs(PROMPTS, *self._given, GRAMMARS[name], SAMPLINGS[law])]
+        name, sampling_params = cell
+        self[cell] = [run.tokens for run in outputs(PROMPTS, *self._given, GRAMMARS[name], SAMPLINGS[sampling_params])]
         return self[cell]
 
 
@@ -90,19 +90,19 @@ AT_EVERY_CHANGE = {
 CELLS = [
     pytest.param(*cell, marks=() if cell in AT_EVERY_CHANGE else pytest.mark.slow)
     for name in GRAMMARS
-    for law in SAMPLINGS
+    for sampling_params in SAMPLINGS
     for k, kind in WAYS
-    if (cell := (name, law, k, kind))
+    if (cell := (name, sampling_params, k, kind))
 ]
 
 
-@pytest.mark.parametrize(("name", "law", "k", "kind"), CELLS)
+@pytest.mark.parametrize(("name", "sampling_params", "k", "kind"), CELLS)
 def test_any_k_and_any_drafts_give_the_plain_text(
-    byte_model: SpaceModel, grammars: Grammars, plain: Plain, name: str, law: str, k: int, kind: str
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, name: str, sampling_params: str, k: int, kind: str
 ) -> None:
-    source = drafts_like(kind, plain[name, law])
-    runs = outputs(PROMPTS, byte_model, grammars, GRAMMARS[name], SAMPLINGS[law], k=k, draft_source=source)
-    assert [run.tokens for run in runs] == plain[name, law]
+    source = drafts_like(kind, plain[name, sampling_params])
+    runs = outputs(PROMPTS, byte_model, grammars, GRAMMARS[name], SAMPLINGS[sampling_params], k=k, draft_source=source)
+    assert [run.tokens for run in runs] == plain[name, sampling_params]
     assert all(run.error == "" for run in runs)
     accepted = [a for run in runs for a in run.accepted]
     drafted = [report.num_drafted for run in runs for report in run.reports if report.num_drafted]
@@ -119,18 +119,18 @@ def test_drafts_that_the_grammar_forbids_are_not_laid_out(
     assert [report.num_drafted for run in runs for report in run.reports if report.num_drafted] == []
 
 
-@pytest.mark.parametrize("law", ["greedy", "seeded"])
+@pytest.mark.parametrize("sampling_params", ["greedy", "seeded"])
 @pytest.mark.parametrize("at", [1, 7, 40])
 def test_who_is_admitted_again_goes_on_in_the_same_text(
-    byte_model: SpaceModel, grammars: Grammars, plain: Plain, law: str, at: int
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, sampling_params: str, at: int
 ) -> None:
-    tokens = plain["schema", law][0]
+    tokens = plain["schema", sampling_params][0]
     router = SmallRouter(Worker(byte_model, num_blocks=64, block_size=4, grammars=grammars))
     again = router.admit(
         PROMPTS[0] + tokens[:at],
         num_prompt=len(PROMPTS[0]),
         max_tokens=MAX_TOKENS,
-        sampling=pb.Sampling(grammar=GRAMMARS["schema"], **SAMPLINGS[law]),  # type: ignore[arg-type]
+        sampling=pb.Sampling(grammar=GRAMMARS["schema"], **SAMPLINGS[sampling_params]),  # type: ignore[arg-type]
         eos_ids=[EOS],
     )
     router.run()

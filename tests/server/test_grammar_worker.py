@@ -101,8 +101,10 @@ def test_stop_ids_of_text_are_text_and_special_ones_end_where_the_grammar_may(
     worker = Worker(byte_model, num_blocks=64, grammars=grammars)
     router = SmallRouter(worker)
     special = 3  # <|im_end|>
-    law = pb.Sampling(grammar=pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source="[ab]{3,9}"), logit_bias={special: 100.0})
-    ended = router.admit(PROMPTS[0], sampling=law, stop_ids=[special])
+    sampling_params = pb.Sampling(
+        grammar=pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source="[ab]{3,9}"), logit_bias={special: 100.0}
+    )
+    ended = router.admit(PROMPTS[0], sampling=sampling_params, stop_ids=[special])
     router.run()
     assert router.ran[ended].finish == pb.FINISH_STOP_ID
     assert len(router.ran[ended].tokens) == 4

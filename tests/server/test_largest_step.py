@@ -5,8 +5,8 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
-from space_server.device_runner.device_step import StepKind
-from space_server.device_runner.device_stepper import DeviceRunner
+from space_server.device_runner.device_forward import StepKind
+from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, is_out_of_memory
 from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
 from space_server.testing import ScriptedModel
@@ -59,19 +59,19 @@ def test_a_fault_that_is_not_memory_s_is_not_taken_for_it() -> None:
 @pytest.mark.parametrize(("masks", "layout"), [(0, DraftLayout.plain()), (3, DraftLayout.full(3, 3))])
 def test_the_largest_step_on_the_device_has_every_line_and_whole_groups(masks: int, layout: DraftLayout) -> None:
     model = ScriptedModel(num_masks=masks)
-    stepper = DeviceRunner(model, model.allocate_kv(1, 16), max_sequences=6)
+    runner = DeviceRunner(model, model.allocate_kv(1, 16), max_sequences=6)
     taken: list[StepKind] = []
-    take = stepper._take
+    take = runner._take
 
     def watched(kind: StepKind) -> Tensor:
         taken.append(kind)
         return take(kind)
 
-    stepper._take = watched
-    stepper.take_largest()
+    runner._take = watched
+    runner.take_largest()
     assert [(kind.num_lines, kind.layout) for kind in taken] == [(6, layout)] * 3  # launched, watched, captured
     assert taken[0].num_pages * 16 >= model.facts.window
-    assert stepper.num_under_way == 0
+    assert runner.num_under_way == 0
 
 
 def test_pages_are_not_given_what_steps_on_the_device_take() -> None:

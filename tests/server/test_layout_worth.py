@@ -34,17 +34,17 @@ def test_a_full_layout_yields_what_the_paper_says(chances: tuple[float, ...]) ->
     for chance in chances:
         reach *= chance
         total += reach
-    worth = LayoutYield.of(DraftLayout.full(k, k), chances)
-    assert worth.tokens == pytest.approx(total)
-    assert (worth.chain_rows, worth.mask_rows) == pytest.approx((k + 1, k * (k + 1)))
+    layout_yield = LayoutYield.of(DraftLayout.full(k, k), chances)
+    assert layout_yield.tokens == pytest.approx(total)
+    assert (layout_yield.chain_rows, layout_yield.mask_rows) == pytest.approx((k + 1, k * (k + 1)))
 
 
 @pytest.mark.parametrize("num_kept", [3, 6, 9])
 def test_a_pruned_layout_yields_what_dice_say(num_kept: int) -> None:
     chances = (0.7, 0.6, 0.5)
     layout = DraftLayout.pruned(3, 3, num_kept, (1.0, 0.7, 0.42, 0.21))
-    worth = LayoutYield.of(layout, chances)
-    assert (worth.tokens, worth.chain_rows, worth.mask_rows) == pytest.approx(
+    layout_yield = LayoutYield.of(layout, chances)
+    assert (layout_yield.tokens, layout_yield.chain_rows, layout_yield.mask_rows) == pytest.approx(
         simulated(layout, chances, 40_000), rel=0.03
     )
 
@@ -53,6 +53,6 @@ def test_a_pruned_layout_yields_what_dice_say(num_kept: int) -> None:
 def test_of_the_layouts_considered_more_rows_bring_more_tokens(chances: tuple[float, ...]) -> None:
     found = layout_yields(chances, len(chances))
     assert found[0].layout == DraftLayout.plain()
-    rows = [worth.chain_rows + worth.mask_rows for worth in found]
+    rows = [layout_yield.chain_rows + layout_yield.mask_rows for layout_yield in found]
     assert rows == sorted(rows)
-    assert [worth.tokens for worth in found] == sorted(worth.tokens for worth in found)
+    assert [layout_yield.tokens for layout_yield in found] == sorted(layout_yield.tokens for layout_yield in found)

@@ -23,7 +23,7 @@ def sequence(seq_id: int, num_ids: int, num_computed: int = 0, num_pages: int | 
         num_prompt=num_ids,
         num_computed=num_computed,
         pages=pages,
-        law=SamplingParams(key=0),
+        sampling_params=SamplingParams(key=0),
         limits=SequenceLimits(100, 10_000, frozenset(), frozenset()),
         max_drafts=0,
         num_logprobs=None,

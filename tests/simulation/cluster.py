@@ -149,7 +149,7 @@ class SimulatedCluster:
         self._num_actions = 0
         self.engine = Engine(config, NoMetrics(), clock=lambda: self.now, call_later=self._call_later)
         self.connections = [SimulatedConnection(self, new_worker) for _ in range(num_workers)]
-        self.engine.seats[:] = self.connections
+        self.engine.connections[:] = self.connections
         for connection in self.connections:
             connection.start()
 

@@ -109,7 +109,7 @@ class CostedStepper(HostRunner):
             return advance
         sequence, layout = plan.sequence, plan.layout
         num_ids = len(sequence.ids)
-        text = self._library.text(sequence.law.key)
+        text = self._library.text(sequence.sampling_params.key)
         num_accepted = self._library.num_accepted(text, num_ids, sequence.draft_depth, layout.num_drafts)
         begin, num_left = num_ids - sequence.num_prompt, sequence.num_left
         ids = self._library.ids(text, begin, begin + num_accepted + 1)
@@ -186,4 +186,4 @@ class SimulatedWorker:
         )
         source = random.Random(f"noise {seed}")
         noise = (lambda: source.lognormvariate(0.0, jitter)) if jitter else (lambda: 1.0)
-        self.worker.stepper = CostedStepper(machine, library, self.clock, noise)
+        self.worker.runner = CostedStepper(machine, library, self.clock, noise)

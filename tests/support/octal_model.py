@@ -110,11 +110,11 @@ def draw(
             for seq_id, record in desk.records.items():
                 if len(record.tokens) >= depth and not record.finish:
                     desk.release(seq_id)
-    verdicts = [verdict for record in records for verdict in record.verdicts]
+    verifications = [verification for record in records for verification in record.verifications]
     return Draws(
         [record.tokens[:depth] for record in records],
-        num_drafted=sum(drafted for drafted, _ in verdicts),
-        num_accepted=sum(accepted for _, accepted in verdicts),
+        num_drafted=sum(drafted for drafted, _ in verifications),
+        num_accepted=sum(accepted for _, accepted in verifications),
     )
 
 

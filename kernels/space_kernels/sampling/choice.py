@@ -45,10 +45,10 @@ def choose_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor)
     usable = logits.gather(1, first)[:, 0].isfinite()
     chosen = first[:, 0]
     if runs.run_laws.samples:
-        laws = runs.laws(_is_sampled)
-        keys = torch.tensor([law.key for law in laws], device=logits.device)
+        batch_params = runs.batch_params(_is_sampled)
+        keys = torch.tensor([sampling_params.key for sampling_params in batch_params], device=logits.device)
         positions = torch.tensor(runs.positions(_is_sampled), device=logits.device)
-        if len(laws) == len(runs):
+        if len(batch_params) == len(runs):
             chosen = sample(logits, keys, positions)
         else:
             sampled = runs.numbers(_is_sampled)
@@ -56,8 +56,8 @@ def choose_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor)
     return SampledTokens(chosen, usable)
 
 
-def _is_sampled(law: SamplingParams) -> bool:
-    return not law.greedy
+def _is_sampled(sampling_params: SamplingParams) -> bool:
+    return not sampling_params.greedy
 
 
 def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ def takes(logits: Tensor) -> CpuLibrary | None:
     return cpu_library()
 
 
-def is_bare(laws: BatchSamplingParams) -> bool:
+def is_bare(batch_params: BatchSamplingParams) -> bool:
     """Whether choosing by these is taking the greatest logit that is not banned."""
-    return not (laws.edits or laws.divides or laws.truncates or laws.samples)
+    return not (batch_params.edits or batch_params.divides or batch_params.truncates or batch_params.samples)
 
 
 def greatest(library: CpuLibrary, logits: Tensor, banned_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ _LOW_WORD = 0xFFFFFFFF
 
 def choose(
     logits: Tensor,
-    laws: SamplingTensors,
+    batch_params: SamplingTensors,
     stages: Stages,
     positions: Tensor,
     banned_ids: Tensor,
@@ -42,30 +42,30 @@ def choose(
     bans [S, J, X] int64: ids impossible in one row, NO_ID otherwise (`end_bans`, `word_bans`), where `stages.edits`.
     """
     S, J, V = logits.shape
-    z = edit(logits, laws, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
-    z = z / laws.divisor[:, None, None]
+    z = edit(logits, batch_params, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
+    z = z / batch_params.divisor[:, None, None]
     if stages.cuts:
-        z = _first(z, laws)
+        z = _first(z, batch_params)
     if stages.floors:
         best = z.amax(dim=2, keepdim=True)
-        z = torch.where(z.to(torch.float64) - best >= laws.log_min_p[:, None, None], z, _NEVER)
+        z = torch.where(z.to(torch.float64) - best >= batch_params.log_min_p[:, None, None], z, _NEVER)
     if stages.cuts:
-        z = _typical(z, laws)
+        z = _typical(z, batch_params)
     first = z.argmax(dim=2, keepdim=True)
     usable = z.gather(2, first)[..., 0].isfinite()
     chosen = first[..., 0]
     if stages.samples:
         places = positions[:, None] + torch.arange(J, device=positions.device)
         ids = torch.arange(V, device=z.device).expand(S * J, V)
-        noise = gumbel(laws.key.repeat_interleave(J), places.flatten(), ids)
+        noise = gumbel(batch_params.key.repeat_interleave(J), places.flatten(), ids)
         sampled = (z.to(torch.float64) + noise.view(S, J, V)).argmax(dim=2)
-        chosen = torch.where(laws.greedy[:, None], chosen, sampled)
+        chosen = torch.where(batch_params.greedy[:, None], chosen, sampled)
     return SampledTokens(chosen, usable)
 
 
 def edit(
     logits: Tensor,
-    laws: SamplingTensors,
+    batch_params: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     *,
@@ -77,9 +77,9 @@ def edit(
     """The stages before the temperature; arguments as `choose` takes them. [S, J, V], perhaps in place."""
     z = logits
     if stages.edits:
-        z = _biased(z, laws)
+        z = _biased(z, batch_params)
     if stages.bounds:
-        z = torch.where(_allowed(laws)[:, None], z, _NEVER)
+        z = torch.where(_allowed(batch_params)[:, None], z, _NEVER)
     if len(banned_ids):
         z = z.index_fill(2, banned_ids, _NEVER)
     if stages.edits and bans is not None and bans.shape[2]:
@@ -87,18 +87,23 @@ def edit(
     if stages.penalises:
         if counts is None:
             raise ValueError("Penalties need `counts`.")
-        z = _penalised(z, laws, counts, tails, num_tail)
+        z = _penalised(z, batch_params, counts, tails, num_tail)
     return z
 
 
-def end_bans(laws: SamplingTensors, num_generated: Tensor) -> Tensor:
+def end_bans(batch_params: SamplingTensors, num_generated: Tensor) -> Tensor:
     """EOS and stop ids where a row stands before min_tokens. num_generated [S, J] -> [S, J, num_ends], or NO_ID."""
-    early = num_generated < laws.min_tokens[:, None]  # [S, J]
-    return torch.where(early[..., None], laws.end_ids[:, None], -1)
+    early = num_generated < batch_params.min_tokens[:, None]  # [S, J]
+    return torch.where(early[..., None], batch_params.end_ids[:, None], -1)
 
 
 def word_bans(
-    laws: SamplingTensors, history: Tensor, num_known: Tensor, tails: Tensor, num_tail: Tensor, num_unknown: Tensor
+    batch_params: SamplingTensors,
+    history: Tensor,
+    num_known: Tensor,
+    tails: Tensor,
+    num_tail: Tensor,
+    num_unknown: Tensor,
 ) -> Tensor:
     """Last ids of the bad words whose other ids each row's prefix ends with; [S, J, num_words], NO_ID elsewhere.
 
@@ -106,7 +111,7 @@ def word_bans(
     num_unknown [J] int64: ids between prefix and choice that nobody knows yet (a mask's drafts before it).
     """
     S, J = num_tail.shape
-    length = laws.words.shape[2]
+    length = batch_params.words.shape[2]
     back = torch.arange(length - 1, 0, -1, device=history.device)  # [L-1] the last one is 1 back
     place = (num_known[:, None] + num_tail)[..., None] - back  # [S, J, L-1]
     in_tail = place - num_known[:, None, None]
@@ -115,7 +120,7 @@ def word_bans(
         behind = tails[:, None].expand(S, J, -1).gather(2, in_tail.clamp(0, tails.shape[1] - 1))
         before = torch.where(in_tail >= 0, behind, before)
     before = torch.where(place >= 0, before, -2)  # [S, J, L-1]: -2 is neither an id nor NO_ID
-    heads, last = laws.words[:, None, :, :-1], laws.words[:, None, :, -1]
+    heads, last = batch_params.words[:, None, :, :-1], batch_params.words[:, None, :, -1]
     ends_so = ((heads == before[:, :, None]) | (heads < 0)).all(dim=3)  # [S, J, words]
     known = num_unknown[:, None] == 0
     alone = (heads < 0).all(dim=3)
@@ -132,9 +137,9 @@ def log_probabilities(raw: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, T
     return logprobs.gather(1, ids[:, None])[:, 0], columns, logprobs.gather(1, columns)
 
 
-def _biased(z: Tensor, laws: SamplingTensors) -> Tensor:
+def _biased(z: Tensor, batch_params: SamplingTensors) -> Tensor:
     S, J, _ = z.shape
-    at, values = _lines(laws.bias_ids, z), torch.where(laws.bias_ids >= 0, laws.bias, 0.0)
+    at, values = _lines(batch_params.bias_ids, z), torch.where(batch_params.bias_ids >= 0, batch_params.bias, 0.0)
     wide = torch.nn.functional.pad(z, (0, 1))  # the column behind takes what fills the lists
     shape = (S, J, at.shape[1])
     return wide.scatter_add(2, at[:, None].expand(shape), values[:, None].expand(shape))[..., :-1]
@@ -150,12 +155,12 @@ def _lines(ids: Tensor, z: Tensor) -> Tensor:
     return torch.where(ids >= 0, ids, z.shape[2])
 
 
-def _allowed(laws: SamplingTensors) -> Tensor:
-    ids = torch.arange(laws.vocab_size, device=laws.allowed.device)
-    return (laws.allowed[:, ids // 32] >> (ids % 32)) & 1 != 0  # [S, V]
+def _allowed(batch_params: SamplingTensors) -> Tensor:
+    ids = torch.arange(batch_params.vocab_size, device=batch_params.allowed.device)
+    return (batch_params.allowed[:, ids // 32] >> (ids % 32)) & 1 != 0  # [S, V]
 
 
-def _penalised(z: Tensor, laws: SamplingTensors, counts: Tensor, tails: Tensor, num_tail: Tensor) -> Tensor:
+def _penalised(z: Tensor, batch_params: SamplingTensors, counts: Tensor, tails: Tensor, num_tail: Tensor) -> Tensor:
     S, J, V = z.shape
     output = (counts & (IN_PROMPT - 1))[:, None].expand(S, J, V)
     if tails.shape[1]:
@@ -167,16 +172,16 @@ def _penalised(z: Tensor, laws: SamplingTensors, counts: Tensor, tails: Tensor, 
     def column(values: Tensor) -> Tensor:
         return values[:, None, None]
 
-    repetition = column(laws.repetition)
+    repetition = column(batch_params.repetition)
     z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
-    z = z - column(laws.presence) * (output > 0)
-    return z - column(laws.frequency) * output
+    z = z - column(batch_params.presence) * (output > 0)
+    return z - column(batch_params.frequency) * output
 
 
-def _first(z: Tensor, laws: SamplingTensors) -> Tensor:
+def _first(z: Tensor, batch_params: SamplingTensors) -> Tensor:
     """top-k, then top-p among those: `processors._keep_first` with every candidate sorted."""
     S, J, V = z.shape
-    k, p = laws.top_k.clamp(max=V)[:, None, None], laws.top_p[:, None, None]
+    k, p = batch_params.top_k.clamp(max=V)[:, None, None], batch_params.top_p[:, None, None]
     keys = order_keys(z.reshape(S * J, V)).sort(dim=1, descending=True).values.view(S, J, V)
     columns = _LOW_WORD - (keys & _LOW_WORD)
     reached = torch.softmax(z.to(torch.float64), dim=2).gather(2, columns).cumsum(dim=2)
@@ -187,7 +192,7 @@ def _first(z: Tensor, laws: SamplingTensors) -> Tensor:
     return torch.where(kept | ((k >= V) & (p >= 1.0)), z, _NEVER)
 
 
-def _typical(z: Tensor, laws: SamplingTensors) -> Tensor:
+def _typical(z: Tensor, batch_params: SamplingTensors) -> Tensor:
     """`processors._keep_typical`."""
     log_p = torch.log_softmax(z.to(torch.float64), dim=2)
     probability = log_p.exp()
@@ -198,6 +203,6 @@ def _typical(z: Tensor, laws: SamplingTensors) -> Tensor:
     columns = torch.sort(distance, dim=2, stable=True).indices  # equal distances: the lower id first
     reached = probability.gather(2, columns).cumsum(dim=2)
     before = torch.nn.functional.pad(reached, (1, 0))[..., :-1]
-    mass = laws.typical_p[:, None, None]
+    mass = batch_params.typical_p[:, None, None]
     stays = torch.zeros_like(possible).scatter(2, columns, before < mass)
     return torch.where(stays | (mass >= 1.0), z, _NEVER)

@@ -75,14 +75,16 @@ def _places(found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _add_bias(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
-    biased = [(number, TokenListTensors.of(row.law, logits)) for number, row in edited if row.law.bias]
+    biased = [
+        (number, TokenListTensors.of(row.sampling_params, logits)) for number, row in edited if row.sampling_params.bias
+    ]
     if biased:
         at = _places([(number, lists.bias_ids) for number, lists in biased])
         logits[at] += torch.cat([lists.biases for _, lists in biased])
 
 
 def _keep_allowed(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
-    bounded = [(number, row.law) for number, row in edited if row.law.allowed_ids]
+    bounded = [(number, row.sampling_params) for number, row in edited if row.sampling_params.allowed_ids]
     together = groupby(enumerate(bounded), key=lambda one: (id(one[1][1]), one[1][0] - one[0]))
     for _, group in together:  # consecutive rows of one law
         rows = [row for _, row in group]
@@ -118,11 +120,11 @@ def _ban(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     bans: list[tuple[int, Tensor]] = []
     behind: list[tuple[int, int]] = []
     for number, row in edited:
-        law = row.law
-        if law.end_ids and row.num_generated < law.min_tokens:
-            bans.append((number, TokenListTensors.of(law, logits).end_ids))
-        if law.bad_words:
-            lists = TokenListTensors.of(law, logits)
+        sampling_params = row.sampling_params
+        if sampling_params.end_ids and row.num_generated < sampling_params.min_tokens:
+            bans.append((number, TokenListTensors.of(sampling_params, logits).end_ids))
+        if sampling_params.bad_words:
+            lists = TokenListTensors.of(sampling_params, logits)
             bans.append((number, lists.banned))
             words = () if row.last_id is None else lists.bad_behind.get(row.last_id, ())
             behind += [(number, word[-1]) for word in words if row.ends_with(word[:-1])]
@@ -133,7 +135,7 @@ def _ban(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
 
 
 def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
-    penalised = [(number, row) for number, row in edited if row.law.penalises]
+    penalised = [(number, row) for number, row in edited if row.sampling_params.penalises]
     if not penalised:
         return
     device = logits.device
@@ -149,9 +151,9 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=logits.dtype, device=device)[:, None]
 
-    repetition = column([row.law.repetition_penalty for _, row in penalised])
-    presence = column([row.law.presence_penalty for _, row in penalised])
-    frequency = column([row.law.frequency_penalty for _, row in penalised])
+    repetition = column([row.sampling_params.repetition_penalty for _, row in penalised])
+    presence = column([row.sampling_params.presence_penalty for _, row in penalised])
+    frequency = column([row.sampling_params.frequency_penalty for _, row in penalised])
     numbers = [number for number, _ in penalised]
     z = logits[numbers]
     z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
@@ -162,7 +164,7 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
 def divide(logits: Tensor, rows: SamplingRows) -> None:
     """÷ temperature, in place; rows at temperature 0 stay as they are."""
     if rows.run_laws.divides:
-        divisors = [law.divisor for law in rows.laws()]
+        divisors = [sampling_params.divisor for sampling_params in rows.batch_params()]
         logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
@@ -171,41 +173,47 @@ def truncate(z: Tensor, rows: SamplingRows) -> None:
     if not rows.run_laws.truncates:
         return
     if nucleus := rows.numbers(_has_nucleus):
-        z[nucleus] = _keep_first(z[nucleus], rows.laws(_has_nucleus))
+        z[nucleus] = _keep_first(z[nucleus], rows.batch_params(_has_nucleus))
     if floored := rows.numbers(_has_floor):
-        z[floored] = _keep_probable(z[floored], [law.min_p for law in rows.laws(_has_floor)])
+        z[floored] = _keep_probable(
+            z[floored], [sampling_params.min_p for sampling_params in rows.batch_params(_has_floor)]
+        )
     if typical := rows.numbers(_is_typical):
-        z[typical] = _keep_typical(z[typical], [law.typical_p for law in rows.laws(_is_typical)])
+        z[typical] = _keep_typical(
+            z[typical], [sampling_params.typical_p for sampling_params in rows.batch_params(_is_typical)]
+        )
 
 
 _edits = attrgetter("edits")
 
 
-def _has_nucleus(law: SamplingParams) -> bool:
-    return law.truncates and (law.top_k > 0 or law.top_p < 1.0)
+def _has_nucleus(sampling_params: SamplingParams) -> bool:
+    return sampling_params.truncates and (sampling_params.top_k > 0 or sampling_params.top_p < 1.0)
 
 
-def _has_floor(law: SamplingParams) -> bool:
-    return law.truncates and law.min_p > 0.0
+def _has_floor(sampling_params: SamplingParams) -> bool:
+    return sampling_params.truncates and sampling_params.min_p > 0.0
 
 
-def _is_typical(law: SamplingParams) -> bool:
-    return law.truncates and law.typical_p < 1.0
+def _is_typical(sampling_params: SamplingParams) -> bool:
+    return sampling_params.truncates and sampling_params.typical_p < 1.0
 
 
-def _keep_first(z: Tensor, laws: list[SamplingParams]) -> Tensor:
+def _keep_first(z: Tensor, batch_params: list[SamplingParams]) -> Tensor:
     """The top_k first candidates, then of those the first that together reach top_p (at least one).
 
     A candidate stays if the probability before it, renormalised over the top-k, is below top_p. Sums run in float64
     from the most probable candidate on, so that they do not depend on how many candidates were sorted.
     """
     V = z.shape[1]
-    top_k = [min(law.top_k, V) if law.top_k > 0 else V for law in laws]
+    top_k = [min(sampling_params.top_k, V) if sampling_params.top_k > 0 else V for sampling_params in batch_params]
     k = torch.tensor(top_k, device=z.device)[:, None]
-    p = torch.tensor([law.top_p for law in laws], dtype=torch.float64, device=z.device)[:, None]
+    p = torch.tensor([sampling_params.top_p for sampling_params in batch_params], dtype=torch.float64, device=z.device)[
+        :, None
+    ]
     probability = torch.softmax(z.to(torch.float64), dim=1)  # [n, V]
     kept = torch.full_like(z, _NEVER)
-    todo = torch.arange(len(laws), device=z.device)
+    todo = torch.arange(len(batch_params), device=z.device)
     count = min(V, max([_FIRST_CANDIDATES, *(bound for bound in top_k if bound < V)]))
     while len(todo):
         columns = first_columns(z[todo], count)  # [n, count]

@@ -38,7 +38,7 @@ class TokenCounts:
 class SamplingRow:
     """One choice to be made: by which law, and behind which ids."""
 
-    law: SamplingParams
+    sampling_params: SamplingParams
     ids: Sequence[int]  # known ids of the sequence: prompt, then output
     num_prompt: int
     tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
@@ -78,24 +78,24 @@ class SamplingRow:
 class BatchSamplingParams(Sequence[SamplingParams]):
     """The laws of a step's sequences, and what of all of them together is asked at each step. Not to be changed."""
 
-    def __init__(self, laws: Sequence[SamplingParams]) -> None:
-        self._laws = laws
-        self.edits = any(law.edits for law in laws)
-        self.divides = any(law.divisor != 1.0 for law in laws)
-        self.truncates = any(law.truncates for law in laws)
-        self.samples = not all(law.greedy for law in laws)
-        self.keys = np.array([law.key for law in laws], dtype=np.int64)
+    def __init__(self, batch_params: Sequence[SamplingParams]) -> None:
+        self._batch_params = batch_params
+        self.edits = any(sampling_params.edits for sampling_params in batch_params)
+        self.divides = any(sampling_params.divisor != 1.0 for sampling_params in batch_params)
+        self.truncates = any(sampling_params.truncates for sampling_params in batch_params)
+        self.samples = not all(sampling_params.greedy for sampling_params in batch_params)
+        self.keys = np.array([sampling_params.key for sampling_params in batch_params], dtype=np.int64)
 
     @classmethod
-    def of(cls, laws: Sequence[SamplingParams]) -> BatchSamplingParams:
+    def of(cls, batch_params: Sequence[SamplingParams]) -> BatchSamplingParams:
         """These laws."""
-        return laws if isinstance(laws, BatchSamplingParams) else cls(laws)
+        return batch_params if isinstance(batch_params, BatchSamplingParams) else cls(batch_params)
 
     def __len__(self) -> int:
-        return len(self._laws)
+        return len(self._batch_params)
 
     def __iter__(self) -> Iterator[SamplingParams]:
-        return iter(self._laws)
+        return iter(self._batch_params)
 
     @overload
     def __getitem__(self, number: int) -> SamplingParams: ...
@@ -104,7 +104,7 @@ class BatchSamplingParams(Sequence[SamplingParams]):
     def __getitem__(self, number: slice) -> Sequence[SamplingParams]: ...
 
     def __getitem__(self, number: int | slice) -> SamplingParams | Sequence[SamplingParams]:
-        return self._laws[number]
+        return self._batch_params[number]
 
 
 class SamplingRows(Sequence[SamplingRow]):
@@ -115,7 +115,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
     def __init__(
         self,
-        laws: Sequence[SamplingParams],
+        batch_params: Sequence[SamplingParams],
         positions: Sequence[int],
         counts: Sequence[int],
         row: Callable[[int, int], SamplingRow],
@@ -124,7 +124,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
         row(run, number): that choice of that run, both from 0.
         """
-        self.run_laws = BatchSamplingParams.of(laws)
+        self.run_laws = BatchSamplingParams.of(batch_params)
         self.run_positions, self.run_counts, self._row = positions, counts, row
         self._count = sum(counts)
 
@@ -133,7 +133,12 @@ class SamplingRows(Sequence[SamplingRow]):
         """These choices; each is a run of its own where nothing else is known."""
         if isinstance(rows, SamplingRows):
             return rows
-        return cls([row.law for row in rows], [row.position for row in rows], [1] * len(rows), lambda run, _: rows[run])
+        return cls(
+            [row.sampling_params for row in rows],
+            [row.position for row in rows],
+            [1] * len(rows),
+            lambda run, _: rows[run],
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -157,22 +162,30 @@ class SamplingRows(Sequence[SamplingRow]):
             behind -= count
         raise IndexError(f"There are {self._count} rows; asked for row {number}.")
 
-    def positions(self, wanted: Callable[[SamplingParams], bool] = lambda law: True) -> list[int]:
+    def positions(self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True) -> list[int]:
         """Absolute indices of the tokens that rows with such a law choose."""
         runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
-        return list(chain.from_iterable(range(first, first + count) for law, first, count in runs if wanted(law)))
+        return list(
+            chain.from_iterable(
+                range(first, first + count) for sampling_params, first, count in runs if wanted(sampling_params)
+            )
+        )
 
-    def laws(self, wanted: Callable[[SamplingParams], bool] = lambda law: True) -> list[SamplingParams]:
+    def batch_params(
+        self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True
+    ) -> list[SamplingParams]:
         """The law of each row whose law is such a one."""
         runs = zip(self.run_laws, self.run_counts, strict=True)
-        return list(chain.from_iterable([law] * count for law, count in runs if wanted(law)))
+        return list(
+            chain.from_iterable([sampling_params] * count for sampling_params, count in runs if wanted(sampling_params))
+        )
 
     def numbers(self, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         """Rows with such a law."""
         found: list[int] = []
         first = 0
-        for law, count in zip(self.run_laws, self.run_counts, strict=True):
-            if wanted(law):
+        for sampling_params, count in zip(self.run_laws, self.run_counts, strict=True):
+            if wanted(sampling_params):
                 found.extend(range(first, first + count))
             first += count
         return found
@@ -180,5 +193,10 @@ class SamplingRows(Sequence[SamplingRow]):
     def rows(self, wanted: Callable[[SamplingParams], bool]) -> list[tuple[int, SamplingRow]]:
         """Rows with such a law, and their numbers."""
         runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
-        made = (self._row(run, number) for run, (law, count) in runs if wanted(law) for number in range(count))
+        made = (
+            self._row(run, number)
+            for run, (sampling_params, count) in runs
+            if wanted(sampling_params)
+            for number in range(count)
+        )
         return list(zip(self.numbers(wanted), made, strict=True))

@@ -33,19 +33,20 @@ class Stages:
     floors: bool = False  # min-p
 
     @classmethod
-    def of(cls, laws: Iterable[SamplingParams]) -> Stages:
+    def of(cls, batch_params: Iterable[SamplingParams]) -> Stages:
         """Those that some of these laws need."""
-        return reduce(cls.__or__, map(cls._of_one, laws), cls())
+        return reduce(cls.__or__, map(cls._of_one, batch_params), cls())
 
     @classmethod
-    def _of_one(cls, law: SamplingParams) -> Stages:
+    def _of_one(cls, sampling_params: SamplingParams) -> Stages:
         return cls(
-            edits=bool(law.bias or law.min_tokens or law.bad_words),
-            bounds=bool(law.allowed_ids),
-            penalises=law.penalises,
-            samples=not law.greedy,
-            cuts=not law.greedy and (law.top_k > 0 or law.top_p < 1.0 or law.typical_p < 1.0),
-            floors=not law.greedy and law.min_p > 0.0,
+            edits=bool(sampling_params.bias or sampling_params.min_tokens or sampling_params.bad_words),
+            bounds=bool(sampling_params.allowed_ids),
+            penalises=sampling_params.penalises,
+            samples=not sampling_params.greedy,
+            cuts=not sampling_params.greedy
+            and (sampling_params.top_k > 0 or sampling_params.top_p < 1.0 or sampling_params.typical_p < 1.0),
+            floors=not sampling_params.greedy and sampling_params.min_p > 0.0,
         )
 
     def __or__(self, other: Stages) -> Stages:
@@ -69,14 +70,14 @@ class SamplingCapacity:
     num_words: int = 16  # bad words
     word_length: int = 8  # ids of a bad word
 
-    def holds(self, law: SamplingParams) -> bool:
+    def holds(self, sampling_params: SamplingParams) -> bool:
         """Whether this law's lists fit. A grammar has no list: it says something else at every place."""
         return (
-            not law.grammar
-            and len(law.bias) <= self.num_biases
-            and len(law.end_ids) <= self.num_ends
-            and len(law.bad_words) <= self.num_words
-            and max(map(len, law.bad_words), default=0) <= self.word_length
+            not sampling_params.grammar
+            and len(sampling_params.bias) <= self.num_biases
+            and len(sampling_params.end_ids) <= self.num_ends
+            and len(sampling_params.bad_words) <= self.num_words
+            and max(map(len, sampling_params.bad_words), default=0) <= self.word_length
         )
 
 
@@ -143,53 +144,61 @@ class SamplingTensors:
         )
 
     @classmethod
-    def of(cls, laws: list[SamplingParams], vocab_size: int, *, device: torch.device | str = "cpu") -> SamplingTensors:
+    def of(
+        cls, batch_params: list[SamplingParams], vocab_size: int, *, device: torch.device | str = "cpu"
+    ) -> SamplingTensors:
         """These laws, and room for no more than they need."""
         room = SamplingCapacity(
-            num_biases=max([0, *(len(law.bias) for law in laws)]),
-            num_ends=max([0, *(len(law.end_ids) for law in laws)]),
-            num_words=max([0, *(len(law.bad_words) for law in laws)]),
-            word_length=max([1, *(len(word) for law in laws for word in law.bad_words)]),
+            num_biases=max([0, *(len(sampling_params.bias) for sampling_params in batch_params)]),
+            num_ends=max([0, *(len(sampling_params.end_ids) for sampling_params in batch_params)]),
+            num_words=max([0, *(len(sampling_params.bad_words) for sampling_params in batch_params)]),
+            word_length=max(
+                [1, *(len(word) for sampling_params in batch_params for word in sampling_params.bad_words)]
+            ),
         )
-        bounds = any(law.allowed_ids for law in laws)
-        tensors = cls.empty(len(laws), vocab_size, room=room, bounds=bounds, device=device)
-        for line, law in enumerate(laws):
-            tensors.put(line, law)
+        bounds = any(sampling_params.allowed_ids for sampling_params in batch_params)
+        tensors = cls.empty(len(batch_params), vocab_size, room=room, bounds=bounds, device=device)
+        for line, sampling_params in enumerate(batch_params):
+            tensors.put(line, sampling_params)
         return tensors
 
-    def put(self, line: int, law: SamplingParams) -> None:
+    def put(self, line: int, sampling_params: SamplingParams) -> None:
         """Write one sequence's law. Raises ValueError for one whose lists do not fit (`SamplingCapacity.holds`)."""
-        if not self.room.holds(law) or (law.allowed_ids and not self.allowed.shape[1]):
+        if not self.room.holds(sampling_params) or (sampling_params.allowed_ids and not self.allowed.shape[1]):
             raise ValueError(
-                f"A law of {len(law.bias)} biases, {len(law.end_ids)} end ids, {len(law.bad_words)} bad words and "
-                f"{len(law.allowed_ids)} allowed ids does not fit {self.room}, with "
+                f"Sampling parameters with {len(sampling_params.bias)} biases, {len(sampling_params.end_ids)} end ids, "
+                f"{len(sampling_params.bad_words)} bad words and "
+                f"{len(sampling_params.allowed_ids)} allowed ids do not fit {self.room}, with "
                 f"{'all' if self.allowed.shape[1] else 'no'} allowed ids: make more room or step it on the host."
             )
-        neutral = law.greedy
+        neutral = sampling_params.greedy
         values: list[tuple[Tensor, float]] = [
-            (self.key, law.key),
-            (self.greedy, law.greedy),
-            (self.divisor, law.divisor),
-            (self.top_k, law.top_k if law.top_k > 0 and not neutral else self.vocab_size),
-            (self.top_p, 1.0 if neutral else law.top_p),
-            (self.log_min_p, math.log(law.min_p) if law.min_p > 0.0 and not neutral else -math.inf),
-            (self.typical_p, 1.0 if neutral else law.typical_p),
-            (self.repetition, law.repetition_penalty),
-            (self.presence, law.presence_penalty),
-            (self.frequency, law.frequency_penalty),
-            (self.min_tokens, law.min_tokens),
+            (self.key, sampling_params.key),
+            (self.greedy, sampling_params.greedy),
+            (self.divisor, sampling_params.divisor),
+            (self.top_k, sampling_params.top_k if sampling_params.top_k > 0 and not neutral else self.vocab_size),
+            (self.top_p, 1.0 if neutral else sampling_params.top_p),
+            (
+                self.log_min_p,
+                math.log(sampling_params.min_p) if sampling_params.min_p > 0.0 and not neutral else -math.inf,
+            ),
+            (self.typical_p, 1.0 if neutral else sampling_params.typical_p),
+            (self.repetition, sampling_params.repetition_penalty),
+            (self.presence, sampling_params.presence_penalty),
+            (self.frequency, sampling_params.frequency_penalty),
+            (self.min_tokens, sampling_params.min_tokens),
         ]
         for tensor, value in values:
             tensor[line].fill_(value)
-        biased = [id_ for id_, _ in law.bias]
+        biased = [id_ for id_, _ in sampling_params.bias]
         send(self.bias_ids[line], _list(biased, self.room.num_biases))
-        send(self.bias[line], _list([value for _, value in law.bias], self.room.num_biases, 0.0))
-        send(self.end_ids[line], _list(law.end_ids, self.room.num_ends))
-        words = [[NO_ID] * (self.room.word_length - len(word)) + list(word) for word in law.bad_words]
+        send(self.bias[line], _list([value for _, value in sampling_params.bias], self.room.num_biases, 0.0))
+        send(self.end_ids[line], _list(sampling_params.end_ids, self.room.num_ends))
+        words = [[NO_ID] * (self.room.word_length - len(word)) + list(word) for word in sampling_params.bad_words]
         words += [[NO_ID] * self.room.word_length] * (self.room.num_words - len(words))
         send(self.words[line], torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length))
         if self.allowed.shape[1]:
-            send(self.allowed[line], _bits(law.allowed_ids, self.allowed.shape[1]))
+            send(self.allowed[line], _bits(sampling_params.allowed_ids, self.allowed.shape[1]))
 
 
 def send(target: Tensor, values: Tensor) -> None:

@@ -77,7 +77,7 @@ def scale(vocab_size: int) -> float:
 
 def choose(
     logits: Tensor,
-    laws: SamplingTensors,
+    batch_params: SamplingTensors,
     stages: Stages,
     positions: Tensor,
     banned_ids: Tensor,
@@ -108,27 +108,27 @@ def choose(
     peaks, peak_ids, faults = (room(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
     _edit_and_temper(
         logits,
-        laws,
+        batch_params,
         stages,
         banned_ids,
         tails,
         num_tail,
         counts,
         bans,
-        laws.divisor,
+        batch_params.divisor,
         (peaks, peak_ids, faults),
         shape,
     )
     cuts, nearests = room(N, dtype=torch.int64), room(N, dtype=torch.int64)
     centres, near_ids = room(N, dtype=torch.float64), room(N, dtype=torch.int32)
-    greedy = laws.greedy.view(torch.uint8)
+    greedy = batch_params.greedy.view(torch.uint8)
     if stages.cuts:
         masses, histograms = room(N, T, dtype=torch.int64), room(N, T, _BINS.value, dtype=torch.int32)
         _weigh[(N, T)](
             logits,
-            laws.top_k,
-            laws.top_p,
-            laws.typical_p,
+            batch_params.top_k,
+            batch_params.top_p,
+            batch_params.typical_p,
             peaks,
             faults,
             masses,
@@ -144,10 +144,10 @@ def choose(
         few_logits, few_ids = room(N, shape.few, dtype=torch.float32), room(N, shape.few, dtype=torch.int32)
         _cut[(N,)](
             logits,
-            laws.top_k,
-            laws.top_p,
-            laws.log_min_p,
-            laws.typical_p,
+            batch_params.top_k,
+            batch_params.top_p,
+            batch_params.log_min_p,
+            batch_params.typical_p,
             peaks,
             faults,
             masses,
@@ -172,9 +172,9 @@ def choose(
     if stages.samples:
         _loudest[(N, T)](
             logits,
-            laws.key,
+            batch_params.key,
             greedy,
-            laws.log_min_p,
+            batch_params.log_min_p,
             positions,
             peaks,
             faults,
@@ -214,7 +214,7 @@ def choose(
 
 def edit(
     logits: Tensor,
-    laws: SamplingTensors,
+    batch_params: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     *,
@@ -230,14 +230,14 @@ def edit(
     peaks = tuple(
         torch.empty(S * J, T, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32, torch.int32)
     )
-    neutral = torch.ones_like(laws.divisor)
-    _edit_and_temper(logits, laws, stages, banned_ids, tails, num_tail, counts, bans, neutral, peaks, shape)
+    neutral = torch.ones_like(batch_params.divisor)
+    _edit_and_temper(logits, batch_params, stages, banned_ids, tails, num_tail, counts, bans, neutral, peaks, shape)
     return logits
 
 
 def _edit_and_temper(
     logits: Tensor,
-    laws: SamplingTensors,
+    batch_params: SamplingTensors,
     stages: Stages,
     banned_ids: Tensor,
     tails: Tensor,
@@ -259,11 +259,11 @@ def _edit_and_temper(
         return
     if stages.edits or len(banned_ids):
         bans = bans.contiguous() if stages.edits and bans is not None else None
-        num_biases = laws.bias_ids.shape[1] if stages.edits else 0
+        num_biases = batch_params.bias_ids.shape[1] if stages.edits else 0
         _edit[(N,)](
             logits,
-            laws.bias_ids,
-            laws.bias,
+            batch_params.bias_ids,
+            batch_params.bias,
             banned_ids,
             bans if bans is not None else banned_ids,
             J,
@@ -276,19 +276,19 @@ def _edit_and_temper(
         )
     _temper[(N, T)](
         logits,
-        laws.allowed,
+        batch_params.allowed,
         counts if counts is not None and stages.penalises else logits,
         tails,
         num_tail.contiguous(),
-        laws.repetition,
-        laws.presence,
-        laws.frequency,
+        batch_params.repetition,
+        batch_params.presence,
+        batch_params.frequency,
         divisor,
         *peaks,
         J,
         V,
         T,
-        laws.allowed.shape[1],
+        batch_params.allowed.shape[1],
         tails.stride(0),
         BOUNDS=stages.bounds,
         PENALISES=stages.penalises,
@@ -305,7 +305,7 @@ def _tuned() -> tuple[Tuned, ...]:
     """Every kernel at the shapes of a small and a large vocabulary."""
     sizes = {"J": "i32", "V": "i32", "T": "i32"}
     row = {"peaks": "*fp32", "faults": "*i32"}
-    law = {"top_ks": "*i64", "top_ps": "*fp64", "typical_ps": "*fp64"}
+    sampling_params = {"top_ks": "*i64", "top_ps": "*fp64", "typical_ps": "*fp64"}
     found = [
         Tuned(
             _edit,
@@ -335,12 +335,14 @@ def _tuned() -> tuple[Tuned, ...]:
             )
         histograms = {"masses": "*i64", "histograms": "*i32"}
         cut = {"cuts": "*i64", "centres": "*fp64", "nearests": "*i64", "near_ids": "*i32"}
-        found.append(Tuned(_weigh, {"logits": "*fp32"} | law | row | histograms | sizes, weighed, shape.num_warps))
+        found.append(
+            Tuned(_weigh, {"logits": "*fp32"} | sampling_params | row | histograms | sizes, weighed, shape.num_warps)
+        )
         found.append(
             Tuned(
                 _cut,
                 {"logits": "*fp32", "log_floors": "*fp64"}
-                | law
+                | sampling_params
                 | row
                 | histograms
                 | {"few_logits": "*fp32", "few_ids": "*i32", "few_weights": "*i64"}

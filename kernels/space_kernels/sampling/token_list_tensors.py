@@ -23,32 +23,32 @@ class TokenListTensors:
     bad_behind: Mapping[int, Sequence[tuple[int, ...]]]  # longer ones, by their last id but one
 
     @classmethod
-    def of(cls, law: SamplingParams, logits: Tensor) -> TokenListTensors:
+    def of(cls, sampling_params: SamplingParams, logits: Tensor) -> TokenListTensors:
         """Those for such logits [N, V]. They are kept as long as the law is."""
         kind = (logits.shape[1], logits.dtype, logits.device)
-        found = law.lists.get(kind)
+        found = sampling_params.lists.get(kind)
         if found is None:
-            found = law.lists[kind] = cls._made(law, logits)
+            found = sampling_params.lists[kind] = cls._made(sampling_params, logits)
         return found
 
     @classmethod
-    def _made(cls, law: SamplingParams, logits: Tensor) -> TokenListTensors:
+    def _made(cls, sampling_params: SamplingParams, logits: Tensor) -> TokenListTensors:
         def of_ids(ids: Sequence[int]) -> Tensor:
             return torch.tensor(ids, dtype=torch.int64, device=logits.device)
 
         forbidden = None
-        if law.allowed_ids:
+        if sampling_params.allowed_ids:
             forbidden = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
-            forbidden[of_ids(law.allowed_ids)] = False
+            forbidden[of_ids(sampling_params.allowed_ids)] = False
         behind: dict[int, list[tuple[int, ...]]] = {}
-        for word in law.bad_words:
+        for word in sampling_params.bad_words:
             if len(word) > 1:
                 behind.setdefault(word[-2], []).append(word)
         return cls(
-            bias_ids=of_ids([id_ for id_, _ in law.bias]),
-            biases=torch.tensor([value for _, value in law.bias], dtype=logits.dtype, device=logits.device),
+            bias_ids=of_ids([id_ for id_, _ in sampling_params.bias]),
+            biases=torch.tensor([value for _, value in sampling_params.bias], dtype=logits.dtype, device=logits.device),
             forbidden=forbidden,
-            end_ids=of_ids(law.end_ids),
-            banned=of_ids([word[0] for word in law.bad_words if len(word) == 1]),
+            end_ids=of_ids(sampling_params.end_ids),
+            banned=of_ids([word[0] for word in sampling_params.bad_words if len(word) == 1]),
             bad_behind=behind,
         )

@@ -43,9 +43,9 @@ class CompiledDraftHead:
         return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
 
     @staticmethod
-    def obeys(laws: SamplingColumns) -> bool:
+    def obeys(batch_params: SamplingColumns) -> bool:
         """Whether these laws are among those it chooses by."""
-        return laws.top_k is None
+        return batch_params.top_k is None
 
     def propose(
         self,
@@ -55,18 +55,18 @@ class CompiledDraftHead:
         bonus: Tensor,
         positions: Tensor,
         keys: Tensor,
-        laws: SamplingColumns,
+        batch_params: SamplingColumns,
     ) -> Tensor:
         """[S, K] int64; arguments as `propose` has them."""
         num_sequences, num_masks, num_candidates = ids.shape
         hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()
         divisor, noise = None, None
-        if laws.greedy is not None:
+        if batch_params.greedy is not None:
             steps = torch.arange(num_masks, device=keys.device)
             rows = keys.repeat_interleave(num_masks), (positions[:, None] + steps).flatten()
             drawn = gumbel(*rows, ids.view(-1, num_candidates)).view_as(ids)
-            noise = drawn.masked_fill_(laws.greedy[:, :, None], 0.0).float()
-            divisor = torch.where(laws.greedy, 1.0, laws.divisor).float()
+            noise = drawn.masked_fill_(batch_params.greedy[:, :, None], 0.0).float()
+            divisor = torch.where(batch_params.greedy, 1.0, batch_params.divisor).float()
         chosen = torch.empty(num_sequences, num_masks, dtype=torch.int64)
         drafts = DraftsStruct(
             num_sequences, num_masks, num_candidates, hidden.data_ptr(), ids.data_ptr(), offsets.data_ptr(),

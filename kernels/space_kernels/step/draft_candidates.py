@@ -12,7 +12,7 @@ from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns
 
 
-def sampling_columns(laws: SamplingTensors, stages: Stages) -> SamplingColumns:
+def sampling_columns(batch_params: SamplingTensors, stages: Stages) -> SamplingColumns:
     """What choosing among candidates needs of these laws."""
 
     def column(values: Tensor) -> Tensor:
@@ -20,11 +20,11 @@ def sampling_columns(laws: SamplingTensors, stages: Stages) -> SamplingColumns:
 
     cuts = stages.cuts or stages.floors
     return SamplingColumns(
-        greedy=laws.greedy[:, None] if stages.samples else None,
-        divisor=column(laws.divisor),
-        top_k=column(laws.top_k) if cuts else None,
-        top_p=column(laws.top_p),
-        min_p=column(laws.log_min_p).exp(),
+        greedy=batch_params.greedy[:, None] if stages.samples else None,
+        divisor=column(batch_params.divisor),
+        top_k=column(batch_params.top_k) if cuts else None,
+        top_p=column(batch_params.top_p),
+        min_p=column(batch_params.log_min_p).exp(),
     )
 
 

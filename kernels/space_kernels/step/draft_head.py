@@ -40,44 +40,60 @@ class SamplingColumns:
     min_p: Tensor
 
     @classmethod
-    def of(cls, laws: Sequence[SamplingParams], device: torch.device) -> SamplingColumns:
+    def of(cls, batch_params: Sequence[SamplingParams], device: torch.device) -> SamplingColumns:
         """Float64, the precision of the choice. Of greedy laws nothing else is asked."""
-        if all(law.greedy for law in laws):
+        if all(sampling_params.greedy for sampling_params in batch_params):
             none = torch.empty(0, 1, dtype=torch.float64, device=device)
             return cls(greedy=None, divisor=none, top_k=None, top_p=none, min_p=none)
-        values = [[float(law.greedy), law.divisor, law.top_k or math.inf, law.top_p, law.min_p] for law in laws]
+        values = [
+            [
+                float(sampling_params.greedy),
+                sampling_params.divisor,
+                sampling_params.top_k or math.inf,
+                sampling_params.top_p,
+                sampling_params.min_p,
+            ]
+            for sampling_params in batch_params
+        ]
         columns = torch.tensor(values, dtype=torch.float64, device=device)  # [S, 5]
         greedy, divisor, top_k, top_p, min_p = columns.T[:, :, None]
         return cls(
             greedy=greedy > 0,
             divisor=divisor,
-            top_k=top_k if any(law.top_k > 0 or law.top_p < 1.0 or law.min_p > 0.0 for law in laws) else None,
+            top_k=top_k
+            if any(
+                sampling_params.top_k > 0 or sampling_params.top_p < 1.0 or sampling_params.min_p > 0.0
+                for sampling_params in batch_params
+            )
+            else None,
             top_p=top_p,
             min_p=min_p,
         )
 
 
-def choose_candidates(logits: Tensor, ids: Tensor, laws: SamplingColumns, keys: Tensor, positions: Tensor) -> Tensor:
+def choose_candidates(
+    logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
+) -> Tensor:
     """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
 
     logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
     Truncation is over the candidates alone, typical-p is left out: a draft only has to be likely, not exact.
     """
     first = ids.gather(1, logits.argmax(dim=1, keepdim=True))  # equal values: the lower id
-    if laws.greedy is None:
+    if batch_params.greedy is None:
         return first[:, 0]
-    z = logits.to(torch.float64) / laws.divisor
-    if laws.top_k is not None:
+    z = logits.to(torch.float64) / batch_params.divisor
+    if batch_params.top_k is not None:
         ordered, order = torch.sort(z, dim=1, descending=True, stable=True)
         rank = torch.arange(logits.shape[1], device=z.device)
-        probability = torch.softmax(ordered.masked_fill(rank >= laws.top_k, -math.inf), dim=1)
+        probability = torch.softmax(ordered.masked_fill(rank >= batch_params.top_k, -math.inf), dim=1)
         before = probability.cumsum(dim=1) - probability
-        stays = (rank < laws.top_k) & ((before < laws.top_p) | (laws.top_p >= 1.0))
-        stays &= probability >= laws.min_p * probability[:, :1]
+        stays = (rank < batch_params.top_k) & ((before < batch_params.top_p) | (batch_params.top_p >= 1.0))
+        stays &= probability >= batch_params.min_p * probability[:, :1]
         stays[:, 0] = True
         z = z.masked_fill(~torch.zeros_like(stays).scatter(1, order, stays), -math.inf)
     sampled = ids.gather(1, (z + gumbel(keys, positions, ids)).argmax(dim=1, keepdim=True))
-    return torch.where(laws.greedy, first, sampled)[:, 0]
+    return torch.where(batch_params.greedy, first, sampled)[:, 0]
 
 
 ChooseCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], Tensor]
@@ -91,7 +107,7 @@ def propose(
     bonus: Tensor,
     positions: Tensor,
     keys: Tensor,
-    laws: SamplingColumns,
+    batch_params: SamplingColumns,
     *,
     w1: Tensor,
     w2: Tensor,
@@ -120,6 +136,6 @@ def propose(
         inner = F.silu(F.linear(torch.cat([h, token], dim=1), w1)) if is_mlp else F.linear(token, w1)
         rescored = h + F.linear(inner, w2)  # inner [S, head hidden]
         logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
-        previous = choose(logits, ids[:, j], laws, keys, positions + j)
+        previous = choose(logits, ids[:, j], batch_params, keys, positions + j)
         drafts.append(previous)
     return torch.stack(drafts, dim=1)  # [S, K]

@@ -77,21 +77,23 @@ def _choose_candidates(
     tl.store(drafts + row, tl.sum(tl.where(lanes == tl.where(place < M, place, 0), id_, 0), 0))
 
 
-def choose_candidates(logits: Tensor, ids: Tensor, laws: SamplingColumns, keys: Tensor, positions: Tensor) -> Tensor:
+def choose_candidates(
+    logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
+) -> Tensor:
     """One draft per row among few candidates: `draft_head.choose_candidates`. logits and ids [S, M], rows apart."""
     S, M = logits.shape
     drafts = torch.empty(S, dtype=torch.int64, device=logits.device)
-    samples = laws.greedy is not None
-    cuts = laws.top_k is not None
+    samples = batch_params.greedy is not None
+    cuts = batch_params.top_k is not None
     if S:
         _choose_candidates[(S,)](
             logits,
             ids,
-            laws.greedy.contiguous().view(torch.uint8) if laws.greedy is not None else keys,
-            laws.divisor.contiguous(),
-            laws.top_k.contiguous() if laws.top_k is not None else laws.divisor,
-            laws.top_p.contiguous(),
-            laws.min_p.contiguous(),
+            batch_params.greedy.contiguous().view(torch.uint8) if batch_params.greedy is not None else keys,
+            batch_params.divisor.contiguous(),
+            batch_params.top_k.contiguous() if batch_params.top_k is not None else batch_params.divisor,
+            batch_params.top_p.contiguous(),
+            batch_params.min_p.contiguous(),
             keys,
             positions,
             drafts,

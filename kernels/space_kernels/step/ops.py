@@ -15,7 +15,7 @@ from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step import draft_head
 from space_kernels.step import state as step_state
-from space_kernels.step import synthetic_acceptance as decreeing
+from space_kernels.step import synthetic_acceptance as synthetic_acceptance_ops
 from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState
 from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
@@ -28,7 +28,7 @@ class Choose(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        laws: SamplingTensors,
+        batch_params: SamplingTensors,
         stages: Stages,
         positions: Tensor,
         banned_ids: Tensor,
@@ -48,7 +48,7 @@ class Edit(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        laws: SamplingTensors,
+        batch_params: SamplingTensors,
         stages: Stages,
         banned_ids: Tensor,
         *,
@@ -63,16 +63,16 @@ class Edit(Protocol):
 
 @dataclass(frozen=True)
 class StepOps:
-    """One implementation of each part, like its reference in `step_state`, `choose`, `draft_head` or `decree`."""
+    """One implementation of each part, like its reference in `state`, `device_sampling`, `draft_head` and so on."""
 
     rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
-    judge_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
+    verify_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
     masks: Callable[[StepState, StepIndex, StepVerification], DeviceMaskRows]
     advance: Callable[[StepState, DeviceRows, StepVerification, Tensor, Tensor, Tensor], Tensor]
     choose: Choose
     edit: Edit
     choose_candidates: draft_head.ChooseCandidates
-    decree: Callable[[SyntheticAcceptanceTensors, Tensor, Tensor, StepVerification, Tensor, Tensor], Tensor]
+    synthetic_accept: Callable[[SyntheticAcceptanceTensors, Tensor, Tensor, StepVerification, Tensor, Tensor], Tensor]
 
 
 def step_ops_for(device: torch.device | str) -> StepOps:
@@ -86,13 +86,13 @@ def reference_step_ops() -> StepOps:
     """Torch's own operations, on any device."""
     return StepOps(
         rows=step_state.rows,
-        judge_step=step_state.judge_step,
+        verify_step=step_state.verify_step,
         masks=step_state.masks,
         advance=step_state.advance,
         choose=choosing.choose,
         edit=choosing.edit,
         choose_candidates=draft_head.choose_candidates,
-        decree=decreeing.decree,
+        synthetic_accept=synthetic_acceptance_ops.synthetic_accept,
     )
 
 
@@ -105,11 +105,11 @@ def triton_step_ops() -> StepOps:
 
     return StepOps(
         rows=step_state_triton.rows,
-        judge_step=step_state_triton.judge_step,
+        verify_step=step_state_triton.verify_step,
         masks=step_state_triton.masks,
         advance=step_state_triton.advance,
         choose=sampling_triton.choose,
         edit=sampling_triton.edit,
         choose_candidates=draft_head_triton.choose_candidates,
-        decree=decree_triton.decree,
+        synthetic_accept=decree_triton.synthetic_accept,
     )

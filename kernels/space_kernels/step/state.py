@@ -23,7 +23,7 @@ from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.device_sampling import end_bans, word_bans
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_tensors import NO_ID, SamplingCapacity, SamplingTensors, Stages, send, token_counts
-from space_kernels.step.step_verification import StepVerification, judge
+from space_kernels.step.step_verification import StepVerification, verify_sequences
 from space_kernels.step.uniform_index import StepIndex
 
 NO_SLOT = -1
@@ -37,7 +37,7 @@ class StateAdmission:
     ids: Sequence[int]  # prompt, then output; all but the last have K and V in the pages
     num_prompt: int
     pages: Sequence[int]
-    law: SamplingParams
+    sampling_params: SamplingParams
     num_left: int  # ids that it may still emit
     eos_ids: Sequence[int]
     stop_ids: Sequence[int]
@@ -55,7 +55,7 @@ class StepState:
 
     block_size: int
     window: int  # ids in all that a sequence may have
-    laws: SamplingTensors
+    batch_params: SamplingTensors
     live: Tensor  # [S] bool: holds a sequence that has not ended
     root: Tensor  # [S] int64
     num_known: Tensor  # [S] int64: n, at least 1
@@ -98,7 +98,7 @@ class StepState:
         return cls(
             block_size=block_size,
             window=window,
-            laws=SamplingTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
+            batch_params=SamplingTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
             live=zeros(S, dtype=torch.bool),
             root=zeros(S),
             num_known=zeros(S) + 1,
@@ -122,13 +122,13 @@ class StepState:
         def cut(of: Tensor) -> Tensor:
             return of[:num_sequences]
 
-        laws = SamplingTensors(
-            vocab_size=self.laws.vocab_size,
-            room=self.laws.room,
-            **{name: cut(getattr(self.laws, name)) for name in _tensor_names(SamplingTensors)},
+        batch_params = SamplingTensors(
+            vocab_size=self.batch_params.vocab_size,
+            room=self.batch_params.room,
+            **{name: cut(getattr(self.batch_params, name)) for name in _tensor_names(SamplingTensors)},
         )
         tensors = {name: cut(getattr(self, name)) for name in _tensor_names(StepState)}
-        return StepState(block_size=self.block_size, window=self.window, laws=laws, **tensors)
+        return StepState(block_size=self.block_size, window=self.window, batch_params=batch_params, **tensors)
 
     @property
     def num_cached(self) -> Tensor:
@@ -138,7 +138,7 @@ class StepState:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self.laws.vocab_size
+        return self.batch_params.vocab_size
 
     # ------------------------------------------------------------------------------------------ by the host
 
@@ -146,15 +146,17 @@ class StepState:
         """Let a sequence take a line. Raises ValueError where its law or its pages do not fit."""
         known, drafts = list(admission.ids), list(admission.drafts)
         ends = [*admission.eos_ids, *(id_ for id_ in admission.stop_ids if id_ not in set(admission.eos_ids))]
-        law = admission.law
+        sampling_params = admission.sampling_params
         if len(ends) > self.end_ids.shape[1] or len(drafts) > self.drafts.shape[1]:
             raise ValueError(
                 f"{len(ends)} end ids and {len(drafts)} drafts do not fit; there is room for {self.end_ids.shape[1]} "
                 f"and {self.drafts.shape[1]}."
             )
-        if (law.penalises and not self.counts.shape[1]) or (law.bad_words and not self.history.shape[1]):
+        if (sampling_params.penalises and not self.counts.shape[1]) or (
+            sampling_params.bad_words and not self.history.shape[1]
+        ):
             raise ValueError("Penalties need a state with counts, bad words one with history.")
-        self.laws.put(line, law)
+        self.batch_params.put(line, sampling_params)
         for tensor, value in (
             (self.root, known[-1]),
             (self.num_known, len(known)),
@@ -172,7 +174,7 @@ class StepState:
         send(self.drafts[line, : len(drafts)], torch.tensor(drafts, dtype=torch.int64))
         if self.history.shape[1]:
             send(self.history[line, : len(known)], torch.tensor(known, dtype=torch.int64))
-        if self.counts.shape[1] and law.penalises:
+        if self.counts.shape[1] and sampling_params.penalises:
             send(self.counts[line], token_counts(known, admission.num_prompt, self.vocab_size))
         self.extend(line, 0, admission.pages)
         self.live[line].fill_(True)
@@ -192,7 +194,7 @@ class StepState:
 
     def move(self, line: int, to: int) -> None:
         """Let the line's sequence take another line, which nobody has."""
-        for tensors, names in ((self.laws, _tensor_names(SamplingTensors)), (self, _tensor_names(StepState))):
+        for tensors, names in ((self.batch_params, _tensor_names(SamplingTensors)), (self, _tensor_names(StepState))):
             for name in names:
                 tensor: Tensor = getattr(tensors, name)
                 tensor[to].copy_(tensor[line])
@@ -269,12 +271,12 @@ def chain_choices(state: StepState, index: StepIndex, stages: Stages) -> Prefixe
     return Prefixes(state.num_known, tails, num_tail, bans)
 
 
-def mask_choices(state: StepState, verdict: StepVerification, num_masks: int, stages: Stages) -> Prefixes:
+def mask_choices(state: StepState, verification: StepVerification, num_masks: int, stages: Stages) -> Prefixes:
     """Those of the masks that draft: behind what was emitted, and drafts before them that nobody knows yet."""
     place = torch.arange(num_masks, device=state.root.device)
-    num_tail = verdict.lengths[:, None].expand(-1, num_masks)
-    bans = _bans(state, stages, state.num_known, verdict.emitted, num_tail, place)
-    return Prefixes(state.num_known + verdict.lengths, verdict.emitted, num_tail, bans)
+    num_tail = verification.lengths[:, None].expand(-1, num_masks)
+    bans = _bans(state, stages, state.num_known, verification.emitted, num_tail, place)
+    return Prefixes(state.num_known + verification.lengths, verification.emitted, num_tail, bans)
 
 
 def _bans(
@@ -283,15 +285,15 @@ def _bans(
     if not stages.edits:
         return None
     generated = (num_known - state.num_prompt)[:, None] + num_tail + num_unknown
-    bans = [end_bans(state.laws, generated)]
+    bans = [end_bans(state.batch_params, generated)]
     if state.history.shape[1]:
-        bans.append(word_bans(state.laws, state.history, num_known, tails, num_tail, num_unknown))
+        bans.append(word_bans(state.batch_params, state.history, num_known, tails, num_tail, num_unknown))
     return torch.cat(bans, dim=2)
 
 
-def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """`step_verdict.judge` of this batch. choice: ids and usable, [S, k+1] each."""
-    return judge(
+def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
+    """`step_verdict.verify_sequences` of this batch. choice: ids and usable, [S, k+1] each."""
+    return verify_sequences(
         choice.ids,
         choice.usable,
         state.drafts[:, : index.num_drafts],
@@ -312,13 +314,13 @@ class DeviceMaskRows:
     count: Tensor  # [S] int64: how many are usable
 
 
-def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> DeviceMaskRows:
+def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:
     """Group a's masks, or those of the largest earlier group that reach behind the bonus (`DraftLayout.next_drafts`).
 
     K' is the largest group's size. A sequence that ended, or has room for one more id only, drafts nothing.
     """
     device = state.root.device
-    accepted = (verdict.lengths - 1).clamp(min=0)[:, None]  # the last id stands where the bonus of so many does
+    accepted = (verification.lengths - 1).clamp(min=0)[:, None]  # the last id stands where the bonus of so many does
     groups = torch.arange(index.num_drafts + 1, device=device)
     sizes = torch.minimum(index.masks, state.max_masks[:, None])  # [S, k+1]
     first = accepted - groups + 1
@@ -326,9 +328,9 @@ def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> Devi
     chosen = torch.where(reaches, groups, -1).amax(dim=1, keepdim=True)  # [S, 1]
     at = chosen.clamp(min=0)
     first = first.gather(1, at)
-    wanted = torch.minimum(state.max_drafts, state.num_left - verdict.lengths - 1)[:, None]
+    wanted = torch.minimum(state.max_drafts, state.num_left - verification.lengths - 1)[:, None]
     count = torch.minimum(sizes.gather(1, at) - first + 1, wanted).clamp(min=0)
-    drafts = (chosen >= 0) & (verdict.lengths > 0)[:, None] & (verdict.end == 0)[:, None]
+    drafts = (chosen >= 0) & (verification.lengths > 0)[:, None] & (verification.end == 0)[:, None]
     count = torch.where(drafts, count, 0)
     place = torch.arange(index.most_drafts, device=device)
     begin = index.mask_starts.gather(1, at) + torch.where(count > 0, first - 1, 0)
@@ -349,7 +351,7 @@ def result_width(num_drafts: int) -> int:
 def advance(
     state: StepState,
     laid_out: DeviceRows,
-    verdict: StepVerification,
+    verification: StepVerification,
     drafts: Tensor,
     num_drafts: Tensor,
     banned_ids: Tensor,
@@ -365,7 +367,7 @@ def advance(
     """
     S, K = state.drafts.shape
     device = state.root.device
-    emitted, lengths = verdict.emitted, verdict.lengths
+    emitted, lengths = verification.emitted, verification.lengths
     moved = lengths > 0
     place = torch.arange(emitted.shape[1], device=device)
     stands = place < lengths[:, None]  # [S, k+1]
@@ -389,10 +391,10 @@ def advance(
     state.root.copy_(torch.where(moved, last, state.root))
     state.num_known.add_(lengths)
     state.num_left.sub_(lengths)
-    state.live.logical_and_(verdict.end == 0)
+    state.live.logical_and_(verification.end == 0)
 
     result = torch.zeros(S, result_width(K), dtype=torch.int32, device=device)
-    facts = (lengths, verdict.accepted, laid_out.num_live, verdict.end, state.num_known, state.num_drafts)
+    facts = (lengths, verification.accepted, laid_out.num_live, verification.end, state.num_known, state.num_drafts)
     result[:, :RESULT_FIXED] = torch.stack(facts, dim=1)
     result[:, RESULT_FIXED : RESULT_FIXED + emitted.shape[1]] = emitted
     result[:, RESULT_FIXED + K + 1 :] = state.drafts

@@ -26,9 +26,9 @@ from space_kernels.step.state import (
 from space_kernels.step.state_kernels import _advance, _masks, _rows
 from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.uniform_index import StepIndex
-from space_kernels.step.verification_triton import judge
+from space_kernels.step.verification_triton import verify_sequences
 
-__all__ = ["Prefixes", "Stages", "advance", "chain_choices", "judge_step", "mask_choices", "masks", "rows"]
+__all__ = ["Prefixes", "Stages", "advance", "chain_choices", "mask_choices", "masks", "rows", "verify_step"]
 
 _BLOCK = 128
 
@@ -87,9 +87,9 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
     return laid_out
 
 
-def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """`step_state.judge_step`."""
-    return judge(
+def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
+    """`step_state.verify_step`."""
+    return verify_sequences(
         choice.ids,
         choice.usable,
         state.drafts[:, : index.num_drafts],
@@ -101,15 +101,15 @@ def judge_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice:
     )
 
 
-def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> DeviceMaskRows:
+def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:
     """The masks that the next drafts come from: `step_state.masks`."""
     S, most = index.num_sequences, index.most_drafts
     found = DeviceMaskRows(
         *(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S))
     )
     _masks[(S,)](
-        verdict.lengths,
-        verdict.end,
+        verification.lengths,
+        verification.end,
         state.num_left,
         state.max_drafts,
         state.max_masks,
@@ -131,7 +131,7 @@ def masks(state: StepState, index: StepIndex, verdict: StepVerification) -> Devi
 def advance(
     state: StepState,
     laid_out: DeviceRows,
-    verdict: StepVerification,
+    verification: StepVerification,
     drafts: Tensor,
     num_drafts: Tensor,
     banned_ids: Tensor,
@@ -139,7 +139,7 @@ def advance(
     """Let every sequence go on, in place; the step's result for the host: `step_state.advance`."""
     S, K = state.drafts.shape
     result = torch.empty(S, result_width(K), dtype=torch.int32, device=state.root.device)
-    k = verdict.emitted.shape[1] - 1
+    k = verification.emitted.shape[1] - 1
     _advance[(S,)](
         state.live.view(torch.uint8),
         state.root,
@@ -150,10 +150,10 @@ def advance(
         state.history,
         state.counts,
         laid_out.num_live,
-        verdict.accepted,
-        verdict.emitted,
-        verdict.lengths,
-        verdict.end,
+        verification.accepted,
+        verification.emitted,
+        verification.lengths,
+        verification.end,
         drafts,
         num_drafts,
         banned_ids,

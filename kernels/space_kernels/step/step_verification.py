@@ -31,7 +31,7 @@ class StepVerification:
     end: Tensor  # [S] int64, EndCode
 
 
-def judge(
+def verify_sequences(
     samples: Tensor,
     usable: Tensor,
     drafts: Tensor,
@@ -50,9 +50,9 @@ def judge(
     k = drafts.shape[1]
     device = samples.device
     place = torch.arange(k + 1, device=device)
-    verdict = verify(samples, drafts, num_live)
+    verification = verify(samples, drafts, num_live)
     fit = usable.to(torch.int64).cumprod(dim=1).sum(dim=1)  # rows before the first one without a choice
-    made = torch.minimum(verdict.lengths, fit)  # [S]
+    made = torch.minimum(verification.lengths, fit)  # [S]
 
     is_end = samples[..., None] == end_ids[:, None]  # [S, k+1, E]
     is_eos = (is_end & (torch.arange(end_ids.shape[1], device=device) < num_eos[:, None])[:, None]).any(dim=2)
@@ -70,4 +70,4 @@ def judge(
     end = torch.where(lengths > goes_on, why, int(EndCode.NONE))
     end = torch.where(running & (fit == 0), int(EndCode.ERROR), end)
     emitted = torch.where(place < lengths[:, None], samples, 0)
-    return StepVerification(torch.minimum(verdict.accepted, lengths), emitted, lengths, end)
+    return StepVerification(torch.minimum(verification.accepted, lengths), emitted, lengths, end)

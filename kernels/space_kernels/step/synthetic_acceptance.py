@@ -70,11 +70,11 @@ class SyntheticAcceptanceTensors:
             tensor[to].copy_(tensor[line])
 
 
-def decree(
-    decrees: SyntheticAcceptanceTensors,
+def synthetic_accept(
+    synthetic_tensors: SyntheticAcceptanceTensors,
     num_known: Tensor,
     num_prompt: Tensor,
-    verdict: StepVerification,
+    verification: StepVerification,
     first: Tensor,
     drafts: Tensor,
 ) -> Tensor:
@@ -86,17 +86,19 @@ def decree(
     """
     device = drafts.device
     begin = (num_known - num_prompt)[:, None]  # the place of what the step emitted
-    last = max(decrees.num_places - 1, 0)
-    place = torch.arange(verdict.emitted.shape[1], device=device)
-    told = decrees.ids.gather(1, (begin + place).clamp(max=last))
-    follows = (told == verdict.emitted) & (begin + place < decrees.counts[:, None])
-    agrees = (follows | (place >= verdict.lengths[:, None])).all(dim=1)  # [S]
+    last = max(synthetic_tensors.num_places - 1, 0)
+    place = torch.arange(verification.emitted.shape[1], device=device)
+    told = synthetic_tensors.ids.gather(1, (begin + place).clamp(max=last))
+    follows = (told == verification.emitted) & (begin + place < synthetic_tensors.counts[:, None])
+    agrees = (follows | (place >= verification.lengths[:, None])).all(dim=1)  # [S]
 
     number = torch.arange(drafts.shape[1], device=device)
-    at = begin + verdict.lengths[:, None] + number  # [S, K']
-    known = agrees[:, None] & (at < decrees.counts[:, None])
+    at = begin + verification.lengths[:, None] + number  # [S, K']
+    known = agrees[:, None] & (at < synthetic_tensors.counts[:, None])
     at = at.clamp(max=last)
-    depth = (first[:, None] + number).clamp(1, len(decrees.chances))
-    comes_true = decrees.luck.gather(1, at) < decrees.chances[depth - 1]
-    decreed = torch.where(comes_true, decrees.ids.gather(1, at), decrees.others.gather(1, at))
-    return torch.where(known, decreed.to(drafts.dtype), drafts)
+    depth = (first[:, None] + number).clamp(1, len(synthetic_tensors.chances))
+    comes_true = synthetic_tensors.luck.gather(1, at) < synthetic_tensors.chances[depth - 1]
+    synthetically_accepted = torch.where(
+        comes_true, synthetic_tensors.ids.gather(1, at), synthetic_tensors.others.gather(1, at)
+    )
+    return torch.where(known, synthetically_accepted.to(drafts.dtype), drafts)

@@ -14,7 +14,7 @@ from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 
 
 @triton.jit(do_not_specialize=["k", "width"])
-def _decree(
+def _synthetic_accept(
     chances,
     ids,
     lucks,
@@ -26,7 +26,7 @@ def _decree(
     lengths,
     firsts,
     drafts,
-    decreed,
+    synthetically_accepted,
     k,
     width,
     deepest,
@@ -53,43 +53,47 @@ def _decree(
     depth = tl.minimum(tl.maximum(tl.load(firsts + sequence) + places, 1), deepest)
     comes_true = luck < tl.load(chances + depth - 1)
     draft = tl.load(drafts + sequence * draft_stride + places, inside, other=0)
-    tl.store(decreed + sequence * width + places, tl.where(known, tl.where(comes_true, right, other), draft), inside)
+    tl.store(
+        synthetically_accepted + sequence * width + places,
+        tl.where(known, tl.where(comes_true, right, other), draft),
+        inside,
+    )
 
 
-def decree(
-    decrees: SyntheticAcceptanceTensors,
+def synthetic_accept(
+    synthetic_tensors: SyntheticAcceptanceTensors,
     num_known: Tensor,
     num_prompt: Tensor,
-    verdict: StepVerification,
+    verification: StepVerification,
     first: Tensor,
     drafts: Tensor,
 ) -> Tensor:
-    """The drafts of the next step as they are decreed: `decree.decree`."""
+    """The drafts of the next step as they are decreed: `decree.synthetic_accept`."""
     S, width = drafts.shape
-    k = verdict.emitted.shape[1] - 1
-    decreed = torch.empty(S, width, dtype=torch.int64, device=drafts.device)
-    _decree[(S,)](
-        decrees.chances,
-        decrees.ids,
-        decrees.luck,
-        decrees.others,
-        decrees.counts,
+    k = verification.emitted.shape[1] - 1
+    synthetically_accepted = torch.empty(S, width, dtype=torch.int64, device=drafts.device)
+    _synthetic_accept[(S,)](
+        synthetic_tensors.chances,
+        synthetic_tensors.ids,
+        synthetic_tensors.luck,
+        synthetic_tensors.others,
+        synthetic_tensors.counts,
         num_known,
         num_prompt,
-        verdict.emitted,
-        verdict.lengths,
+        verification.emitted,
+        verification.lengths,
         first,
         drafts,
-        decreed,
+        synthetically_accepted,
         k,
         width,
-        len(decrees.chances),
-        decrees.ids.stride(0),
+        len(synthetic_tensors.chances),
+        synthetic_tensors.ids.stride(0),
         drafts.stride(0),
         PLACES=triton.next_power_of_2(max(k + 1, width)),
         num_warps=1,
     )
-    return decreed
+    return synthetically_accepted
 
 
 _ARGUMENTS = {
@@ -100,4 +104,4 @@ _ARGUMENTS = {
     "chances": "*fp64",
     "lucks": "*fp32",
 }
-TUNED = tuple(Tuned(_decree, _ARGUMENTS, {"PLACES": places}, 1) for places in (2, 4, 8, 16))
+TUNED = tuple(Tuned(_synthetic_accept, _ARGUMENTS, {"PLACES": places}, 1) for places in (2, 4, 8, 16))

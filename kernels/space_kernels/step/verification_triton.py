@@ -80,7 +80,7 @@ def _judge(
 
 
 def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
-    """Accept the longest prefix of live drafts that equals the samples: `verdict.verify`."""
+    """Accept the longest prefix of live drafts that equals the samples: `verification.verify`."""
     S, k = drafts.shape
     accepted, lengths = num_live.new_empty(S, dtype=torch.int64), num_live.new_empty(S, dtype=torch.int64)
     emitted = samples.new_empty(S, k + 1)
@@ -109,7 +109,7 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
     return Verification(accepted, emitted, lengths)
 
 
-def judge(
+def verify_sequences(
     samples: Tensor,
     usable: Tensor,
     drafts: Tensor,
@@ -119,7 +119,10 @@ def judge(
     end_ids: Tensor,
     num_eos: Tensor,
 ) -> StepVerification:
-    """Accept the drafts that agree, then cut: `step_verdict.judge`. Rows of drafts and end_ids may be apart."""
+    """Accept the drafts that agree, then cut: `step_verification.verify_sequences`.
+
+    Rows of drafts and end_ids may be apart.
+    """
     S, k = drafts.shape
     accepted, lengths, end = (torch.empty(S, dtype=torch.int64, device=samples.device) for _ in range(3))
     emitted = samples.new_empty(S, k + 1)

@@ -45,14 +45,14 @@ class Service:
         limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
         self.keys = ApiKeys(config.api_keys)
         self.allowances = Allowances(config.api_keys, limits, self.metrics)
-        self.restart = RollingRestart(self.engine.seats, back_seconds=config.worker_start_timeout)
+        self.restart = RollingRestart(self.engine.connections, back_seconds=config.worker_start_timeout)
 
     @property
     def ready(self) -> bool:
         """New work is taken and a worker is there to do it."""
         return self.engine.ready and not self.draining
 
-    def door(self, key: str = "") -> RequestBuilder:
+    def builder(self, key: str = "") -> RequestBuilder:
         """For requests of one API key, by its name. Raises Unavailable while the model is not known yet, or no more."""
         if self.draining:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")
@@ -63,7 +63,7 @@ class Service:
 
     async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
         """The grammar, which can be used. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
-        return await checked(self.grammars, self.door().facts, grammar, param)
+        return await checked(self.grammars, self.builder().facts, grammar, param)
 
     def name_of(self, plan: GenerationPlan) -> str:
         """The model name of a plan's answer: its adapter's, or the model's own."""

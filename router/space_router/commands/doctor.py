@@ -166,8 +166,8 @@ def report(findings: Sequence[Finding]) -> str:
                 lines += _paragraph(" " * 19 + "→ ", finding.cure, width)
     num = sum(finding.state == "fail" for finding in findings)
     things = "one thing" if num == 1 else f"{num} things"
-    verdict = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
-    return "\n".join([*lines, "", verdict])
+    verification = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
+    return "\n".join([*lines, "", verification])
 
 
 def _paragraph(head: str, text: str, width: int) -> list[str]:

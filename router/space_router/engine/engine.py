@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
         `worker_argv`: how a worker is started on an address; `sources`: of workers, None for those that the config
-        names, none at all for those that `roster.follow` will; `max_lag`: tokens a reader may be behind; `clock`:
+        names, none at all for those that `worker_pool.follow` will; `max_lag`: tokens a reader may be behind; `clock`:
         seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
         """
         self.facts: WorkerModelFacts | None = None  # what the workers said about the model; None until the first Hello
@@ -92,15 +92,15 @@ class Engine:
         self._idle.set()
         self._up = asyncio.Event()
         self._given_up = asyncio.Event()
-        self._hopeless: WorkerStartFailed | None = None
+        self._start_failure: WorkerStartFailed | None = None
         self._tokenizer_hash = tokenizer_hash
-        self.roster = WorkerPool(
+        self.worker_pool = WorkerPool(
             worker_sources(config, worker_argv) if sources is None else sources,
-            seat_for=self._new_seat,
+            connection_for=self._new_connection,
             engaged=self,
-            hopeless=self._give_up,
+            on_start_failed=self._give_up,
         )
-        self.seats = self.roster.seats
+        self.connections = self.worker_pool.connections
 
     def new_scheduler(self, facts: WorkerModelFacts) -> Scheduler:
         """For a worker that has come."""
@@ -108,7 +108,7 @@ class Engine:
             facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
         )
 
-    def _new_seat(self, source: WorkerSource, number: int) -> WorkerConnection:
+    def _new_connection(self, source: WorkerSource, number: int) -> WorkerConnection:
         return WorkerConnection(
             source,
             schedule=self.new_scheduler,
@@ -119,7 +119,7 @@ class Engine:
         )
 
     async def __aenter__(self) -> Engine:
-        await self.roster.__aenter__()
+        await self.worker_pool.__aenter__()
         return self
 
     async def __aexit__(
@@ -128,26 +128,26 @@ class Engine:
         self._draining = True
         for live in list(self._open.values()):
             self._break_off(live, RequestFailed("The server has stopped before this request was done."))
-        await self.roster.__aexit__(kind, error, traceback)
+        await self.worker_pool.__aexit__(kind, error, traceback)
 
     # What the HTTP face asks.
 
     @property
     def ready(self) -> bool:
         """At least one worker is up, none of those that crash again and again, and the engine is not draining."""
-        return not self._draining and any(seat.steady for seat in self.seats)
+        return not self._draining and any(connection.steady for connection in self.connections)
 
     async def wait_ready(self) -> WorkerModelFacts:
         """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
         await self._up.wait()
         if self.facts is None:
-            raise self._hopeless or WorkerStartFailed("No worker came up.")
+            raise self._start_failure or WorkerStartFailed("No worker came up.")
         return self.facts
 
     async def failed(self) -> None:
         """Return never, or raise WorkerStartFailed once no worker can be started any more."""
         await self._given_up.wait()
-        raise self._hopeless or WorkerStartFailed("No worker is left.")
+        raise self._start_failure or WorkerStartFailed("No worker is left.")
 
     def submit(self, request: ValidRequest, *, leader: Stream | None = None) -> Stream:
         """Queue a request, or raise PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, or DeadlineExceeded
@@ -162,8 +162,10 @@ class Engine:
             raise NotReady("No worker is up yet. Try again when /health says so.")
         max_tokens = allowed_tokens(request, self.facts)
         live = RequestState(request, max_tokens, self._num_submitted, self._clock())
-        if hopeless := self._admission.hopeless(live, 1, live.submitted):  # all but one prompt id may be cached
-            raise hopeless
+        if unmeetable_deadline := self._admission.unmeetable_deadline(
+            live, 1, live.submitted
+        ):  # all but one prompt id may be cached
+            raise unmeetable_deadline
         live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, self._queue.expected_answer(live))
         self._num_submitted += 1
         stream = live.stream = Stream(
@@ -223,7 +225,7 @@ class Engine:
 
     def _give_up(self, error: WorkerStartFailed) -> None:
         """No worker can be had any more: the waiting requests end with it."""
-        self._hopeless = error
+        self._start_failure = error
         self._given_up.set()
         self._up.set()
         for live in list(self._open.values()):
@@ -235,42 +237,42 @@ class Engine:
         if self.facts is not None and (difference := facts.difference(self.facts)):
             raise WorkerMismatch(difference)
 
-    def worker_up(self, seat: WorkerConnection) -> None:
+    def worker_up(self, connection: WorkerConnection) -> None:
         """A worker has said hello, and is empty."""
-        present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is seat.scheduler))
+        present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is connection.scheduler))
         if present:  # the largest one's, and the last one's of equals: what fits it is taken
             self.facts = present[-1].facts
-        if seat.was_lost:
+        if connection.was_lost:
             self._observer.worker_restarted()
         self._observer.workers(len(self._schedulers()))
         self._up.set()
         self._schedule()
         self._settle()
 
-    def worker_report(self, seat: WorkerConnection, report: worker_pb2.StepReport) -> None:
+    def worker_report(self, connection: WorkerConnection, report: worker_pb2.StepReport) -> None:
         """A worker has done something."""
-        if seat.scheduler is None:
+        if connection.scheduler is None:
             return
-        num_preemptions = seat.scheduler.num_preemptions
-        outcome = seat.scheduler.report(report)
+        num_preemptions = connection.scheduler.num_preemptions
+        outcome = connection.scheduler.report(report)
         now = self._clock()
         for advance in outcome.advances:
             self._deliver(advance, now)
-            self._trials.advanced(advance.live, seat.scheduler, now)
+            self._trials.advanced(advance.live, connection.scheduler, now)
         for live in outcome.readmit:
             self._wait_again(live)
         self._pace.learn(report, outcome.decoded, now)
-        self._observer.step(report, outcome, seat)
+        self._observer.step(report, outcome, connection)
         self._schedule()
-        if seat.scheduler.num_preemptions > num_preemptions:
-            self._observer.preempted(seat.scheduler.num_preemptions - num_preemptions)
+        if connection.scheduler.num_preemptions > num_preemptions:
+            self._observer.preempted(connection.scheduler.num_preemptions - num_preemptions)
         self._settle()
 
-    def worker_away(self, seat: WorkerConnection) -> None:
+    def worker_away(self, connection: WorkerConnection) -> None:
         """A worker is lost; why is yet to be found out."""
         self._observer.workers(len(self._schedulers()))
 
-    def worker_lost(self, seat: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
+    def worker_lost(self, connection: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
         """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
@@ -278,19 +280,19 @@ class Engine:
                 self._break_off(live, guilty)
             else:
                 self._wait_again(live)
-        self._observer.worker_lost(seat, len(self._schedulers()))
+        self._observer.worker_lost(connection, len(self._schedulers()))
         self._schedule()
         self._settle()
 
     # What follows.
 
     def _schedulers(self) -> list[Scheduler]:
-        return [seat.scheduler for seat in self.seats if seat.scheduler is not None]
+        return [connection.scheduler for connection in self.connections if connection.scheduler is not None]
 
     def _schedule(self) -> None:
         """Admit whom there is room for, in the queue's order."""
         now, schedulers = self._clock(), self._schedulers()
-        for gone in self._trials.admit(schedulers, now, complete=len(schedulers) == len(self.seats)):
+        for gone in self._trials.admit(schedulers, now, complete=len(schedulers) == len(self.connections)):
             live = gone.live
             if not isinstance(gone, Admitted):
                 self._break_off(live, gone.error)
@@ -301,10 +303,10 @@ class Engine:
 
     def _settle(self) -> None:
         """The end of every moment: pages to those that want them, commands sent, gauges set."""
-        for seat in self.seats:
-            if seat.scheduler is not None:
-                seat.scheduler.feed()
-                seat.flush()
+        for connection in self.connections:
+            if connection.scheduler is not None:
+                connection.scheduler.feed()
+                connection.flush()
         pools = (scheduler.pool for scheduler in self._schedulers())
         self._observer.state(pools, len(self._queue), len(self._open) - len(self._queue))
 

@@ -38,7 +38,7 @@ class Scores(Body):
 
 
 async def read(
-    service: Service, door: RequestBuilder, request: generate_pb2.GenerateRequest, time_left: float | None
+    service: Service, builder: RequestBuilder, request: generate_pb2.GenerateRequest, time_left: float | None
 ) -> Asked:
     """What a call asks. `time_left`: seconds until its deadline. Raises ApiError."""
     if time_left == 0:
@@ -49,14 +49,14 @@ async def read(
         values["timeout"] = min(time_left, values.get("timeout", MAX_TIMEOUT), MAX_TIMEOUT)
     if request.messages:
         talk = validate(ChatBody, _of_chat(values), CHAT_NEUTRAL)
-        tools = chat.tools_of(door, talk)
+        tools = chat.tools_of(builder, talk)
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
-        made = await beside(size, chat.plan, door, talk, tools)
+        made = await beside(size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events write them in another form
         return Asked(request, made, chat.ChatShape(service.text.tokenizer, unscored, made, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-    return Asked(request, await beside(size, completions.plan, door, body, grammar), None)
+    return Asked(request, await beside(size, completions.plan, builder, body, grammar), None)
 
 
 def refuse_unknown(message: Message, place: str = "") -> None:

@@ -48,7 +48,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         service = self._service
         async with answering(context, service.metrics), self._let_in(context):
             seconds = context.time_remaining()
-            asked = await read(service, self._door(context), request, seconds)
+            asked = await read(service, self._builder(context), request, seconds)
             events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
             async with service.run(asked.plan) as running:
                 try:
@@ -77,9 +77,9 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         """Ids as a prompt would have them."""
         reply = generate_pb2.TokenizeReply()
         async with answering(context, self._service.metrics):
-            door = self._door(context)
-            reply.ids.extend(await beside(request.ByteSize(), _ids, door, request))
-            reply.max_model_len = door.facts.window
+            builder = self._builder(context)
+            reply.ids.extend(await beside(request.ByteSize(), _ids, builder, request))
+            reply.max_model_len = builder.facts.window
         return reply
 
     async def Detokenize(
@@ -89,7 +89,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         reply = generate_pb2.DetokenizeReply()
         async with answering(context, self._service.metrics):
             refuse_unknown(request)
-            ids = self._door(context).check_ids(request.ids, "ids")
+            ids = self._builder(context).check_ids(request.ids, "ids")
             decode = self._service.text.tokenizer.decode
             reply.text = await beside(request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens)
         return reply
@@ -120,22 +120,22 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         with self._service.allowances.of(self._key(context)).request():
             yield
 
-    def _door(self, context: Context) -> RequestBuilder:
+    def _builder(self, context: Context) -> RequestBuilder:
         """For the key that the call came with."""
-        return self._service.door(self._key(context))
+        return self._service.builder(self._key(context))
 
     def _key(self, context: Context) -> str:
         return self._keys.name_of(authorization(context.invocation_metadata())) or ""
 
 
-def _ids(door: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list[int]:
+def _ids(builder: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list[int]:
     """Of a text, or of a conversation as the template writes it, special tokens and all."""
     refuse_unknown(request)
     if request.HasField("text") == bool(request.messages):
         raise InvalidRequest("Give one of `text` and `messages`.", param="text")
-    encode = door.text.tokenizer.encode
+    encode = builder.text.tokenizer.encode
     given = request.add_special_tokens if request.HasField("add_special_tokens") else not request.messages
     if not request.messages:
         return encode(request.text, add_special_tokens=given)
     body = validate(ChatBody, {"messages": conversation(request.messages)}, {})
-    return encode(conversation_text(door, body), add_special_tokens=given)
+    return encode(conversation_text(builder, body), add_special_tokens=given)

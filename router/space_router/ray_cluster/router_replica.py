@@ -78,7 +78,7 @@ class RouterReplica:
         await self._exit.aclose()
 
     async def _follow(self) -> None:
-        roster, known = self.service.engine.roster, frozenset[str]()
+        worker_pool, known = self.service.engine.worker_pool, frozenset[str]()
         while True:
             load = self.service.engine.load()
             try:
@@ -87,7 +87,7 @@ class RouterReplica:
                 logger.warning("the workers cannot be asked where they are: %s", error)
             else:
                 known = present.addresses if present.is_complete else known | present.addresses
-                roster.follow(known, finish_seconds=self.config.drain_timeout)
+                worker_pool.follow(known, finish_seconds=self.config.drain_timeout)
             await asyncio.sleep(self._meet_seconds)
 
     async def _note_start(self) -> None:

@@ -224,9 +224,9 @@ class Performance:
             self.table.tick(SECONDS_PER_TICK)
             for visit in self.scenario.visits:
                 self._attend(visit, tick)
-            for seat in self.table.seats:
-                if seat.scheduler is not None:
-                    check_budgets(seat.scheduler, self.scenario.config)
+            for connection in self.table.connections:
+                if connection.scheduler is not None:
+                    check_budgets(connection.scheduler, self.scenario.config)
             if self._over():
                 break
         else:
@@ -246,14 +246,14 @@ class Performance:
     def _fate(self, tick: int) -> None:
         """Workers that die and come back; requests that are cancelled."""
         for when, number, absence, cause in self.scenario.deaths:
-            if when == tick and self.table.seats[number].scheduler is not None:
-                self._note(self.table.seats[number].scheduler)
-                self.table.seats[number].die(cause)
+            if when == tick and self.table.connections[number].scheduler is not None:
+                self._note(self.table.connections[number].scheduler)
+                self.table.connections[number].die(cause)
                 self._returns.append((tick + absence, number))
         for when, number in list(self._returns):
             if when <= tick:
                 self._returns.remove((when, number))
-                self.table.seats[number].start()
+                self.table.connections[number].start()
         for visit in self.scenario.visits:
             if visit.cancelled_at == tick and visit.stream is not None:
                 self.table.engine.cancel(visit.request.request_id)
@@ -303,8 +303,8 @@ class Performance:
             return False
         if load.num_queued or load.num_running:
             raise RuleBroken(f"{load.num_queued} requests wait and {load.num_running} run after the last has ended")
-        for seat in self.table.seats:
-            self._note(seat.scheduler)
+        for connection in self.table.connections:
+            self._note(connection.scheduler)
         return True
 
     def _note(self, scheduler: Scheduler | None) -> None:

@@ -117,18 +117,18 @@ class Tabletop:
             clock=lambda: self.now,
             call_later=self._call_later,
         )
-        self.seats = [TableSeat(self.engine, new_worker, delay) for _ in range(num_workers)]
-        self.engine.seats[:] = self.seats
-        for seat in self.seats:
-            seat.start()
+        self.connections = [TableSeat(self.engine, new_worker, delay) for _ in range(num_workers)]
+        self.engine.connections[:] = self.connections
+        for connection in self.connections:
+            connection.start()
 
     def tick(self, seconds: float = 0.001) -> None:
         """So many seconds pass, and every worker steps."""
         self.now += seconds
         while self._timers and self._timers[0][0] <= self.now:
             heapq.heappop(self._timers)[-1].ring()
-        for seat in self.seats:
-            seat.step()
+        for connection in self.connections:
+            connection.step()
 
     def _call_later(self, seconds: float, action: Callable[[], None]) -> _Timer:
         timer = _Timer(action)
@@ -154,7 +154,7 @@ def _watch(scheduler: Scheduler) -> None:
     preempt = scheduler._preempt
 
     def watched(victim: WorkerSequence) -> None:
-        going_on = [s for s in scheduler.running if not (s.starving and s.live.lagging)]
+        going_on = [s for s in scheduler.running if not (s.out_of_slots and s.live.lagging)]
         if victim is min(going_on, key=lambda s: s.live.age, default=None):
             raise OldestPreempted(f"request {victim.live.request.request_id} is the oldest, and was preempted")
         preempt(victim)

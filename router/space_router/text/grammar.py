@@ -55,13 +55,13 @@ class GrammarCheck:
             )
         self._num_waiting += 1
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, grammar)
+            verification = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, grammar)
         finally:
             self._num_waiting -= 1
-        self._known[name] = verdict
+        self._known[name] = verification
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
-        return verdict
+        return verification
 
     def _ask(self, grammar: Grammar) -> str | None:
         """In a thread of its own."""

@@ -246,7 +246,7 @@ class EquivalenceCheck:
     def _write_down(self, result: CellResult, number: int, ours: Record, plain: Record) -> None:
         result.num_texts += 1
         result.num_tokens += len(ours.tokens)
-        judged = [(drafted, accepted) for drafted, accepted in ours.verdicts[:-1] if drafted]
+        judged = [(drafted, accepted) for drafted, accepted in ours.verifications[:-1] if drafted]
         result.num_steps += len(judged)
         result.accepted_none += sum(accepted == 0 for _, accepted in judged)
         result.accepted_whole += sum(accepted == drafted for drafted, accepted in judged)

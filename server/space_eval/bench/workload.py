@@ -91,7 +91,7 @@ class Lengths:
     """
 
     form: str  # as it was given
-    law: str
+    sampling_params: str
     figures: tuple[float, ...]
     low: int
     high: int
@@ -99,33 +99,37 @@ class Lengths:
     @classmethod
     def parse(cls, text: str) -> Lengths:
         """Raises LengthError."""
-        law, *rest = text.split(":") if ":" in text else ("fixed", text)
+        sampling_params, *rest = text.split(":") if ":" in text else ("fixed", text)
         try:
             figures = [float(part) for part in rest]
         except ValueError:
             figures = []
-        if law not in _LAWS or len(figures) not in _COUNTS[law] or not all(map(math.isfinite, figures)):
+        if (
+            sampling_params not in _LAWS
+            or len(figures) not in _COUNTS[sampling_params]
+            or not all(map(math.isfinite, figures))
+        ):
             raise LengthError(f"{text!r} is no length: give {FORMS}.")
-        bounds = figures[2:] if law in ("normal", "lognormal") else figures
-        low, high = (min(bounds), max(bounds)) if bounds else (1.0, _far(law, figures))
+        bounds = figures[2:] if sampling_params in ("normal", "lognormal") else figures
+        low, high = (min(bounds), max(bounds)) if bounds else (1.0, _far(sampling_params, figures))
         if low < 1 or any(bound != int(bound) for bound in bounds) or figures[0] < 1 or figures[-1] < 0:
             raise LengthError(f"{text!r}: lengths are whole numbers of at least 1. Give {FORMS}.")
         if bounds != sorted(bounds):
             raise LengthError(f"{text!r}: the lower bound {bounds[0]:g} is above the upper one, {bounds[1]:g}.")
-        if law in ("normal", "lognormal") and figures[1] < 0:
+        if sampling_params in ("normal", "lognormal") and figures[1] < 0:
             raise LengthError(f"{text!r}: the spread must be at least 0; got {figures[1]:g}.")
-        return cls(text, law, tuple(figures), int(low), int(high))
+        return cls(text, sampling_params, tuple(figures), int(low), int(high))
 
     def draw(self, source: random.Random) -> int:
         """The next length."""
-        drawn = round(_LAWS[self.law](source, self.figures))
+        drawn = round(_LAWS[self.sampling_params](source, self.figures))
         return min(max(drawn, self.low), self.high)
 
 
-def _far(law: str, figures: Sequence[float]) -> float:
+def _far(sampling_params: str, figures: Sequence[float]) -> float:
     """An upper bound where none is given: 4 standard deviations."""
     mean, spread = figures[0], figures[1]
-    return math.ceil(mean + 4 * spread if law == "normal" else mean * math.exp(4 * min(spread, 5.0)))
+    return math.ceil(mean + 4 * spread if sampling_params == "normal" else mean * math.exp(4 * min(spread, 5.0)))
 
 
 _LAWS: dict[str, Callable[[random.Random, Sequence[float]], float]] = {

@@ -117,7 +117,7 @@ class QualityModel:
         meter = PerplexityMeter(self.model, self.tokenizer, length=length, stride=stride)
         with _progress(f"{self.label}: {task.name}", len(missing), "text") as progress:
             for key in missing:
-                answers.add({"record": key, "sample": 0, **task.judge(key, meter)})
+                answers.add({"record": key, "sample": 0, **task.verify_sequences(key, meter)})
                 progress.update()
 
     def prompt_ids(self, asked: TaskPrompt, writing: WritingSettings) -> list[int]:
@@ -174,7 +174,7 @@ class QualityModel:
             "num_steps": len(generation.steps),
             "finish": pb.Finish.Name(generation.finish),  # FINISH_NONE: whole before its end
             "looping": is_looping(generation.tokens),
-            **task.judge(request.key, text),
+            **task.verify_sequences(request.key, text),
         }
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -47,7 +47,7 @@ class WritingTask(Protocol):
         """Nothing behind this can matter."""
         ...
 
-    def judge(self, key: str, text: str) -> dict[str, Any]:
+    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
         """What is written down about an answer."""
         ...
 
@@ -88,7 +88,7 @@ class HumanEval:
     def is_whole(self, text: str) -> bool:
         return not self.chat and humaneval.is_whole(text)
 
-    def judge(self, key: str, text: str) -> dict[str, Any]:
+    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
         outcome = humaneval.check(self.problems[key], text, seconds=self.seconds, memory=self.memory, chat=self.chat)
         return {"passed": outcome.passed, "end": outcome.end, "detail": outcome.detail}
 
@@ -133,7 +133,7 @@ class Summarise:
         """A base model's summary is its first paragraph."""
         return not self.chat and "\n\n" in text.lstrip()
 
-    def judge(self, key: str, text: str) -> dict[str, Any]:
+    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
         summary = text.strip() if self.chat else text.lstrip().partition("\n\n")[0].strip()
         reference = self.texts[key][1]
         return {"rouge_l": rouge_l(reference, summary), "rouge_l_sum": rouge_l_sum(reference, summary)}
@@ -163,7 +163,7 @@ class Perplexity:
     def load(cls, source: str, limit: int | None) -> Perplexity:
         return cls(dict(list(load_texts(source).items())[:limit]))
 
-    def judge(self, key: str, meter: PerplexityMeter) -> dict[str, Any]:
+    def verify_sequences(self, key: str, meter: PerplexityMeter) -> dict[str, Any]:
         return asdict(meter.score(self.texts[key]))
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:

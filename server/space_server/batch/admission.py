@@ -63,7 +63,7 @@ def admit(
         )
     _check_prediction(message.prediction, facts)
     adapter, num_masks = _masks(message.adapter, facts)
-    law = _law(message.sampling, message.limits, facts.vocab_size)
+    sampling_params = _sampling_params(message.sampling, message.limits, facts.vocab_size)
     bound = min(max_drafts, message.max_draft_length)
     # Who never speculates has nobody read its text, except to say which ids of a prediction appeared.
     in_grammar = message.sampling.HasField("grammar")
@@ -76,12 +76,14 @@ def admit(
         num_prompt=message.num_prompt,
         num_computed=message.num_cached,
         pages=list(message.pages),
-        law=law,
+        sampling_params=sampling_params,
         limits=limits,
         max_drafts=bound,
         num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device) if law.penalises else None,
+        counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device)
+        if sampling_params.penalises
+        else None,
         adapter=adapter,
         num_masks=num_masks if sources.masks else 0,
         drafter=drafter,
@@ -130,7 +132,7 @@ def _check_prediction(ids: Run[int], facts: ModelFacts) -> None:
         raise AdmissionError(f"Id {max(ids)} of the prediction is outside the vocabulary of {facts.vocab_size}.")
 
 
-def _law(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> SamplingParams:
+def _sampling_params(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> SamplingParams:
     """The law of choice; fields that are unset are neutral."""
     numbers = {
         "repetition_penalty": sampling.repetition_penalty,

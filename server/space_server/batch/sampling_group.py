@@ -17,7 +17,7 @@ class SamplingGroup:
 
     def __init__(self, sequences: list[RunningSequence]) -> None:
         self.sequences = sequences
-        self.laws = BatchSamplingParams([sequence.law for sequence in sequences])
+        self.batch_params = BatchSamplingParams([sequence.sampling_params for sequence in sequences])
         self.wants_logprobs = any(sequence.num_logprobs is not None for sequence in sequences)
         self._columns: dict[torch.device, SamplingColumns] = {}
 
@@ -31,7 +31,7 @@ class SamplingGroup:
         """What the draft head's choice needs of the laws, on the device."""
         columns = self._columns.get(device)
         if columns is None:
-            columns = self._columns[device] = SamplingColumns.of(self.laws, device)
+            columns = self._columns[device] = SamplingColumns.of(self.batch_params, device)
         return columns
 
 

@@ -29,7 +29,7 @@ class RunningSequence:
     num_prompt: int
     num_computed: int  # leading ids whose K and V are in the pages; below len(ids)
     pages: list[int]  # block numbers, position 0 onwards; `extend` adds to them
-    law: SamplingParams
+    sampling_params: SamplingParams
     limits: SequenceLimits
     max_drafts: int  # bound on drafts per step
     num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities

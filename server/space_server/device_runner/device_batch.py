@@ -60,10 +60,10 @@ class DeviceBatch:
         )
         self.asking = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # lines, then 0
         self._asking: list[int] = []  # those that were sent
-        self._synthetic, self.decrees = synthetic, None
+        self._synthetic, self.synthetic_tensors = synthetic, None
         if synthetic is not None:
             num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
-            self.decrees = SyntheticAcceptanceTensors.empty(
+            self.synthetic_tensors = SyntheticAcceptanceTensors.empty(
                 max_sequences, num_places, synthetic.chances, device=facts.device
             )
         self.lines: list[RunningSequence | None] = [None] * max_sequences
@@ -93,7 +93,7 @@ class DeviceBatch:
     @property
     def stages(self) -> Stages:
         """Those that some of the laws need, or a set of stages that contains them: few sets, so few graphs."""
-        return few_stages(Stages.of(sequence.law for sequence in self))
+        return few_stages(Stages.of(sequence.sampling_params for sequence in self))
 
     @property
     def adapter(self) -> int | None:
@@ -112,9 +112,9 @@ class DeviceBatch:
             and self._has_its_masks(sequence)
             and ends <= self.room.num_ends
             and len(sequence.drafts) <= self.state.drafts.shape[1]
-            and self.room.holds(sequence.law)
-            and not (sequence.law.bad_words and not self.state.history.shape[1])
-            and self._holds_decree(sequence)
+            and self.room.holds(sequence.sampling_params)
+            and not (sequence.sampling_params.bad_words and not self.state.history.shape[1])
+            and self._has_synthetic_acceptance(sequence)
         )
 
     def _takes_proposals(self, sequence: RunningSequence) -> bool:
@@ -125,26 +125,28 @@ class DeviceBatch:
             return True
         return sequence.adapter == self.adapter or not any(one.most_masks for one in self)
 
-    def _holds_decree(self, sequence: RunningSequence) -> bool:
-        if self._synthetic is None or self.decrees is None:
+    def _has_synthetic_acceptance(self, sequence: RunningSequence) -> bool:
+        if self._synthetic is None or self.synthetic_tensors is None:
             return True
         known = self._synthetic.continuation_of(sequence)
-        return known is None or len(known.ids) <= self.decrees.num_places
+        return known is None or len(known.ids) <= self.synthetic_tensors.num_places
 
     def put(self, sequence: RunningSequence) -> None:
         """Let a sequence that fits take the first line that is free."""
         line = self.lines.index(None)
         pages = sequence.pages[: self._max_pages]
-        if self._synthetic is not None and self.decrees is not None:
+        if self._synthetic is not None and self.synthetic_tensors is not None:
             known = self._synthetic.continuation_of(sequence)
-            self.decrees.put(line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others))
+            self.synthetic_tensors.put(
+                line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others)
+            )
         self.state.put(  # last: a line that nobody got is not live
             line,
             StateAdmission(
                 ids=sequence.ids,
                 num_prompt=sequence.num_prompt,
                 pages=pages,
-                law=sequence.law,
+                sampling_params=sequence.sampling_params,
                 num_left=sequence.num_left,
                 eos_ids=sorted(sequence.limits.eos_ids),
                 stop_ids=sorted(sequence.limits.stop_ids),
@@ -205,8 +207,8 @@ class DeviceBatch:
             if sequence is not None:
                 to = self.lines.index(None)
                 self.state.move(line, to)
-                if self.decrees is not None:
-                    self.decrees.move(line, to)
+                if self.synthetic_tensors is not None:
+                    self.synthetic_tensors.move(line, to)
                 self.lines[line], self.lines[to] = None, sequence
                 self._line_of[sequence.seq_id] = to
 
@@ -222,7 +224,7 @@ class DeviceBatch:
         found = list(self)
         for sequence in found:
             self.remove(sequence.seq_id)
-            if sequence.law.penalises:
+            if sequence.sampling_params.penalises:
                 sequence.counts = self._counts_of(sequence)
         return found
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from space_server.device_runner.device_step import StepKind
+from space_server.device_runner.device_forward import StepKind
 from space_server.machine.memory import give_back_unused, is_out_of_memory
 
 _WAITED = "called a synchronizing CUDA operation"

@@ -28,9 +28,9 @@ def layout_ahead(sequences: Run[RunningSequence], controller: Controller) -> Dra
         acceptance=_average(sequences),
     )
     rooms = [room] * len(sequences)
-    if any(not sequence.law.greedy for sequence in sequences):
+    if any(not sequence.sampling_params.greedy for sequence in sequences):
         noisy = DraftLimits(room.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=room.acceptance)
-        rooms = [room if sequence.law.greedy else noisy for sequence in sequences]
+        rooms = [room if sequence.sampling_params.greedy else noisy for sequence in sequences]
     return room.fit(controller.layouts(rooms, _load(sequences))[0])
 
 

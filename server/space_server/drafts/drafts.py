@@ -163,7 +163,7 @@ class SourceAcceptance:
         """Of the first, second, … draft behind a match of so many ids, given those before it."""
         return _chances(self._shape(match_length).snapshot, round(LEVELS_PER_UNIT * self._shift))
 
-    def judge(self, proposal: Proposal, tokens: Run[int]) -> None:
+    def verify_sequences(self, proposal: Proposal, tokens: Run[int]) -> None:
         """The text went on with `tokens`. What was is forgotten little by little, and the shift stays where levels are:
         a source that has been wrong for long is believed again as soon as one that is wrong now and then.
         """
@@ -247,7 +247,7 @@ class Drafter:
                 self._prediction.extend(ids[self._num_prompt :])
         else:
             for proposal in self._proposals:
-                proposal.trust.judge(proposal, tokens)
+                proposal.trust.verify_sequences(proposal, tokens)
         self._proposals = []
         self._num_known = len(ids) + len(tokens)
         if self._lookup is not None:

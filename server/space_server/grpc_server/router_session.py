@@ -38,7 +38,7 @@ class RouterSession:
         """`spans`: of its sequences, None where nobody wants any."""
         self._worker = worker
         self._spans = spans
-        self._outbox: ReportQueue[pb.WorkerMessage | Exception | None] = ReportQueue()
+        self._report_queue: ReportQueue[pb.WorkerMessage | Exception | None] = ReportQueue()
         self._news = threading.Condition()
         self._inbox: deque[pb.Command] = deque()  # under _news
         self._num_unsent = 0  # under _news
@@ -66,7 +66,7 @@ class RouterSession:
         self._worker.reset()
         if self._spans is not None:
             self._spans.close()
-        self._outbox.close()
+        self._report_queue.close()
         if cancelled:
             raise asyncio.CancelledError
 
@@ -83,11 +83,11 @@ class RouterSession:
 
     def refuse(self, reason: str) -> None:
         """Say this last."""
-        self._outbox.put(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
+        self._report_queue.put(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
 
     def close(self) -> None:
         """The router has hung up: nothing is left to say."""
-        self._outbox.put(None)
+        self._report_queue.put(None)
 
     async def message(self, patience: float) -> pb.WorkerMessage | None:
         """The next thing to say, a heartbeat after `patience` seconds of silence, None when the router has hung up.
@@ -95,7 +95,7 @@ class RouterSession:
         Raises Drained or RouterSessionFailed when there will be no more.
         """
         try:
-            said = await self._outbox.take(patience)
+            said = await self._report_queue.take(patience)
         except TimeoutError:
             return pb.WorkerMessage(report=pb.StepReport())
         if isinstance(said, Exception):
@@ -160,4 +160,4 @@ class RouterSession:
             self._spans.applied(command)
 
     def _say(self, said: pb.WorkerMessage | Exception) -> None:
-        self._outbox.put_from_thread(said)
+        self._report_queue.put_from_thread(said)

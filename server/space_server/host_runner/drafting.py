@@ -40,9 +40,9 @@ class MaskRun:
     def row(self, number: int) -> SamplingRow:
         """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
         sequence = self.sequence
-        law, possible = (sequence.law, None) if number else bounded(sequence, self.emitted)
+        sampling_params, possible = (sequence.sampling_params, None) if number else bounded(sequence, self.emitted)
         return SamplingRow(
-            law,
+            sampling_params,
             sequence.ids,
             sequence.num_prompt,
             tail=self.emitted,
@@ -72,10 +72,10 @@ class MaskRows:
         return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
 
 
-def _choices(runs: Run[MaskRun], company: SamplingGroup) -> SamplingRows:
+def _choices(runs: Run[MaskRun], sampling_group: SamplingGroup) -> SamplingRows:
     """The choices that the drafts of all runs make."""
     return SamplingRows(
-        company.laws,
+        sampling_group.batch_params,
         [len(run.sequence.ids) + len(run.emitted) for run in runs],
         [run.count for run in runs],
         lambda run, number: runs[run].row(number),
@@ -85,9 +85,9 @@ def _choices(runs: Run[MaskRun], company: SamplingGroup) -> SamplingRows:
 def bounded(sequence: RunningSequence, tail: Run[int]) -> tuple[SamplingParams, IdBits | None]:
     """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
     if sequence.grammar is None:
-        return sequence.law, None
+        return sequence.sampling_params, None
     possible = sequence.grammar.possible(tail)
-    return sequence.law.ending if possible.only_end else sequence.law, possible.ids
+    return sequence.sampling_params.ending if possible.only_end else sequence.sampling_params, possible.ids
 
 
 def draft(
@@ -96,21 +96,21 @@ def draft(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    companies: SamplingGroups,
+    sampling_groups: SamplingGroups,
 ) -> list[list[int]]:
     """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
 
     Without a draft head a mask's draft is its own choice; with one, its best ids are rescored with the token before.
     Each run has the head of its adapter. `computing` runs during tensor work.
-    `companies`: knows those who drafted last.
+    `sampling_groups`: knows those who drafted last.
     """
     if not runs:
         return []
     with computing:
         masks, logits = rows.of(runs, model)  # [M, hidden], [M, V]
-    company = companies.of([run.sequence for run in runs])
-    if company.is_alike:
-        return _drafts(model, masks, logits, runs, banned_ids, computing, company)
+    sampling_group = sampling_groups.of([run.sequence for run in runs])
+    if sampling_group.is_alike:
+        return _drafts(model, masks, logits, runs, banned_ids, computing, sampling_group)
     kinds: dict[tuple[int | None, bool], list[int]] = {}
     for number, run in enumerate(runs):
         kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
@@ -119,8 +119,8 @@ def draft(
     for (_, in_grammar), numbers in kinds.items():
         at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=masks.device)
         choose = _drafts_in_grammars if in_grammar else _drafts
-        company = SamplingGroup([runs[n].sequence for n in numbers])
-        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, company)
+        sampling_group = SamplingGroup([runs[n].sequence for n in numbers])
+        some = choose(model, masks[at], logits[at], [runs[n] for n in numbers], banned_ids, computing, sampling_group)
         for n, chosen in zip(numbers, some, strict=True):
             drafts[n] = chosen
     return drafts
@@ -141,7 +141,7 @@ def _drafts_in_grammars(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    company: SamplingGroup,
+    sampling_group: SamplingGroup,
 ) -> list[list[int]]:
     """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
     starts = list(itertools.accumulate((run.count for run in runs), initial=0))
@@ -153,8 +153,8 @@ def _drafts_in_grammars(
             break
         ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].first + depth, 1) for n in going]
         at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
-        company = SamplingGroup([one.sequence for one in ones])
-        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing, company)
+        sampling_group = SamplingGroup([one.sequence for one in ones])
+        chosen = _drafts(model, masks[at], logits[at], ones, banned_ids, computing, sampling_group)
         for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
             if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
                 drafts[n].append(id_)
@@ -170,11 +170,11 @@ def _drafts(
     runs: Run[MaskRun],
     banned_ids: Tensor,
     computing: Stopwatch,
-    company: SamplingGroup,
+    sampling_group: SamplingGroup,
 ) -> list[list[int]]:
     """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
     head = model.draft_head_of(runs[0].sequence.adapter)
-    rows = _choices(runs, company)
+    rows = _choices(runs, sampling_group)
     if head is None:
         with computing:
             chosen = choose_rows(logits, rows, banned_ids).ids.tolist()
@@ -185,7 +185,7 @@ def _drafts(
         return drafts
     with computing:
         ids, offsets = candidates(logits, rows, banned_ids)
-    return _rescored(model, head, masks, ids, offsets, rows, runs, company, computing)
+    return _rescored(model, head, masks, ids, offsets, rows, runs, sampling_group, computing)
 
 
 def candidates(logits: Tensor, rows: SamplingRows, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +216,7 @@ def _rescored(
     offsets: Tensor,
     rows: SamplingRows,
     runs: Run[MaskRun],
-    company: SamplingGroup,
+    sampling_group: SamplingGroup,
     computing: Stopwatch,
 ) -> list[list[int]]:
     """The draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
@@ -230,17 +230,17 @@ def _rescored(
         at = torch.from_numpy(index).to(masks.device)  # [S, K]
     facts = np.empty((3, len(runs)), dtype=np.int64)
     facts[0] = [run.emitted[-1] for run in runs]
-    facts[1], facts[2] = rows.run_positions, company.laws.keys
+    facts[1], facts[2] = rows.run_positions, sampling_group.batch_params.keys
     bonus, positions, keys = torch.from_numpy(facts).to(masks.device)
 
     def by_run(of_rows: Tensor) -> Tensor:
         """[M, …] -> [S, K, …]"""
         return of_rows.view(len(runs), longest, -1) if at is None else of_rows[at]
 
-    laws = company.columns(masks.device)
+    batch_params = sampling_group.columns(masks.device)
     with computing:
-        given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, laws
-        if head.compiled is not None and head.compiled.obeys(laws):
+        given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, batch_params
+        if head.compiled is not None and head.compiled.obeys(batch_params):
             found = head.compiled.propose(*given)
         else:
             found = propose(

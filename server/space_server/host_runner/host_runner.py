@@ -79,7 +79,7 @@ class StepTimes:
 
     pack: float = 0.0  # host: rows of the segments
     attend: float = 0.0  # host: attention plan
-    judge: float = 0.0  # host: laws of the rows, verdict, ends
+    verify_sequences: float = 0.0  # host: laws of the rows, verdict, ends
     propose: float = 0.0  # host: whose drafts, and which rows they come from
 
 
@@ -147,7 +147,7 @@ class HostRunner:
         times.draft += drafting
         times.pack += packed - started
         times.attend += planned - packed
-        times.judge += judged - forwarded - sampling
+        times.verify_sequences += judged - forwarded - sampling
         times.propose += drafted - judged - drafting
         return advances
 
@@ -172,10 +172,10 @@ class HostRunner:
         logits [N, V] raw, of the root and the live drafts of each in turn.
         """
         plans = [advance.plan for advance in advances]
-        company = self._choosing.of([plan.sequence for plan in plans])
-        rows = _choices(plans, company)
+        sampling_group = self._choosing.of([plan.sequence for plan in plans])
+        rows = _choices(plans, sampling_group)
         raw: dict[int, Tensor] = {}
-        if company.wants_logprobs:
+        if sampling_group.wants_logprobs:
             first = 0
             for n, plan in enumerate(plans):
                 count = plan.layout.num_drafts + 1
@@ -267,8 +267,8 @@ class HostRunner:
             is_valid = are_ids and sequence.grammar is None
             advance.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
             if self._synthetic is not None:
-                decreed = self._synthetic.drafts(sequence, tokens, advance.draft_depth, advance.drafts)
-                advance.drafts = self._proposing.valid(sequence, tokens, decreed)
+                synthetically_accepted = self._synthetic.drafts(sequence, tokens, advance.draft_depth, advance.drafts)
+                advance.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
             elif proposal is not None and proposal.goes_on_behind(advance.drafts):
                 masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
                 advance.drafts = proposal.ids
@@ -302,17 +302,19 @@ def _choosing_rows(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closi
     return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
 
 
-def _choices(plans: Run[ScheduledSequence], company: SamplingGroup) -> SamplingRows:
+def _choices(plans: Run[ScheduledSequence], sampling_group: SamplingGroup) -> SamplingRows:
     """The choices of each root and of each draft, behind the hypothetical prefix that each of them closes."""
 
     def row(run: int, number: int) -> SamplingRow:
         sequence = plans[run].sequence
         tail = sequence.drafts[:number]
-        law, possible = bounded(sequence, tail)
-        return SamplingRow(law, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible)
+        sampling_params, possible = bounded(sequence, tail)
+        return SamplingRow(
+            sampling_params, sequence.ids, sequence.num_prompt, tail=tail, counts=sequence.counts, possible=possible
+        )
 
     return SamplingRows(
-        company.laws,
+        sampling_group.batch_params,
         [len(plan.sequence.ids) for plan in plans],
         [plan.layout.num_drafts + 1 for plan in plans],
         row,

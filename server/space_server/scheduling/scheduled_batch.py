@@ -134,7 +134,7 @@ def shape_of(plans: Iterable[ScheduledSequence]) -> StepShape:
             sequences += 1
             context += computed
             chain += rows
-            if not sequence.law.greedy:
+            if not sequence.sampling_params.greedy:
                 noisy += rows
             if num_masks := layout.num_masks:
                 masks += num_masks
@@ -164,7 +164,7 @@ def room_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         num_drafts,
         sequence.most_masks,
         num_left,
-        not sequence.law.greedy,
+        not sequence.sampling_params.greedy,
         sequence.acceptance,
         sequence.draft_chances,
         sequence.drafter is not None,

@@ -88,9 +88,9 @@ def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYi
     for k in range(1, max_drafts + 1):
         for num_kept in range(k, k * (k + 1) + 1, k):
             found.append(LayoutYield.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
-    found.sort(key=lambda worth: (worth.chain_rows + worth.mask_rows, -worth.tokens))
+    found.sort(key=lambda layout_yield: (layout_yield.chain_rows + layout_yield.mask_rows, -layout_yield.tokens))
     best: list[LayoutYield] = []
-    for worth in found:
-        if not best or worth.tokens > best[-1].tokens + 1e-6:
-            best.append(worth)
+    for layout_yield in found:
+        if not best or layout_yield.tokens > best[-1].tokens + 1e-6:
+            best.append(layout_yield)
     return tuple(best)

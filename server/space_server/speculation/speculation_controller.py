@@ -74,7 +74,7 @@ class BatchMix:
 
     @classmethod
     def of(cls, rooms: Sequence[DraftLimits], kinds: Sequence[SequenceClass]) -> BatchMix:
-        return cls(Counter(kinds), len(rooms), sum(room.is_noisy for room in rooms))
+        return cls(Counter(kinds), len(rooms), sum(limits.is_noisy for limits in rooms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,12 @@ def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
     if rule.price is None:
         assert rule.most_rows is not None
         return max(
-            (worth for worth in found if worth.chain_rows + worth.mask_rows <= rule.most_rows), key=lambda w: w.tokens
+            (
+                layout_yield
+                for layout_yield in found
+                if layout_yield.chain_rows + layout_yield.mask_rows <= rule.most_rows
+            ),
+            key=lambda w: w.tokens,
         )
     price = rule.price
     return max(found, key=lambda w: w.tokens - price * (w.chain_rows + MASK_PRICE * w.mask_rows))
@@ -163,7 +168,7 @@ class SpeculationController:
         """The layout of each, before `DraftLimits.fit`."""
         if not rooms:
             return []
-        num_read = sum(room.is_read for room in rooms)
+        num_read = sum(limits.is_read for limits in rooms)
         self._proposals.stepped(len(rooms), num_read, by_masks=self._rule is not None)
         self._num_since += 1
         surprised = self.cost.num_surprises != self._num_surprises
@@ -171,16 +176,16 @@ class SpeculationController:
         is_hopeless = self._rule is None and len(rooms) >= self._hopeless
         if self._num_since >= EVERY and (self._rule is not None or (has_changed and not is_hopeless)):
             self._num_to_look = EVERY
-        has_others = any(room.chances for room in rooms)
+        has_others = any(limits.chances for limits in rooms)
         # Who drafts must know at once whether that pays in another crowd; plain decoding can wait for its turn.
         is_anew = self._rule is not None or not self._num_sequences  # nothing is known at first
         is_due = (is_anew and (surprised or has_changed)) or self._num_since >= self._num_to_look
-        is_due = is_due or (self._nobody and any(_may_have_masks(room) for room in rooms))
+        is_due = is_due or (self._nobody and any(_may_have_masks(limits) for limits in rooms))
         if self._rule is None and not is_due and not has_others:  # plain decoding goes on, and costs nothing more
             self._num_plain += 1
             self._watched = False
             return [PLAIN.layout] * len(rooms)
-        kinds = [_kind(room) for room in rooms]
+        kinds = [_kind(limits) for limits in rooms]
         if is_due:
             self._choose(BatchMix.of(rooms, kinds), load)
             self._num_sequences, self._num_since = len(rooms), 0
@@ -196,30 +201,30 @@ class SpeculationController:
         begins = self._num_plain > 0  # with masks alone: the margin is for that
         self._num_plain = 0 if rule is not None else self._num_plain + 1
         self._watched = rule is not None and not begins and not load.num_prefill_rows
-        found = [self._layout(room, kind, rule) for room, kind in zip(rooms, kinds, strict=True)]
+        found = [self._layout(limits, kind, rule) for limits, kind in zip(rooms, kinds, strict=True)]
         if has_others and self._rule is None:
             offer = self._offer(rooms, found, load)
             if offer is not None and not self._proposals.pays(offer):
                 return [PLAIN.layout] * len(rooms)
         elif has_others and self._proposals.asks:
-            offer = self._offer(rooms, [self._layout(room, _NO_MASKS, None) for room in rooms], load)
+            offer = self._offer(rooms, [self._layout(limits, _NO_MASKS, None) for limits in rooms], load)
             if offer is not None:
                 self._proposals.would_pay(offer)
         return found
 
     def _offer(self, rooms: Sequence[DraftLimits], layouts: Sequence[DraftLayout], load: StepLoad) -> Offer | None:
         """The drafts of these layouts, none of which masks made, beside a plain step; None if there are none."""
-        fitting = (min(layout.num_drafts, room.num_drafts) for room, layout in zip(rooms, layouts, strict=True))
-        drafting = [(room, count) for room, count in zip(rooms, fitting, strict=True) if count]
+        fitting = (min(layout.num_drafts, limits.num_drafts) for limits, layout in zip(rooms, layouts, strict=True))
+        drafting = [(limits, count) for limits, count in zip(rooms, fitting, strict=True) if count]
         if not drafting:
             return None
         size, tokens = len(rooms), 0.0
-        num_noisy = sum(room.is_noisy for room in rooms)
+        num_noisy = sum(limits.is_noisy for limits in rooms)
         num_drafts = num_noisy_drafts = 0
-        for room, count in drafting:
-            tokens += sum(accumulate(room.chances[:count], mul))
+        for limits, count in drafting:
+            tokens += sum(accumulate(limits.chances[:count], mul))
             num_drafts += count
-            num_noisy_drafts += count * room.is_noisy
+            num_noisy_drafts += count * limits.is_noisy
         alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy))
         beside = 0, 0, load.num_prefill_rows, load.num_prefill_pairs, load.num_context
         before = self.cost.seconds(StepShape(size, size, *beside, num_noisy)) if load.num_prefill_rows else alone
@@ -233,18 +238,18 @@ class SpeculationController:
         if self._watched:
             self._promise.stepped(num_tokens, seconds)
 
-    def _choose(self, crowd: BatchMix, load: StepLoad) -> None:
+    def _choose(self, mix: BatchMix, load: StepLoad) -> None:
         if self.cost.num_turns != self._num_turns:
             self._num_turns = self.cost.num_turns
             self._promise.begin_anew()
             self._trials.doubt()
         is_known = self._promise.look_back(self._num_since * self._num_sequences)
         load = StepLoad(num_context=load.num_context)
-        self._price(crowd.size, load, anew=True)
-        plain = (1.0 + self._proposals.gain) * self._expected(None, crowd, load).rate
-        rates = self._rates(crowd, load, FIRST_RULES) if self._rule is None else {}
+        self._price(mix.size, load, anew=True)
+        plain = (1.0 + self._proposals.gain) * self._expected(None, mix, load).rate
+        rates = self._rates(mix, load, FIRST_RULES) if self._rule is None else {}
         if not rates or max(rates.values()) > HOPELESS * plain:
-            rates = self._rates(crowd, load, RULES)
+            rates = self._rates(mix, load, RULES)
         best = max(rates, key=rates.__getitem__, default=None)
         most = 0.0 if best is None else rates[best]
         if best is None:  # nobody may draft: nothing is learnt of it, and no trial comes nearer
@@ -252,8 +257,8 @@ class SpeculationController:
         elif self._rule is None and not is_known:
             self._promise.forgive(self._num_since / self._trials.rarity)
         self._advantage = most / plain - 1.0
-        self._nobody = not any(kind.max_masks for kind in crowd.kinds)
-        self._hopeless = crowd.size if best is not None and most < HOPELESS * plain else math.inf
+        self._nobody = not any(kind.max_masks for kind in mix.kinds)
+        self._hopeless = mix.size if best is not None and most < HOPELESS * plain else math.inf
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, SELDOM)
@@ -273,69 +278,69 @@ class SpeculationController:
             self._rule = best if most > (1.0 + CHANGE) * now else self._rule
             self._trials.paid()
         self._rate = plain if self._rule is None else rates[self._rule]
-        self._promise.give(self._rate / self._promise.share, self._expected(self._rule, crowd, load).seconds)
+        self._promise.give(self._rate / self._promise.share, self._expected(self._rule, mix, load).seconds)
 
-    def _rates(self, crowd: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
+    def _rates(self, mix: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
         """Tokens per second of each of the rules by which somebody has masks, as far as promises are kept."""
-        kinds = [kind for kind in crowd.kinds if kind.max_masks]
+        kinds = [kind for kind in mix.kinds if kind.max_masks]
         if not kinds:
             return {}
         known: dict[tuple[LayoutYield, ...], float] = {}  # several rules choose the same
         rates: dict[Rule, float] = {}
         for rule in rules:
             worths_of = tuple([chosen(kind, rule) for kind in kinds])
-            if all(not worth.mask_rows for worth in worths_of):
+            if all(not layout_yield.mask_rows for layout_yield in worths_of):
                 continue
             if worths_of not in known:
-                known[worths_of] = self._promise.share * self._expected(rule, crowd, load).rate
+                known[worths_of] = self._promise.share * self._expected(rule, mix, load).rate
             rates[rule] = known[worths_of]
         return rates
 
-    def _beside(self, crowd: BatchMix, load: StepLoad) -> Rule | None:
+    def _beside(self, mix: BatchMix, load: StepLoad) -> Rule | None:
         """The rule for a step that prompt rows fill: time is worth the tokens that it brings in a step without them."""
         found: dict[Rule | None, float] = {}
         for rule in {None, self._rule, *FIRST_RULES}:
-            expected = self._expected(rule, crowd, load)
+            expected = self._expected(rule, mix, load)
             found[rule] = expected.tokens - self._rate * expected.seconds
         return max(found, key=found.__getitem__)
 
-    def _expected(self, rule: Rule | None, crowd: BatchMix, load: StepLoad) -> Expected:
-        if crowd.size == 1 and rule is not None:
-            return self._alone(next(iter(crowd.kinds)), rule, crowd, load)
-        tokens = chain = float(crowd.size)
+    def _expected(self, rule: Rule | None, mix: BatchMix, load: StepLoad) -> Expected:
+        if mix.size == 1 and rule is not None:
+            return self._alone(next(iter(mix.kinds)), rule, mix, load)
+        tokens = chain = float(mix.size)
         masks = drafting = 0.0
-        for kind, count in crowd.kinds.items():
+        for kind, count in mix.kinds.items():
             if rule is None or not kind.max_masks:
                 continue
-            worth = chosen(kind, rule)
-            tokens += count * (worth.tokens - 1.0)
-            chain += count * (worth.chain_rows - 1.0)
-            masks += count * worth.mask_rows
-            drafting += count * (worth.mask_rows > 0)
+            layout_yield = chosen(kind, rule)
+            tokens += count * (layout_yield.tokens - 1.0)
+            chain += count * (layout_yield.chain_rows - 1.0)
+            masks += count * layout_yield.mask_rows
+            drafting += count * (layout_yield.mask_rows > 0)
         shape = StepShape(
-            crowd.size,
+            mix.size,
             round(chain),
             round(masks),
             round(drafting),
             load.num_prefill_rows,
             load.num_prefill_pairs,
             load.num_context,
-            round(chain * crowd.num_noisy / crowd.size),
+            round(chain * mix.num_noisy / mix.size),
         )
         return Expected(tokens, self.cost.seconds(shape) + self._promise.pause)
 
-    def _alone(self, kind: SequenceClass, rule: Rule, crowd: BatchMix, load: StepLoad) -> Expected:
+    def _alone(self, kind: SequenceClass, rule: Rule, mix: BatchMix, load: StepLoad) -> Expected:
         """Of one sequence: its steps differ in size, and what they cost is no line."""
-        worth = chosen(kind, rule) if kind.max_masks else PLAIN
+        layout_yield = chosen(kind, rule) if kind.max_masks else PLAIN
         total = seconds = 0.0
-        for share, chain, masks in worth.steps:
-            noisy = chain if crowd.num_noisy else 0
+        for share, chain, masks in layout_yield.steps:
+            noisy = chain if mix.num_noisy else 0
             shape = StepShape(
                 1, chain, masks, int(masks > 0), load.num_prefill_rows, load.num_prefill_pairs, load.num_context, noisy
             )
             total += share
             seconds += share * self.cost.seconds(shape)
-        return Expected(worth.tokens, seconds / total + self._promise.pause)
+        return Expected(layout_yield.tokens, seconds / total + self._promise.pause)
 
     def _price(self, num_sequences: int, load: StepLoad, *, anew: bool = False) -> None:
         """A row at what a token costs now, with a margin for the host's part in proposing and judging; where nothing
@@ -363,13 +368,13 @@ class SpeculationController:
         self._num_unprobed = 0
         return True
 
-    def _layout(self, room: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
+    def _layout(self, limits: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
         layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
-        if not room.chances:
+        if not limits.chances:
             return layout
         # Drafts that no mask made: each as long as it brings more than its row costs.
         num_drafts, reached = 0, 1.0
-        for chance in room.chances:
+        for chance in limits.chances:
             reached *= chance
             if reached <= self.row_price:
                 break
@@ -383,14 +388,14 @@ def _differ(size: int, known: int) -> bool:
     return 8 * abs(size - known) > known
 
 
-def _may_have_masks(room: DraftLimits) -> bool:
-    return room.acceptance is not None and room.max_masks > 0
+def _may_have_masks(limits: DraftLimits) -> bool:
+    return limits.acceptance is not None and limits.max_masks > 0
 
 
-def _kind(room: DraftLimits) -> SequenceClass:
-    if room.acceptance is None or room.max_masks < 1:
+def _kind(limits: DraftLimits) -> SequenceClass:
+    if limits.acceptance is None or limits.max_masks < 1:
         return _NO_MASKS
-    return _kind_of(room.acceptance.shape.snapshot, room.acceptance.level, room.max_masks)
+    return _kind_of(limits.acceptance.shape.snapshot, limits.acceptance.level, limits.max_masks)
 
 
 _NO_MASKS = SequenceClass((), 0)

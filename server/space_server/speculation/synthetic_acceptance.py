@@ -176,9 +176,11 @@ class SyntheticAcceptance:
     @staticmethod
     def _name(sequence: RunningSequence) -> bytes:
         """What the text depends on: the prompt and the law; of a greedy law not the noise."""
-        law = replace(sequence.law, key=0) if sequence.law.greedy else sequence.law
+        sampling_params = (
+            replace(sequence.sampling_params, key=0) if sequence.sampling_params.greedy else sequence.sampling_params
+        )
         said = blake2b(array("I", sequence.ids[: sequence.num_prompt]).tobytes(), digest_size=16)
-        said.update(repr(law).encode())
+        said.update(repr(sampling_params).encode())
         return said.digest()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 
-from space_server.device_runner.device_stepper import DeviceRunner
+from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
@@ -74,15 +74,15 @@ def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, av
     """
     before = available()
     kv = model.allocate_kv(1, block_size)
-    stepper = DeviceRunner(model, kv, max_sequences=max_sequences)
+    runner = DeviceRunner(model, kv, max_sequences=max_sequences)
     try:
-        stepper.take_largest()
+        runner.take_largest()
         taken = max(0, before - available())
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         taken = 0  # such steps are launched without a graph, or from the host
-    del stepper, kv
+    del runner, kv
     give_back_unused()
     return taken
 

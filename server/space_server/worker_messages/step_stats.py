@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from space_proto import worker_pb2 as pb
 
-from space_server.device_runner.device_stepper import StepRead
+from space_server.device_runner.device_runner import StepRead
 from space_server.host_runner.host_runner import StepTimes
 from space_server.scheduling.scheduled_batch import ScheduledBatch
 from space_server.step_costs.step_cost import StepCost, StepShape

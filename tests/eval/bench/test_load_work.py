@@ -33,9 +33,9 @@ def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
     ],
 )
 def test_lengths_keep_their_law_and_bounds(text: str, low: int, high: int, mean: float) -> None:
-    law, source = Lengths.parse(text), random.Random(1)
-    drawn = [law.draw(source) for _ in range(4000)]
-    assert (law.low, law.high) == (low, high)
+    sampling_params, source = Lengths.parse(text), random.Random(1)
+    drawn = [sampling_params.draw(source) for _ in range(4000)]
+    assert (sampling_params.low, sampling_params.high) == (low, high)
     assert low <= min(drawn) <= max(drawn) <= high
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.03)
 

@@ -322,7 +322,7 @@ def test_pass_at_ten_needs_ten_samples_of_every_problem() -> None:
 
 def test_a_base_models_summary_is_its_first_paragraph() -> None:
     task = Summarise({"0": ("document", "a cat sat")}, chat=False)
-    assert task.judge("0", "\n\n a cat sat\n\nand so on and on")["rouge_l"] == 1.0
+    assert task.verify_sequences("0", "\n\n a cat sat\n\nand so on and on")["rouge_l"] == 1.0
     assert task.is_whole("\n\n a cat sat\n\n")
     assert not task.is_whole("\n\n a cat")
 

@@ -47,9 +47,9 @@ async def slow(start: Start) -> AsyncIterator[Any]:
 async def full(start: Start) -> AsyncIterator[Any]:
     """One request runs, and nobody may wait."""
     async with start("yes", config=ServeConfig(max_queue=0), max_sequences=1, step_seconds=0.01) as router:
-        door = router.service.door()
-        prompt = door.prompt("x", add_special_tokens=True, truncate=None, param="prompt")
-        busy = door.plan([prompt], Parameters(max_tokens=400, ignore_eos=True), prefix="t")
+        builder = router.service.builder()
+        prompt = builder.prompt("x", add_special_tokens=True, truncate=None, param="prompt")
+        busy = builder.plan([prompt], Parameters(max_tokens=400, ignore_eos=True), prefix="t")
         async with router.service.engine.submit(busy.choices[0].request):
             yield router
 

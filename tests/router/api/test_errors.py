@@ -236,9 +236,9 @@ async def test_a_full_queue_is_a_429_with_retry_after_in_both_shapes(start: Star
     config = ServeConfig(max_queue=0)
     async with start("yes", config=config, num_blocks=8, max_sequences=1, step_seconds=0.01) as router:
         body = {"prompt": "x", "max_tokens": 25, "stream": True}
-        door = router.service.door()
-        prompt = door.prompt("x", add_special_tokens=True, truncate=None, param="prompt")
-        running = door.plan([prompt], Parameters(max_tokens=25), prefix="t")
+        builder = router.service.builder()
+        prompt = builder.prompt("x", add_special_tokens=True, truncate=None, param="prompt")
+        running = builder.plan([prompt], Parameters(max_tokens=25), prefix="t")
         async with router.service.engine.submit(running.choices[0].request):
             answer = await router.post("/v1/completions", **body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")

@@ -78,7 +78,7 @@ def test_a_grammar_goes_to_the_worker_with_the_law() -> None:
 
 async def test_every_choice_of_a_plan_has_the_grammar(router: Any) -> None:
     body = validate(CompletionBody, {"prompt": ["x", "y"], "n": 2}, COMPLETION_NEUTRAL)
-    plan = completions.plan(router.service.door(), body, Grammar("regex", "a"))
+    plan = completions.plan(router.service.builder(), body, Grammar("regex", "a"))
     assert [choice.request.sampling.grammar for choice in plan.choices] == [Grammar("regex", "a")] * 4
 
 
@@ -256,8 +256,8 @@ async def test_a_process_that_was_asked_and_has_not_answered_is_ended_whatever_h
 async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     check = GrammarCheck()
     good, bad = Grammar("regex", "a"), Grammar("regex", "a(")
-    verdicts = [await check.why_not(good), await check.why_not(bad)]
+    verifications = [await check.why_not(good), await check.why_not(bad)]
     monkeypatch.setattr(check, "_ask", None)
-    assert [await check.why_not(good), await check.why_not(bad)] == verdicts
-    assert verdicts[0] is None
-    assert "unclosed group" in str(verdicts[1])
+    assert [await check.why_not(good), await check.why_not(bad)] == verifications
+    assert verifications[0] is None
+    assert "unclosed group" in str(verifications[1])

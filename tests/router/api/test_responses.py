@@ -109,8 +109,8 @@ async def test_the_official_client_parses_a_text_format_and_asks_for_it_by_a_gra
 def sampling(router: Any, **body: Any) -> Any:
     """The law that the engine is given."""
     checked = validate(ResponseBody, {"input": "Hi", **body}, RESPONSE_NEUTRAL)
-    door = router.service.door()
-    return plan(door, checked, tools_of(door, checked)).choices[0].request.sampling
+    builder = router.service.builder()
+    return plan(builder, checked, tools_of(builder, checked)).choices[0].request.sampling
 
 
 async def test_the_official_client_gets_calls_whole_and_streamed(start: Any) -> None:
@@ -245,8 +245,15 @@ async def test_so_can_what_the_official_client_makes_of_it_with_nulls_where_noth
 
 async def test_parameters_and_speculation_are_those_of_chat(start: Any) -> None:
     async with start(None, **ROOM) as router:
-        law = sampling(router, top_k=5, min_p=0.1, seed=9, frequency_penalty=0.5, temperature=0.25, top_p=0.5)
-        assert (law.top_k, law.min_p, law.seed, law.frequency_penalty) == (5, 0.1, 9, 0.5)
+        sampling_params = sampling(
+            router, top_k=5, min_p=0.1, seed=9, frequency_penalty=0.5, temperature=0.25, top_p=0.5
+        )
+        assert (
+            sampling_params.top_k,
+            sampling_params.min_p,
+            sampling_params.seed,
+            sampling_params.frequency_penalty,
+        ) == (5, 0.1, 9, 0.5)
         body = {"seed": 4, "max_output_tokens": 60, "temperature": 1}
         texts = [(await respond(router, speculation=how, **body))["output"] for how in ("off", "auto", 1)]
         assert [one[0]["content"] for one in texts[1:]] == [texts[0][0]["content"]] * 2

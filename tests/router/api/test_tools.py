@@ -282,8 +282,8 @@ async def test_the_flag_names_the_format_or_leaves_calls_in_the_text(start: Any)
 def grammar(router: Any, **body: Any) -> str | None:
     """The grammar of the engine's request."""
     checked = validate(ChatBody, {"messages": USER, "tools": [WEATHER, NOW], **body}, CHAT_NEUTRAL)
-    door = router.service.door()
-    made = plan(door, checked, tools_of(door, checked)).choices[0].request.sampling.grammar
+    builder = router.service.builder()
+    made = plan(builder, checked, tools_of(builder, checked)).choices[0].request.sampling.grammar
     assert made is None or made.kind == "lark"
     return None if made is None else str(made.source)
 

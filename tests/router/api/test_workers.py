@@ -66,7 +66,7 @@ async def test_a_restart_is_seen_to_its_end_and_only_one_at_a_time(start: Start)
                 "/v1/completions", json={"prompt": "x", "max_tokens": 60, "ignore_eos": True}, headers=PLAIN
             )
         )
-        await router.service.engine.seats[0].until(lambda: router.service.engine.load().num_running == 1)
+        await router.service.engine.connections[0].until(lambda: router.service.engine.load().num_running == 1)
         told = await router.client.post("/workers/restart", json={"finish_seconds": 0}, headers=OPERATOR)
         assert told.json()["restart"] == {"state": "running", "num_done": 0, "num_wanted": 1, "error": None}
         again = await router.client.post("/workers/restart", json={}, headers=OPERATOR)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers import worker_connection as connection
 from space_router.testing import Script
 
 InHouse = Callable[..., None]
@@ -15,9 +15,9 @@ House = Any
 
 
 async def crash(house: House) -> None:
-    num_lives = house.engine.seats[0].num_incarnations
+    num_lives = house.engine.connections[0].num_incarnations
     house.worker.kill()
-    await house.until(lambda: house.engine.seats[0].num_incarnations > num_lives)
+    await house.until(lambda: house.engine.connections[0].num_incarnations > num_lives)
 
 
 def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_while(
@@ -30,7 +30,7 @@ def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_w
         await crash(house)
         assert house.engine.load().num_workers_up == 1
         assert not house.engine.ready
-        monkeypatch.setattr(seat, "STEADY_SECONDS", 0.05)
+        monkeypatch.setattr(connection, "STEADY_SECONDS", 0.05)
         await house.until(lambda: house.engine.ready)
         await crash(house)
         assert house.engine.ready, "a worker that was up for a while begins a new row"

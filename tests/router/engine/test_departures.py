@@ -20,7 +20,7 @@ def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault(
     """As each does in its turn when a new version is rolled out."""
 
     async def body(house: House) -> None:
-        (place,) = house.engine.seats
+        (place,) = house.engine.connections
         for number in range(5):
             request = request_of(6, 40, name=str(number))
             async with house.engine.submit(request) as stream:
@@ -42,7 +42,7 @@ def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault(
 
 def test_a_worker_that_says_it_leaves_and_does_not_counts_as_lost(in_house: InHouse, request_of: Make) -> None:
     async def body(house: House) -> None:
-        (place,) = house.engine.seats
+        (place,) = house.engine.connections
         await house.text(request_of(6, 4))
         house.worker.leave()
         house.worker.num_lives -= 1  # the same process

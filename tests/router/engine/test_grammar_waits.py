@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
-from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers import worker_connection as connection
 from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]
@@ -67,5 +67,5 @@ def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
         assert len(await text) == 20
 
     monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
-    monkeypatch.setattr(seat, "GRAMMAR_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
     in_house(body, compiles(), worker_timeout=0.2)

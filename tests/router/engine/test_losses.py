@@ -12,7 +12,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
-from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.exit_cause import ExitCause
 from space_router.testing import Script, ScriptedWorker, never
 
@@ -162,13 +162,13 @@ def test_suspects_are_tried_alone_and_then_run_together_again(in_house: InHouse,
     async def body(house: House) -> None:
         requests = [request_of(20 + i, 60, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(5)]
         texts = [asyncio.create_task(house.text(request)) for request in requests]
-        await house.until(lambda: len(house.engine.seats[0].scheduler.running) == 5)
+        await house.until(lambda: len(house.engine.connections[0].scheduler.running) == 5)
         house.worker.kill()
         together = []
-        await house.until(lambda: house.engine.seats[0].scheduler is None)
-        await house.until(lambda: house.engine.seats[0].scheduler is not None)
+        await house.until(lambda: house.engine.connections[0].scheduler is None)
+        await house.until(lambda: house.engine.connections[0].scheduler is not None)
         while not all(text.done() for text in texts):
-            running = house.engine.seats[0].scheduler.running
+            running = house.engine.connections[0].scheduler.running
             if any(sequence.live.is_suspect for sequence in running):
                 assert len(running) == 1
             together.append(len(running))
@@ -234,7 +234,7 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
             mortal = await life.enter_async_context(ScriptedWorker(script))
             config = ServeConfig(worker_address=(mortal.address, *(worker.address for worker in workers)))
             engine = await stack.enter_async_context(Engine(config, Metrics(), max_lag=500))  # no worker rests
-            for place in engine.seats:
+            for place in engine.connections:
                 await place.until(lambda place=place: place.scheduler is not None)  # type: ignore[misc]
             requests = [request_of((10 + i, 11), 500, name=str(i)) for i in range(12)]  # none ends meanwhile
             streams = [await stack.enter_async_context(engine.submit(request)) for request in requests]
@@ -279,9 +279,9 @@ def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
     causes: list[ExitCause] = []
     worker_lost = Engine.worker_lost
 
-    def noted(engine: Engine, seat: Any, lost: Any, why: ExitCause) -> None:
+    def noted(engine: Engine, connection: Any, lost: Any, why: ExitCause) -> None:
         causes.append(why)
-        worker_lost(engine, seat, lost, why)
+        worker_lost(engine, connection, lost, why)
 
     async def body(house: House) -> None:
         text = asyncio.create_task(house.text(request_of(6, 40)))
@@ -355,7 +355,7 @@ def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_plac
     from space_router.config import ServeConfig
     from space_router.metrics import Metrics
 
-    monkeypatch.setattr(seat, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(connection, "MAX_FAILED_STARTS", 1)
 
     async def whole() -> None:
         async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(model_hash="other")) as two:

@@ -33,7 +33,7 @@ class House:
 
     def come_back(self, number: int, size: int) -> None:
         self.sizes.append(size)
-        self.top.seats[number].start()
+        self.top.connections[number].start()
 
     def submit(self, request: ValidRequest) -> Stream:
         stream = self.top.engine.submit(request)
@@ -58,7 +58,7 @@ class House:
 
 def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_it_is_back(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.OUTSIDE)
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
     house.until(small, 20)
     assert not house.num_tokens[large]
@@ -68,14 +68,14 @@ def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_
 
 def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take(request_of: Make) -> None:
     house = House(LARGE, SMALL)
-    house.top.seats[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.OUTSIDE)
     house.come_back(1, SMALL)
     house.until(house.submit(request_of(6, 500)), 500)
 
 
 def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.OUTSIDE)
     large = house.submit(request_of(6, 500))
     house.turn()
     assert large.error is None
@@ -85,7 +85,7 @@ def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) ->
 
 def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.seats[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.OUTSIDE)
     large = house.submit(request_of(6, 500))
     house.turn()
     house.top.tick(0.9 * ABSENCE)
@@ -96,14 +96,14 @@ def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make)
 
 def test_who_fits_only_a_worker_that_ends_lets_others_go_first(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    scheduler = house.top.seats[1].scheduler
+    scheduler = house.top.connections[1].scheduler
     assert scheduler is not None
     scheduler.closing = True
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
     house.until(small, 20)
     house.top.tick(1.1 * ABSENCE)
     assert large.error is None, "it may run elsewhere once that one has ended"
-    house.top.seats[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.OUTSIDE)
     house.come_back(1, LARGE)
     house.until(large, 500)
 
@@ -113,8 +113,12 @@ def test_a_suspect_empties_no_worker_that_it_does_not_fit(request_of: Make) -> N
     large = house.submit(request_of(6, 500))
     others = [house.submit(request_of(7 + i, 100)) for i in range(2)]
     house.turn(2)
-    assert [seat.scheduler and seat.scheduler.num_running for seat in house.top.seats] == [1, 1, 1]
-    house.top.seats[2].die(ExitCause.ITSELF)
+    assert [connection.scheduler and connection.scheduler.num_running for connection in house.top.connections] == [
+        1,
+        1,
+        1,
+    ]
+    house.top.connections[2].die(ExitCause.ITSELF)
     while any(house.num_tokens[stream] < 100 for stream in others):
         before = [house.num_tokens[stream] for stream in others]
         house.turn()
@@ -131,11 +135,11 @@ def test_of_two_suspects_the_one_that_fits_is_tried_and_the_other_waits(request_
     large = house.submit(request_of(6, 500))
     house.turn()
     small = house.submit(request_of(7, 20))
-    scheduler = house.top.seats[1].scheduler
+    scheduler = house.top.connections[1].scheduler
     assert scheduler is not None
     house.turn(2)
     for number in (0, 1):
-        house.top.seats[number].die(ExitCause.ITSELF)
+        house.top.connections[number].die(ExitCause.ITSELF)
     house.come_back(0, SMALL)
     house.until(small, 20)
     assert not large.error

@@ -29,7 +29,7 @@ def decode_step(num_tokens: int, seconds: float) -> worker_pb2.StepReport:
 def is_hopeless(pace: ThroughputEstimator, request: ValidRequest, now: float) -> bool:
     """As the first in the queue hears it."""
     live = RequestState(request, request.max_tokens or 1, 0, now)
-    return QueueAdmission(RequestQueue(9), pace).hopeless(live, live.num_prompt, now) is not None
+    return QueueAdmission(RequestQueue(9), pace).unmeetable_deadline(live, live.num_prompt, now) is not None
 
 
 def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> None:

@@ -37,9 +37,9 @@ async def three_workers(*flags: str, num_workers: int = 3) -> AsyncIterator[tupl
     metrics = Metrics()
     config = ServeConfig(workers=num_workers, worker_start_timeout=LIMIT)
     async with Engine(config, metrics, worker_argv=argv("--step-seconds", "0.01", *flags)) as engine:
-        restart = RollingRestart(engine.seats, back_seconds=LIMIT)
-        for seat in engine.seats:
-            await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
+        restart = RollingRestart(engine.connections, back_seconds=LIMIT)
+        for connection in engine.connections:
+            await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
         yield engine, restart, metrics
         while engine.load().blocks_held:  # noqa: ASYNC110  pages come back with reports, which are no events here
             await asyncio.sleep(0.01)
@@ -61,7 +61,9 @@ def test_every_worker_is_another_process_afterwards_and_streams_have_the_same_te
 ) -> None:
     async def whole() -> None:
         async with three_workers(num_workers=num_workers) as (engine, restart, metrics):
-            sources = [seat.source for seat in engine.seats if isinstance(seat.source, Supervisor)]
+            sources = [
+                connection.source for connection in engine.connections if isinstance(connection.source, Supervisor)
+            ]
             before = [source.pid for source in sources]
             assert len(before) == num_workers
             requests = [
@@ -88,7 +90,7 @@ def test_streams_that_end_in_time_are_computed_where_they_began(request_of: Make
             streams = [engine.submit(request_of(6, 60, name=str(i))) for i in range(4)]
             for stream in streams:
                 await stream.__aenter__()
-            await engine.seats[0].until(lambda: engine.load().num_running == 4)
+            await engine.connections[0].until(lambda: engine.load().num_running == 4)
             restart.begin(finish_seconds=LIMIT)
             for stream in streams:
                 assert sum([len(delta.tokens) async for delta in stream]) == 60
@@ -106,14 +108,16 @@ def test_nothing_new_goes_to_a_worker_that_is_taken_off_duty(request_of: Make) -
         async with three_workers(num_workers=2) as (engine, _, _):
             long = engine.submit(request_of(6, 400, name="long"))
             async with long:
-                (seat,) = [one for one in engine.seats if one.scheduler is not None and one.scheduler.num_running]
-                retiring = asyncio.create_task(seat.retire(finish_seconds=LIMIT))
+                (connection,) = [
+                    one for one in engine.connections if one.scheduler is not None and one.scheduler.num_running
+                ]
+                retiring = asyncio.create_task(connection.retire(finish_seconds=LIMIT))
                 await asyncio.sleep(0)
                 await asyncio.gather(*(text_of(engine, request_of(6, 5, name=str(i))) for i in range(6)))
-                assert seat.scheduler is not None
-                assert seat.scheduler.num_running == 1
+                assert connection.scheduler is not None
+                assert connection.scheduler.num_running == 1
             await retiring
-            await seat.until(lambda: seat.num_incarnations == 2)
+            await connection.until(lambda: connection.num_incarnations == 2)
 
     run(whole())
 
@@ -124,10 +128,10 @@ def test_a_worker_that_does_not_come_back_stops_the_rest(request_of: Make, answe
             workers = [await stack.enter_async_context(ScriptedWorker(SCRIPT)) for _ in range(2)]
             config = ServeConfig(worker_address=tuple(worker.address for worker in workers))
             engine = await stack.enter_async_context(Engine(config, Metrics()))
-            for seat in engine.seats:
-                assert isinstance(seat.source, RemoteWorker)
-                await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
-            restart = RollingRestart(engine.seats, back_seconds=0.3)
+            for connection in engine.connections:
+                assert isinstance(connection.source, RemoteWorker)
+                await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+            restart = RollingRestart(engine.connections, back_seconds=0.3)
             stack.callback(restart.cancel)
             gone = asyncio.create_task(_end(workers[0]))
             restart.begin(finish_seconds=0.0)
@@ -135,7 +139,7 @@ def test_a_worker_that_does_not_come_back_stops_the_rest(request_of: Make, answe
             await gone
             assert restart.state is RestartState.FAILED
             assert f"the worker at {workers[0].address} was not up within 0.3 s" in restart.error
-            assert engine.seats[1].num_incarnations == 1
+            assert engine.connections[1].num_incarnations == 1
             request = request_of(6, 20)
             assert await text_of(engine, request) == answer(request, SCRIPT)
 
@@ -169,9 +173,9 @@ def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_started_
         async with asyncio.TaskGroup() as group:
             keeping = [group.create_task(kept_alive(address, lives)) for address in addresses]
             async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
-                for seat in engine.seats:
-                    await seat.until(lambda seat=seat: seat.scheduler is not None)  # type: ignore[misc]
-                restart = RollingRestart(engine.seats, back_seconds=LIMIT)
+                for connection in engine.connections:
+                    await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+                restart = RollingRestart(engine.connections, back_seconds=LIMIT)
                 requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
                 streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
                 await asyncio.sleep(0.1)
@@ -224,12 +228,12 @@ class Flickering:
 @pytest.mark.parametrize(("num_losses", "state"), [(0, "done"), (2, "done"), (3, "failed")])
 def test_a_worker_that_only_lost_its_connection_is_not_taken_for_another(num_losses: int, state: str) -> None:
     async def whole() -> None:
-        seat: Any = Flickering(num_losses)
-        restart = RollingRestart([seat], back_seconds=1.0)
+        connection: Any = Flickering(num_losses)
+        restart = RollingRestart([connection], back_seconds=1.0)
         restart.begin()
         await restart.wait()
         assert restart.state.value == state
-        assert (seat.incarnation == "second") is (state == "done")
+        assert (connection.incarnation == "second") is (state == "done")
         assert ("came back as the same process" in restart.error) is (state == "failed")
 
     run(whole())

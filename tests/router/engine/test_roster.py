@@ -12,7 +12,7 @@ import pytest
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.workers import worker_connection as seat
+from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.worker_link import LinkLost
 from space_router.metrics import Metrics
@@ -53,23 +53,23 @@ def test_workers_are_met_as_they_are_listed_and_their_seats_taken_once_they_are_
     async def whole() -> None:
         async with following() as engine, ScriptedWorker(SCRIPT) as two, AsyncExitStack() as stack:
             one = await stack.enter_async_context(ScriptedWorker(SCRIPT))
-            engine.roster.follow([one.address], finish_seconds=0.0)
+            engine.worker_pool.follow([one.address], finish_seconds=0.0)
             await engine.wait_ready()
-            engine.roster.follow([one.address, two.address], finish_seconds=0.0)
+            engine.worker_pool.follow([one.address, two.address], finish_seconds=0.0)
             await until(lambda: up(engine) == 2)
             requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
             streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
-            await until(lambda: all(s.scheduler and s.scheduler.num_running for s in engine.seats))
+            await until(lambda: all(s.scheduler and s.scheduler.num_running for s in engine.connections))
             while not one.drained.is_set():  # each list finds whoever came back meanwhile, as after a lost link
-                engine.roster.follow([two.address], finish_seconds=0.0)
+                engine.worker_pool.follow([two.address], finish_seconds=0.0)
                 await asyncio.sleep(0.005)  # and what it ran has been handed over
             await stack.aclose()
             await until(lambda: up(engine) == 1)
-            engine.roster.follow([two.address], finish_seconds=0.0)
-            assert [seat.number for seat in engine.seats] == [1]
+            engine.worker_pool.follow([two.address], finish_seconds=0.0)
+            assert [connection.number for connection in engine.connections] == [1]
             assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
-            engine.roster.follow([one.address, two.address], finish_seconds=0.0)
-            assert sorted(seat.number for seat in engine.seats) == [0, 1]  # numbers are used again
+            engine.worker_pool.follow([one.address, two.address], finish_seconds=0.0)
+            assert sorted(connection.number for connection in engine.connections) == [0, 1]  # numbers are used again
 
     run(whole())
 
@@ -90,7 +90,7 @@ def test_an_engine_ends_though_a_connection_hides_that_it_was_cancelled(monkeypa
 
     async def whole() -> None:
         async with following() as engine:
-            engine.roster.follow(["127.0.0.1:1"], finish_seconds=0.0)
+            engine.worker_pool.follow(["127.0.0.1:1"], finish_seconds=0.0)
             await until(lambda: num_starts == 1)
 
     monkeypatch.setattr(RemoteWorker, "start", start)
@@ -102,15 +102,15 @@ def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer)
     async def whole() -> None:
         async with following() as engine:
             async with ScriptedWorker(SCRIPT) as first:
-                engine.roster.follow([first.address], finish_seconds=0.0)
+                engine.worker_pool.follow([first.address], finish_seconds=0.0)
                 await engine.wait_ready()
             await until(lambda: up(engine) == 0)
-            engine.roster.follow([], finish_seconds=0.0)
-            assert engine.seats == []
+            engine.worker_pool.follow([], finish_seconds=0.0)
+            assert engine.connections == []
             request = request_of(5, 10)
             waiting = asyncio.create_task(text_of(engine, request))
             async with ScriptedWorker(SCRIPT) as second:
-                engine.roster.follow([second.address], finish_seconds=0.0)
+                engine.worker_pool.follow([second.address], finish_seconds=0.0)
                 assert await waiting == answer(request, SCRIPT)
 
     run(whole())
@@ -120,7 +120,7 @@ def test_requests_wait_while_the_list_is_empty(request_of: Make, answer: Answer)
 def test_a_worker_of_another_model_is_left_out_until_it_is_set_right(
     listed: bool, request_of: Make, answer: Answer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(connection, "MAX_FAILED_STARTS", 1)
 
     async def whole() -> None:
         async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(replace(SCRIPT)) as other:
@@ -128,13 +128,13 @@ def test_a_worker_of_another_model_is_left_out_until_it_is_set_right(
             config = ServeConfig(worker_address=() if listed else addresses)
             async with Engine(config, Metrics(), sources=() if listed else None) as engine:
                 if listed:
-                    engine.roster.follow(addresses, finish_seconds=0.0)
+                    engine.worker_pool.follow(addresses, finish_seconds=0.0)
                 await until(lambda: up(engine) == 2)
                 other.script.model_hash = "another"
                 other.kill()
                 await until(lambda: caplog.text.count("It is asked again, in case it is set right.") >= 2)
                 assert up(engine) == 1
-                (stranger,) = [empty for empty in engine.seats if empty.scheduler is None]
+                (stranger,) = [empty for empty in engine.connections if empty.scheduler is None]
                 assert "Give all the same model" in stranger.trouble
                 requests = [request_of(5 + i, 40, name=str(i)) for i in range(6)]
                 assert [await text_of(engine, request) for request in requests] == [answer(r, SCRIPT) for r in requests]
@@ -153,6 +153,6 @@ def test_an_engine_with_workers_of_its_own_follows_nobody() -> None:
         config = ServeConfig(worker_address=("localhost:1",))
         async with Engine(config, Metrics()) as engine:
             with pytest.raises(ValueError, match="These workers are fixed"):
-                engine.roster.follow([], finish_seconds=0.0)
+                engine.worker_pool.follow([], finish_seconds=0.0)
 
     run(whole())

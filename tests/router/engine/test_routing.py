@@ -52,7 +52,7 @@ class Table:
 
     @property
     def num_running(self) -> list[int]:
-        schedulers = [seat.scheduler for seat in self._table.seats]
+        schedulers = [connection.scheduler for connection in self._table.connections]
         return [0 if scheduler is None else scheduler.num_running for scheduler in schedulers]
 
     def finish(self) -> None:

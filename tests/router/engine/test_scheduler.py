@@ -243,7 +243,7 @@ def test_a_cancelled_request_gives_its_pages_back_in_any_phase(
             "queued": live.phase is Phase.QUEUED,
             "prefill": sequence is not None and sequence.step is SequenceStep.PREFILL,
             "decode": sequence is not None and sequence.step is SequenceStep.DECODE,
-            "paused": sequence is not None and sequence.starving,
+            "paused": sequence is not None and sequence.out_of_slots,
             "leaving": live.phase is Phase.LEAVING,
         }[phase]
 

@@ -60,7 +60,7 @@ class Table:
 
     def __init__(self, num_workers: int, requests: Iterable[ValidRequest]) -> None:
         self.top = Tabletop(lambda: ScriptedTableWorker(SCRIPT), num_workers=num_workers)
-        self.seats = self.top.seats
+        self.connections = self.top.connections
         self.readers = [Reader(self.top.engine.submit(request)) for request in requests]
 
     def turn(self, num_steps: int = 1) -> None:
@@ -82,7 +82,7 @@ class Table:
 
     def lives_at(self, number: int) -> list[RequestState]:
         """Who runs at a seat."""
-        scheduler = self.seats[number].scheduler
+        scheduler = self.connections[number].scheduler
         return [] if scheduler is None else [sequence.live for sequence in scheduler.running]
 
     def names_at(self, number: int) -> set[str]:
@@ -103,7 +103,7 @@ def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(reques
     table = Table(3, requests)
     table.until_all_have(GROWTH)
     assert len(table.names_at(0)) == 4
-    table.seats[0].die(elsewhere())
+    table.connections[0].die(elsewhere())
     table.finish()
     assert [tuple(reader.tokens) for reader in table.readers] == [answer(request, SCRIPT) for request in requests]
     assert max(reader.longest_pause for reader in table.readers) <= 5 * STEP
@@ -112,7 +112,7 @@ def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(reques
 def test_those_that_had_just_begun_there_are_tried_alone_and_at_once(request_of: Make) -> None:
     table = Table(3, some(request_of, 12))
     table.until_all_have(1)
-    table.seats[0].die(elsewhere())
+    table.connections[0].die(elsewhere())
     num_trials = 0
     while any(len(reader.tokens) < GROWTH for reader in table.readers):
         table.turn()
@@ -132,12 +132,12 @@ def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_oth
     table, num_deaths = Table(3, requests), 0
     deadly, others = table.readers[0], table.readers[1:]
     for _ in range(3000):
-        for number, seat in enumerate(table.seats):
+        for number, connection in enumerate(table.connections):
             if "0" in table.names_at(number) and len(deadly.tokens) >= at_token:
-                seat.die(elsewhere())
+                connection.die(elsewhere())
                 num_deaths += 1
-            elif seat.scheduler is None and num_deaths % 2 == 0:  # one is back before the next is away
-                seat.start()
+            elif connection.scheduler is None and num_deaths % 2 == 0:  # one is back before the next is away
+                connection.start()
         table.turn()
         if deadly.error and all(reader.is_whole for reader in others):
             break
@@ -151,14 +151,14 @@ def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(
     table = Table(3, [request_of((99, 12, 13), 1900, name="deadly"), *some(request_of, 4, 40)])
     deadly, num_deaths = table.readers[0], 0
     for _ in range(5000):
-        for number, seat in enumerate(table.seats):
-            if seat.scheduler is None:
-                seat.start()
+        for number, connection in enumerate(table.connections):
+            if connection.scheduler is None:
+                connection.start()
             elif any(
-                live.request.request_id == "deadly" and seat.scheduler.num_given(live) >= period
+                live.request.request_id == "deadly" and connection.scheduler.num_given(live) >= period
                 for live in table.lives_at(number)
             ):
-                seat.die(elsewhere())
+                connection.die(elsewhere())
                 num_deaths += 1
         table.turn()
         if deadly.error:
@@ -173,7 +173,7 @@ def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside
 ) -> None:
     table = Table(3, some(request_of, 12))
     table.until_all_have(4)
-    table.seats[0].die(cause)
+    table.connections[0].die(cause)
     table.finish()
     assert max(reader.longest_pause for reader in table.readers) < 0.05 * PATIENCE
 
@@ -185,10 +185,10 @@ def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missi
     table.until_all_have(4)
     suspects, others = table.readers_of(table.names_at(0)), table.readers_of(table.names_at(1))
     assert suspects
-    table.seats[0].die(ExitCause.ITSELF)
+    table.connections[0].die(ExitCause.ITSELF)
     table.turn(int(1.0 / STEP))
     assert max(reader.longest_pause for reader in others) <= 2 * STEP
-    table.seats[0].start()
+    table.connections[0].start()
     table.turn(int(1.0 / STEP))
     assert all(1.0 < reader.longest_pause < 2.0 for reader in suspects), "tried on the one that came back"
     assert max(reader.longest_pause for reader in others) <= 2 * STEP
@@ -201,7 +201,7 @@ def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) ->
     for live in suspects:
         live.num_suspicions = 2  # so that each is tried for many tokens
     names = [table.names_at(number) for number in range(3)]
-    table.seats[0].die(ExitCause.ITSELF)
+    table.connections[0].die(ExitCause.ITSELF)
     (emptied,) = [number for number in (1, 2) if not names[number] & table.names_at(number)]
     in_the_way = table.readers_of(names[emptied])
     table.turn(int((HOLD + 0.5) / STEP))
@@ -221,8 +221,8 @@ def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(
         live.num_suspicions = 2  # so that each is tried for many tokens
     deaf = table.readers[0]
     deaf.is_deaf = True
-    table.seats[0].die(ExitCause.ITSELF)
-    table.seats[0].start()
+    table.connections[0].die(ExitCause.ITSELF)
+    table.connections[0].start()
     table.turn(int(PATIENCE / STEP))
     if not others_are_suspects:
         assert table.names_at(0) == {"0"}, "nobody else wants the worker"

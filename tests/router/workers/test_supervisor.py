@@ -237,7 +237,7 @@ def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> Non
             async with engine.submit(request) as stream:
                 async for delta in stream:
                     if not tokens:
-                        pid = engine.seats[0].source.pid
+                        pid = engine.connections[0].source.pid
                         assert pid is not None
                         os.kill(pid, signal.SIGKILL)
                     tokens += delta.tokens
@@ -251,7 +251,7 @@ def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> Non
 def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
     async def whole() -> None:
         async with Engine(ServeConfig(), Metrics(), worker_argv=scripted_argv("--fail", "no model at /x")) as engine:
-            supervisor = engine.seats[0].source
+            supervisor = engine.connections[0].source
             with pytest.raises(WorkerStartFailed, match="no model at /x"):
                 await engine.wait_ready()
             assert supervisor.num_starts == 1

@@ -29,7 +29,7 @@ from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
 
 
-def tools_of(door: RequestBuilder, body: ChatBody) -> ToolUse:
+def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
     """What the request may do with its tools. Raises InvalidRequest."""
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old) not in (None, [], "none", "auto"):
@@ -39,18 +39,18 @@ def tools_of(door: RequestBuilder, body: ChatBody) -> ToolUse:
                 param=old,
                 code="unsupported_parameter",
             )
-    return tool_use(door, body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls is not False,
+    return tool_use(builder, body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls is not False,
                     answer=body.wanted_grammar())  # fmt: skip
 
 
-def conversation_text(door: RequestBuilder, body: ChatBody) -> str:
+def conversation_text(builder: RequestBuilder, body: ChatBody) -> str:
     """A request's messages, tools and all, as its model reads them. Raises InvalidRequest."""
-    return prompt_text(door, body.messages, PromptOptions.of(body, tools_of(door, body).shown))
+    return prompt_text(builder, body.messages, PromptOptions.of(body, tools_of(builder, body).shown))
 
 
-def plan(door: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> GenerationPlan:
+def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> GenerationPlan:
     """`tools`: of the same body, where they are known already. Raises InvalidRequest."""
-    adapter = door.adapter(body.model)
+    adapter = builder.adapter(body.model)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("`top_logprobs` goes with `logprobs: true` only.", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -62,9 +62,9 @@ def plan(door: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> 
     max_tokens: int | None = getattr(body, limit_param)
     if max_tokens == 0:
         raise InvalidRequest(f"`{limit_param}` must be at least 1; got 0.", param=limit_param)
-    tools = tools_of(door, body) if tools is None else tools
-    prompt = door.prompt(
-        prompt_text(door, body.messages, PromptOptions.of(body, tools.shown)),
+    tools = tools_of(builder, body) if tools is None else tools
+    prompt = builder.prompt(
+        prompt_text(builder, body.messages, PromptOptions.of(body, tools.shown)),
         add_special_tokens=bool(body.add_special_tokens),  # the template writes its special tokens itself
         truncate=body.truncate_prompt_tokens,
         param="messages",
@@ -80,11 +80,11 @@ def plan(door: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> 
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
         adapter=adapter,
-        end_ids=door.text.turn_end_ids,
+        end_ids=builder.text.turn_end_ids,
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
-    return door.plan([prompt], wanted, prefix="chatcmpl")
+    return builder.plan([prompt], wanted, prefix="chatcmpl")
 
 
 @dataclass
@@ -160,10 +160,10 @@ def routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         received = await read_object(request, service.config)
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
-        door = service.door(key_of(request))
-        tools = tools_of(door, body)
+        builder = service.builder(key_of(request))
+        tools = tools_of(builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
-        made = await beside(received.size, plan, door, body, tools)
+        made = await beside(received.size, plan, builder, body, tools)
         shape = ChatShape(service.text.tokenizer, body, made, tools)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 

@@ -38,8 +38,8 @@ def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
     return Parameters(**{name: getattr(body, name) for name in same - {"prediction"}}, prediction=predicted, **rest)
 
 
-def plan(door: RequestBuilder, body: CompletionBody, grammar: Grammar | None = None) -> GenerationPlan:
-    adapter = door.adapter(body.model)
+def plan(builder: RequestBuilder, body: CompletionBody, grammar: Grammar | None = None) -> GenerationPlan:
+    adapter = builder.adapter(body.model)
     shown = body.n or 1
     generated = shown if body.best_of is None else body.best_of
     if generated < shown:
@@ -51,8 +51,8 @@ def plan(door: RequestBuilder, body: CompletionBody, grammar: Grammar | None = N
     if body.suffix and body.echo and body.logprobs is not None:
         raise InvalidRequest("`echo` with `logprobs` does not go with `suffix`: the prompt is not read in its order.",
                              param="echo")  # fmt: skip
-    infill = door.infill(body.suffix)
-    prompts = door.prompts(
+    infill = builder.infill(body.suffix)
+    prompts = builder.prompts(
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
         truncate=body.truncate_prompt_tokens,
@@ -73,7 +73,7 @@ def plan(door: RequestBuilder, body: CompletionBody, grammar: Grammar | None = N
         num_logprobs=0 if body.logprobs is None and generated > shown else body.logprobs,
         num_prompt_logprobs=max(asked, default=None),
     )
-    return door.plan(prompts, wanted, prefix="cmpl")
+    return builder.plan(prompts, wanted, prefix="cmpl")
 
 
 @dataclass
@@ -129,7 +129,7 @@ def routes(service: Service) -> APIRouter:
         received = await read_object(request, service.config)
         body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-        made = await beside(received.size, plan, service.door(key_of(request)), body, grammar)
+        made = await beside(received.size, plan, service.builder(key_of(request)), body, grammar)
         shape = CompletionShape(service.text.tokenizer, body, made)
         return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
 

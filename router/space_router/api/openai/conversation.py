@@ -45,23 +45,23 @@ class PromptOptions:
         )
 
 
-def template_for(door: RequestBuilder, tools: Sequence[object] = ()) -> ChatTemplate:
+def template_for(builder: RequestBuilder, tools: Sequence[object] = ()) -> ChatTemplate:
     """The chat template for a request with these tools. Raises InvalidRequest where there is none."""
-    template = door.text.chat_template
+    template = builder.text.chat_template
     if template is None:
         raise InvalidRequest(
-            f"`{door.text.name}` has no chat template. Use /v1/completions, or start the server with `--chat-template` "
-            "(vicuna, llama-2, chatml, alpaca or a file).",
+            f"`{builder.text.name}` has no chat template. Use /v1/completions, or start the server with "
+            "`--chat-template` (vicuna, llama-2, chatml, alpaca or a file).",
             param="messages",
             code="no_chat_template",
         )
     return template.of(tools)
 
 
-def prompt_text(door: RequestBuilder, messages: Sequence[Message], options: PromptOptions | None = None) -> str:
+def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: PromptOptions | None = None) -> str:
     """The messages through the chat template. Raises InvalidRequest."""
     options = options or PromptOptions()
-    template = template_for(door, options.tools)
+    template = template_for(builder, options.tools)
     variables = {key: value for key, value in options.variables.items() if _is_heeded(template, key, value)}
     if options.continue_final_message and not messages[-1].content:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The fields of the OpenAI requests, ours included; bounds that depend on model or flags are checked in `door`."""
+"""The fields of the OpenAI requests, ours included; bounds that depend on model or flags are checked in `builder`."""
 
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,7 @@ def _not_zero(value: int) -> int:
 _STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
-# Read by hand in `door`, so that of ten thousand wrong parts one is named.
+# Read by hand in `builder`, so that of ten thousand wrong parts one is named.
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}, {"type": "null"}]})]
 PromptValue = Annotated[
     Any,

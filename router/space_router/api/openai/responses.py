@@ -62,14 +62,14 @@ class Notes:
         return cls(metadata)
 
 
-def tools_of(door: RequestBuilder, body: ResponseBody) -> ToolUse:
+def tools_of(builder: RequestBuilder, body: ResponseBody) -> ToolUse:
     """What the request may do with its tools, and what its answer must be. Raises InvalidRequest."""
     form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
     parallel = body.parallel_tool_calls is not False
-    return tool_use(door, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
+    return tool_use(builder, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
 
 
-def plan(door: RequestBuilder, body: ResponseBody, tools: ToolUse) -> GenerationPlan:
+def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> GenerationPlan:
     """Raises InvalidRequest."""
     if body.wants_logprobs and tools.format is not None:
         raise InvalidRequest(
@@ -83,8 +83,8 @@ def plan(door: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generation
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    prompt = door.prompt(
-        prompt_text(door, body.messages(), PromptOptions(tools.shown, variables=variables)),
+    prompt = builder.prompt(
+        prompt_text(builder, body.messages(), PromptOptions(tools.shown, variables=variables)),
         add_special_tokens=False,  # the template writes its special tokens itself
         truncate=None,
         param="input",
@@ -95,12 +95,12 @@ def plan(door: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generation
         max_tokens=body.max_output_tokens,
         limit_param="max_output_tokens",
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-        adapter=door.adapter(body.model),
-        end_ids=door.text.turn_end_ids,
+        adapter=builder.adapter(body.model),
+        end_ids=builder.text.turn_end_ids,
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
-    return door.plan([prompt], wanted, prefix="resp")
+    return builder.plan([prompt], wanted, prefix="resp")
 
 
 @dataclass
@@ -249,11 +249,11 @@ def routes(service: Service) -> APIRouter:
         received = await read_object(request, service.config)
         notes = Notes.of(received.values)
         body = validate(ResponseBody, received.values, RESPONSE_NEUTRAL)
-        door = service.door(key_of(request))
+        builder = service.builder(key_of(request))
         try:
-            tools = tools_of(door, body)
+            tools = tools_of(builder, body)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
-            made = await beside(received.size, plan, door, body, tools)
+            made = await beside(received.size, plan, builder, body, tools)
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise

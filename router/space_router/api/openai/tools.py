@@ -44,7 +44,7 @@ class ToolUse:
 
 
 def tool_use(
-    door: RequestBuilder,
+    builder: RequestBuilder,
     tools: Sequence[Tool],
     choice: ToolChoice | None,
     *,
@@ -60,7 +60,7 @@ def tool_use(
     mode, callable_ = _chosen(choice, list(functions))
     if mode == "none":
         return ToolUse(grammar=answer)
-    template = template_for(door, tools)
+    template = template_for(builder, tools)
     if not template.habits.takes_tools:
         raise InvalidRequest(
             f"The chat template ({template.name}) does not show tools to the model. Start the server with "
@@ -68,15 +68,15 @@ def tool_use(
             param="tools",
             code="unsupported_parameter",
         )
-    known = _format(door, template.source)
+    known = _format(builder, template.source)
     called = [functions[name] for name in callable_]
     return ToolUse(
         shown=tuple(_shown(tool) for tool in tools),
         names=frozenset(callable_),
         format=known,
-        grammar=_grammar(door, known, called, mode, parallel=parallel, answer=answer),
+        grammar=_grammar(builder, known, called, mode, parallel=parallel, answer=answer),
         markers=frozenset(
-            id_ for text in (known.markers if known else ()) if (id_ := _special_id(door, text)) is not None
+            id_ for text in (known.markers if known else ()) if (id_ := _special_id(builder, text)) is not None
         ),
     )
 
@@ -126,9 +126,9 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
     return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
 
 
-def _format(door: RequestBuilder, template: str) -> ToolFormat | None:
+def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
     """How calls are read; None: they are not, because the server was told so. Raises InvalidRequest."""
-    match door.config.tool_call_parser:
+    match builder.config.tool_call_parser:
         case "off":
             return None
         case "auto":
@@ -145,14 +145,14 @@ def _format(door: RequestBuilder, template: str) -> ToolFormat | None:
     return known
 
 
-def _special_id(door: RequestBuilder, text: str) -> int | None:
+def _special_id(builder: RequestBuilder, text: str) -> int | None:
     """The id of a special token; None for other texts."""
-    id_ = door.text.tokenizer.token_to_id(text)
-    return id_ if id_ in door.text.tokenizer.special_ids else None
+    id_ = builder.text.tokenizer.token_to_id(text)
+    return id_ if id_ in builder.text.tokenizer.special_ids else None
 
 
 def _grammar(
-    door: RequestBuilder,
+    builder: RequestBuilder,
     known: ToolFormat | None,
     tools: Sequence[Tool],
     mode: str,
@@ -177,7 +177,7 @@ def _grammar(
         tool.function.name: _schema(tool) if mode != "auto" or tool.function.strict else {"type": "object"}
         for tool in tools
     }
-    special_id = partial(_special_id, door)
+    special_id = partial(_special_id, builder)
     if mode != "auto":
         if answer is not None:
             raise InvalidRequest(

@@ -87,7 +87,7 @@ def describe(service: Service) -> dict[str, Any]:
     """The body of `/info`. What only a worker knows is null until one is there."""
     config, facts = service.config, service.engine.facts
     window = None if facts is None else facts.window
-    num_workers = len(service.engine.seats)
+    num_workers = len(service.engine.connections)
     return {
         "model_id": service.text.name,
         "model_sha": None if facts is None else facts.model_hash,

@@ -41,20 +41,20 @@ class DetokenizeBody(Body):
 
 
 def _spans(
-    door: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
+    builder: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
 ) -> list[dict[str, Any]]:
     """The tokens of a text as TGI lists them; of too many the last `truncate`."""
     with whole_characters(param):
-        spans = door.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
+        spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
     kept = spans if truncate is None else spans[-truncate:]
     return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
 
 
-def _conversation(door: RequestBuilder, body: ChatBody) -> dict[str, Any]:
+def _conversation(builder: RequestBuilder, body: ChatBody) -> dict[str, Any]:
     """A conversation as the chat template writes it, and its tokens."""
-    text = conversation_text(door, body)
+    text = conversation_text(builder, body)
     special = bool(body.add_special_tokens)  # the template writes its special tokens itself
-    spans = _spans(door, text, "messages", add_special_tokens=special, truncate=body.truncate_prompt_tokens)
+    spans = _spans(builder, text, "messages", add_special_tokens=special, truncate=body.truncate_prompt_tokens)
     return {"tokenize_response": spans, "templated_text": text}
 
 
@@ -74,7 +74,7 @@ def routes(service: Service) -> APIRouter:
         received = await read_object(request, service.config)
         body = validate(TokenizeBody, received.values, {})
         parameters = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
-        door = service.door(key_of(request))
+        builder = service.builder(key_of(request))
         special = body.add_special_tokens is not False
         if (body.inputs is None) == (body.prompt is None):
             raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
@@ -83,7 +83,7 @@ def routes(service: Service) -> APIRouter:
                 await beside(
                     received.size,
                     _spans,
-                    door,
+                    builder,
                     body.inputs,
                     "inputs",
                     add_special_tokens=special,
@@ -95,7 +95,7 @@ def routes(service: Service) -> APIRouter:
         encode = service.text.tokenizer.encode
         with whole_characters("prompt"):
             ids = await beside(received.size, encode, body.prompt or "", add_special_tokens=special)
-        return answer({"tokens": ids, "count": len(ids), "max_model_len": door.facts.window})
+        return answer({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
 
     @router.post(
         "/chat_tokenize",
@@ -106,7 +106,7 @@ def routes(service: Service) -> APIRouter:
         """A chat request as the prompt it becomes: {tokenize_response: [{id, text, start, stop}], templated_text}."""
         received = await read_object(request, service.config)
         body = validate(ChatBody, received.values, CHAT_NEUTRAL)
-        return answer(await beside(received.size, _conversation, service.door(key_of(request)), body))
+        return answer(await beside(received.size, _conversation, service.builder(key_of(request)), body))
 
     @router.post(
         "/detokenize",
@@ -117,7 +117,7 @@ def routes(service: Service) -> APIRouter:
         """The text of ids."""
         received = await read_object(request, service.config)
         body = validate(DetokenizeBody, received.values, {})
-        ids = service.door().check_ids(body.tokens, "tokens")
+        ids = service.builder().check_ids(body.tokens, "tokens")
         decode = service.text.tokenizer.decode
         text = await beside(received.size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
         return answer({"prompt": text})

@@ -74,7 +74,7 @@ def describe(service: Service) -> dict[str, Any]:
     """The body of `/workers`."""
     restart = service.restart
     return {
-        "workers": [_described(seat) for seat in service.engine.seats],
+        "workers": [_described(connection) for connection in service.engine.connections],
         "restart": {
             "state": restart.state.value,
             "num_done": restart.num_done,
@@ -84,17 +84,17 @@ def describe(service: Service) -> dict[str, Any]:
     }
 
 
-def _described(seat: WorkerConnection) -> dict[str, Any]:
-    scheduler = seat.scheduler
+def _described(connection: WorkerConnection) -> dict[str, Any]:
+    scheduler = connection.scheduler
     return {
-        "number": seat.number,
-        "name": seat.source.name,
+        "number": connection.number,
+        "name": connection.source.name,
         "state": "away" if scheduler is None else "leaving" if scheduler.closing else "up",
-        "address": seat.address,
+        "address": connection.address,
         "incarnation": None if scheduler is None else scheduler.facts.incarnation,
-        "num_incarnations": seat.num_incarnations,
+        "num_incarnations": connection.num_incarnations,
         "num_running": 0 if scheduler is None else scheduler.num_running,
         "num_cached_blocks": 0 if scheduler is None else scheduler.pool.num_cached,
         "num_available_blocks": 0 if scheduler is None else scheduler.pool.num_available,
-        "trouble": seat.trouble or None,
+        "trouble": connection.trouble or None,
     }

@@ -51,7 +51,7 @@ class TgiGeneration:
     @classmethod
     def read(
         cls,
-        door: RequestBuilder,
+        builder: RequestBuilder,
         body: GenerateBody,
         options: GenerateParameters,
         grammar: Grammar | None,
@@ -67,7 +67,7 @@ class TgiGeneration:
             raise InvalidRequest(f"`best_of` is {best_of}, which {how}.", param="best_of")
         if stream and options.decoder_input_details:
             raise InvalidRequest("`decoder_input_details` cannot be streamed.", param="decoder_input_details")
-        prompt = door.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
+        prompt = builder.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
         detailed = stream or options.detailed or best_of > 1
         wanted = Parameters(
             max_tokens=options.max_new_tokens,
@@ -87,12 +87,12 @@ class TgiGeneration:
             num_prompt_logprobs=0 if options.decoder_input_details else None,
             grammar=grammar,
             speculation=options.speculation,
-            adapter=door.adapter(options.adapter_id, "adapter_id"),
+            adapter=builder.adapter(options.adapter_id, "adapter_id"),
         )
-        plan = door.plan([prompt], wanted, prefix="gen")
+        plan = builder.plan([prompt], wanted, prefix="gen")
         # TGI's `/` answers with the prompt in front unless told otherwise, `/generate` without.
         full_text = isinstance(body, CompatBody) if options.return_full_text is None else options.return_full_text
-        return cls(plan, options, door.text.tokenizer, sampled, full_text)
+        return cls(plan, options, builder.text.tokenizer, sampled, full_text)
 
     @property
     def seed(self) -> int | None:
@@ -232,9 +232,9 @@ def routes(service: Service) -> APIRouter:
         options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         wanted = None if options.grammar is None else tgi_grammar(options.grammar)
         grammar = await service.checked(wanted, "grammar")
-        door = service.door(key_of(request))
+        builder = service.builder(key_of(request))
         stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        return body, await beside(received.size, TgiGeneration.read, door, body, options, grammar, stream=stream)
+        return body, await beside(received.size, TgiGeneration.read, builder, body, options, grammar, stream=stream)
 
     async def whole(request: Request, generation: TgiGeneration) -> tuple[dict[str, Any], dict[str, str]]:
         async with service.run(generation.plan) as running:

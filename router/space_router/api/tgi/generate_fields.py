@@ -1,4 +1,4 @@
-"""The fields of TGI's requests; bounds that depend on model or flags are checked in `door`."""
+"""The fields of TGI's requests; bounds that depend on model or flags are checked in `builder`."""
 
 from typing import Annotated, Any, Literal
 

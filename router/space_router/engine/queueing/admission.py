@@ -44,7 +44,7 @@ class QueueAdmission:
     def __init__(self, queue: RequestQueue, pace: ThroughputEstimator) -> None:
         self._queue = queue
         self._pace = pace
-        self.misfits = OversizedRequests(queue)
+        self.oversized = OversizedRequests(queue)
 
     def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | Rejected]:
         """All that can go now. Whoever is turned away must be out of the queue before the next is asked for.
@@ -55,7 +55,7 @@ class QueueAdmission:
             if self._follows(live, schedulers):
                 continue
             gone = self.place(live, schedulers, now, complete=complete)
-            if gone is None and self.misfits.takes(live, schedulers, now):
+            if gone is None and self.oversized.takes(live, schedulers, now):
                 continue
             if gone is None:
                 for scheduler in schedulers:
@@ -69,18 +69,18 @@ class QueueAdmission:
         """Where this request goes of those that wait; None: it goes on waiting."""
         best = best_placement(live, schedulers)
         if best is None:
-            if hopeless := self.hopeless(live, 1, now):
-                return Rejected(live, hopeless)
+            if unmeetable_deadline := self.unmeetable_deadline(live, 1, now):
+                return Rejected(live, unmeetable_deadline)
             return Rejected(live, too_large()) if complete and not any(s.fits(live) for s in schedulers) else None
         scheduler, placement = best
         num_prefill = len(live.ids) - scheduler.num_ids(placement)
-        if hopeless := self.hopeless(live, num_prefill, now):
-            return Rejected(live, hopeless)
+        if unmeetable_deadline := self.unmeetable_deadline(live, num_prefill, now):
+            return Rejected(live, unmeetable_deadline)
         self._queue.admitted(live, now, num_prefill)
         sequence = scheduler.admit(live, placement)
         return Admitted(live, min(sequence.computed, live.num_prompt))
 
-    def hopeless(self, live: RequestState, num_prefill: int, now: float) -> DeadlineExceeded | None:
+    def unmeetable_deadline(self, live: RequestState, num_prefill: int, now: float) -> DeadlineExceeded | None:
         """What to say to a request that cannot meet its deadline any more and has not begun; None to others."""
         if live.request.deadline is None or live.num_generated:
             return None
@@ -91,11 +91,11 @@ class QueueAdmission:
         """Park a request behind the one that is computing its prefix, if there is one."""
         if live.num_waits >= MAX_WAITS:
             return False
-        asked = (scheduler.promises.to(live) for scheduler in schedulers if not scheduler.is_blocked(live))
-        promises = [promise for promise in asked if promise is not None]
-        if not promises:
+        asked = (scheduler.pending_prefixes.to(live) for scheduler in schedulers if not scheduler.is_blocked(live))
+        pending_prefixes = [promise for promise in asked if promise is not None]
+        if not pending_prefixes:
             return False
-        promise = max(promises, key=lambda p: p.num_ids)
+        promise = max(pending_prefixes, key=lambda p: p.num_ids)
         live.num_waits += 1
         live.awaited_ids = promise.num_ids
         promise.leader.followers.append(live)

@@ -59,7 +59,7 @@ class WorkerSequence:
         return len(self.pages) * self._block_size
 
     @property
-    def starving(self) -> bool:
+    def out_of_slots(self) -> bool:
         """No free slot: the worker has paused it, or will before its next step."""
         return self.num_slots <= self.computed
 

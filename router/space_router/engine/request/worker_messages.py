@@ -86,24 +86,24 @@ def _logprobs(
     )
 
 
-def sampling(law: SamplingOptions) -> worker_pb2.Sampling:
+def sampling(sampling_params: SamplingOptions) -> worker_pb2.Sampling:
     """The law of choice, as the worker is told."""
     return worker_pb2.Sampling(
-        seed=law.seed,
-        choice=law.choice,
-        logit_bias=dict(law.logit_bias),
-        allowed_ids=law.allowed_ids,
-        grammar=None if law.grammar is None else grammar(law.grammar),
-        bad_words=[worker_pb2.IdRun(ids=run) for run in law.bad_words],
-        min_tokens=law.min_tokens,
-        repetition_penalty=law.repetition_penalty,
-        presence_penalty=law.presence_penalty,
-        frequency_penalty=law.frequency_penalty,
-        temperature=law.temperature,
-        top_k=law.top_k,
-        top_p=law.top_p,
-        min_p=law.min_p,
-        typical_p=law.typical_p,
+        seed=sampling_params.seed,
+        choice=sampling_params.choice,
+        logit_bias=dict(sampling_params.logit_bias),
+        allowed_ids=sampling_params.allowed_ids,
+        grammar=None if sampling_params.grammar is None else grammar(sampling_params.grammar),
+        bad_words=[worker_pb2.IdRun(ids=run) for run in sampling_params.bad_words],
+        min_tokens=sampling_params.min_tokens,
+        repetition_penalty=sampling_params.repetition_penalty,
+        presence_penalty=sampling_params.presence_penalty,
+        frequency_penalty=sampling_params.frequency_penalty,
+        temperature=sampling_params.temperature,
+        top_k=sampling_params.top_k,
+        top_p=sampling_params.top_p,
+        min_p=sampling_params.min_p,
+        typical_p=sampling_params.typical_p,
     )
 
 

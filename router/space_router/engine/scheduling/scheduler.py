@@ -33,7 +33,7 @@ class Scheduler:
         """`max_prefill_rows`: prompt rows per step; `max_draft_length`: the server's bound, None for the worker's."""
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
-        self.promises = PendingPrefixes(self.pool, facts.block_size)
+        self.pending_prefixes = PendingPrefixes(self.pool, facts.block_size)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # those that are not released
         self.num_preemptions = 0
@@ -45,7 +45,7 @@ class Scheduler:
         self._num_expected = 0  # blocks that come back with the releases under way
         self._next_seq_id = 1
         self._last_report_no = 0
-        self._hungry: dict[int, WorkerSequence] = {}  # want more pages than they have
+        self._needs_pages: dict[int, WorkerSequence] = {}  # want more pages than they have
         self._by_request: dict[RequestState, WorkerSequence] = {}
         self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
         self._blocked: RequestState | None = None  # found no room since pages last came back
@@ -127,7 +127,7 @@ class Scheduler:
         self._by_request[live] = sequence
         self.num_running += 1
         self._prefill_ahead += self._share(sequence)
-        self.promises.make(sequence)
+        self.pending_prefixes.make(sequence)
         live.phase = Phase.RUNNING
         self._commands.append(wire.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
         self._want(sequence)
@@ -205,7 +205,7 @@ class Scheduler:
         keys = sequence.live.keys(self.facts.block_size, num_whole)
         for i in range(sequence.num_published, num_whole):
             self.pool.publish(sequence.pages[i], keys[i])
-        self.promises.end(sequence, num_whole)
+        self.pending_prefixes.end(sequence, num_whole)
         sequence.num_published = num_whole
 
     def _released(self, sequence: WorkerSequence, outcome: ReportResult) -> None:
@@ -228,9 +228,9 @@ class Scheduler:
 
     def feed(self) -> None:
         """Give pages to those that want more; where some can go no further without, preempt for them."""
-        if not self._hungry:
+        if not self._needs_pages:
             return
-        starving_first = sorted(self._hungry.values(), key=lambda s: (not s.starving, s.live.age))
+        starving_first = sorted(self._needs_pages.values(), key=lambda s: (not s.out_of_slots, s.live.age))
         for sequence in starving_first:
             num_wanted = sequence.num_wanted(scarce=self._scarce)
             num_given = min(num_wanted, self.pool.num_available)
@@ -239,10 +239,12 @@ class Scheduler:
                 sequence.pages += pages
                 self._commands.append(wire.extend(sequence.seq_id, pages))
             if num_given == num_wanted:
-                del self._hungry[sequence.seq_id]
-            elif not num_given and not sequence.starving:
+                del self._needs_pages[sequence.seq_id]
+            elif not num_given and not sequence.out_of_slots:
                 break  # no page is left, and none that follows is starving
-        self._preempt_for(sum(sequence.starving for sequence in starving_first if sequence.seq_id in self._hungry))
+        self._preempt_for(
+            sum(sequence.out_of_slots for sequence in starving_first if sequence.seq_id in self._needs_pages)
+        )
 
     def _want(self, sequence: WorkerSequence) -> None:
         """Pages beyond its ids are of use once the next step may be the last of its prompt."""
@@ -253,7 +255,7 @@ class Scheduler:
         ):
             return
         if sequence.num_wanted(scarce=self._scarce):
-            self._hungry[sequence.seq_id] = sequence
+            self._needs_pages[sequence.seq_id] = sequence
 
     @property
     def _scarce(self) -> bool:
@@ -283,7 +285,7 @@ class Scheduler:
 
     def preempt_stalled(self) -> None:
         """Make room by the youngest of those that only wait for their readers, unless room is on its way already."""
-        stalled = [s for s in self.running if s.starving and s.live.lagging]
+        stalled = [s for s in self.running if s.out_of_slots and s.live.lagging]
         if stalled and not self._num_expected:
             self._preempt(max(stalled, key=lambda s: s.live.age))
 
@@ -291,14 +293,14 @@ class Scheduler:
         """Preempt the youngest until as many blocks are expected back as sequences starve."""
         shortage = num_starving - self._num_expected
         while shortage > 0 and (victim := self._victim()) is not None:
-            shortage -= victim.starving and victim.seq_id in self._hungry
+            shortage -= victim.out_of_slots and victim.seq_id in self._needs_pages
             self._preempt(victim)
             shortage -= victim.num_expected
 
     def _victim(self) -> WorkerSequence | None:
         """The youngest that runs, but never the oldest of those that can go on: so somebody always finishes."""
         running = self.running
-        going_on = [sequence for sequence in running if not (sequence.starving and sequence.live.lagging)]
+        going_on = [sequence for sequence in running if not (sequence.out_of_slots and sequence.live.lagging)]
         oldest = min(going_on, key=lambda s: s.live.age, default=None)
         return max((s for s in running if s is not oldest), key=lambda s: s.live.age, default=None)
 
@@ -311,12 +313,12 @@ class Scheduler:
         if sequence.step is SequenceStep.RELEASED:
             return
         self._prefill_ahead -= self._share(sequence)
-        self.promises.end(sequence, sequence.num_promised)
+        self.pending_prefixes.end(sequence, sequence.num_promised)
         sequence.step = SequenceStep.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
         self._num_expected += sequence.num_expected
         self.num_running -= 1
-        self._hungry.pop(sequence.seq_id, None)
+        self._needs_pages.pop(sequence.seq_id, None)
         self._commands.append(wire.release(sequence.seq_id))
 
     @property
@@ -327,7 +329,9 @@ class Scheduler:
     @property
     def awaits(self) -> bool:
         """The worker owes something: a step of a sequence that has all it needs, or pages that were asked back."""
-        waits = (s.starving or s.awaits_grammar for s in self.sequences.values() if s.step is not SequenceStep.RELEASED)
+        waits = (
+            s.out_of_slots or s.awaits_grammar for s in self.sequences.values() if s.step is not SequenceStep.RELEASED
+        )
         return not all(waits) or self.num_running < len(self.sequences)
 
     @property
@@ -359,7 +363,7 @@ class Scheduler:
         running = self.running
         if self.num_running != len(running) or self._prefill_ahead != sum(self._share(s) for s in running):
             raise ValueError("the counts of running sequences or of their prompts are wrong")
-        self.promises.check()
+        self.pending_prefixes.check()
 
     def _share(self, sequence: WorkerSequence) -> int:
         """What a sequence's prompt takes of the rows to be computed next: nothing while its grammar may be compiled."""

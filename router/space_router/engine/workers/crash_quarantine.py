@@ -69,12 +69,12 @@ class CrashQuarantine:
         `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
         """
         self._let_go(schedulers, now)
-        self._admission.misfits.review(schedulers, complete=complete)
+        self._admission.oversized.review(schedulers, complete=complete)
         yield from self._turned_away(schedulers, now, complete=complete)
         court = self._court(schedulers, now, complete=complete)
         if court is not self._last_court:  # who fits no other worker stands aside while it tries suspects
             self._last_court = court
-            self._admission.misfits.let_back()
+            self._admission.oversized.let_back()
         if court is None:
             yield from self._admission.admit(schedulers, now, complete=complete)
             return
@@ -105,16 +105,16 @@ class CrashQuarantine:
 
     def _waiting(self) -> list[RequestState]:
         """Suspects that could be tried now; one whose reader is too far behind could not go on, and some fit nobody."""
-        misfits = self._admission.misfits
-        return [live for live in self._suspects if live in self._queue and not live.lagging and live not in misfits]
+        oversized = self._admission.oversized
+        return [live for live in self._suspects if live in self._queue and not live.lagging and live not in oversized]
 
     def _turned_away(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Rejected]:
         """Suspects that fit no worker stand aside, too; who waits for one in vain is turned away."""
-        misfits = self._admission.misfits
+        oversized = self._admission.oversized
         for live in self._waiting():
-            if misfits.takes(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
+            if oversized.takes(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
                 yield Rejected(live, too_large())
-        for live in misfits.overdue(schedulers, now):
+        for live in oversized.overdue(schedulers, now):
             yield Rejected(live, too_large())
 
     def _court(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:

@@ -38,12 +38,12 @@ class RollingRestart:
     with one worker lets them wait for the new one.
     """
 
-    def __init__(self, seats: Sequence[WorkerConnection], *, back_seconds: float) -> None:
-        """`seats`: of the engine; `back_seconds`: that a worker may take to come back."""
+    def __init__(self, connections: Sequence[WorkerConnection], *, back_seconds: float) -> None:
+        """`connections`: of the engine; `back_seconds`: that a worker may take to come back."""
         self.state = RestartState.NONE
         self.error = ""  # why it failed
         self.num_done = self.num_wanted = 0
-        self._seats = seats
+        self._connections = connections
         self._back_seconds = back_seconds
         self._task: asyncio.Task[None] | None = None
 
@@ -56,7 +56,7 @@ class RollingRestart:
                 f"A restart is under way, with {self.num_done} of {self.num_wanted} workers done. Wait for its end.",
                 is_busy=True,
             )
-        known = {seat.number: seat for seat in self._seats}
+        known = {connection.number: connection for connection in self._connections}
         wanted = sorted(known if numbers is None else set(numbers))
         if unknown := [number for number in wanted if number not in known]:
             raise RestartRefused(
@@ -75,51 +75,54 @@ class RollingRestart:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, seats: Sequence[WorkerConnection], finish_seconds: float) -> None:
+    async def _run(self, connections: Sequence[WorkerConnection], finish_seconds: float) -> None:
         try:
-            for seat in seats:
-                await self._all_up(but=seat)
-                await self._restart(seat, finish_seconds)
+            for connection in connections:
+                await self._all_up(but=connection)
+                await self._restart(connection, finish_seconds)
                 self.num_done += 1
-                logger.info("%s is back: %d of %d restarted", seat.source.name, self.num_done, self.num_wanted)
+                logger.info("%s is back: %d of %d restarted", connection.source.name, self.num_done, self.num_wanted)
         except RestartFailed as failed:
             self.error = str(failed)
             logger.error("the rolling restart has stopped: %s", failed)
         finally:
             self.state = RestartState.DONE if self.num_done == self.num_wanted else RestartState.FAILED
 
-    async def _restart(self, seat: WorkerConnection, finish_seconds: float) -> None:
+    async def _restart(self, connection: WorkerConnection, finish_seconds: float) -> None:
         """Another process sits there."""
-        process = seat.incarnation
+        process = connection.incarnation
         for _ in range(TRIES):
-            before = seat.num_incarnations
-            await seat.retire(finish_seconds=finish_seconds)
-            await self._until_up(seat, since=before)
-            if seat.incarnation != process:
+            before = connection.num_incarnations
+            await connection.retire(finish_seconds=finish_seconds)
+            await self._until_up(connection, since=before)
+            if connection.incarnation != process:
                 return
         raise RestartFailed(
-            f"{seat.source.name} was lost {TRIES} times before it could be told to end, and came back as the same "
-            "process. Look at the network between, and begin again. Workers that were not restarted yet run on."
+            f"{connection.source.name} was lost {TRIES} times before it could be told to end, and came back as the "
+            "same process. Look at the network between, and begin again. Workers that were not restarted yet run on."
         )
 
     async def _all_up(self, *, but: WorkerConnection) -> None:
         """Nobody else is away: else one more would be missing."""
-        for seat in [seat for seat in self._seats if seat is not but]:
-            await self._until_up(seat, since=0)
+        for connection in [connection for connection in self._connections if connection is not but]:
+            await self._until_up(connection, since=0)
 
-    async def _until_up(self, seat: WorkerConnection, *, since: int) -> None:
+    async def _until_up(self, connection: WorkerConnection, *, since: int) -> None:
         """A worker sits there that came after incarnation `since`."""
         try:
             async with asyncio.timeout(self._back_seconds):
-                await seat.until(
-                    lambda: seat.is_given_up or (seat.scheduler is not None and seat.num_incarnations > since)
+                await connection.until(
+                    lambda: (
+                        connection.is_given_up
+                        or (connection.scheduler is not None and connection.num_incarnations > since)
+                    )
                 )
         except TimeoutError:
             pass
-        if seat.scheduler is None:
-            trouble = f" ({seat.trouble})" if seat.trouble else ""
+        if connection.scheduler is None:
+            trouble = f" ({connection.trouble})" if connection.trouble else ""
             raise RestartFailed(
-                f"{seat.source.name} was not up within {self._back_seconds:g} s{trouble}. Workers that were not "
+                f"{connection.source.name} was not up within {self._back_seconds:g} s{trouble}. Workers that were not "
                 "restarted yet run on. See the log for its last words; of a worker elsewhere, what keeps it alive must "
                 "start it again."
             )

@@ -17,30 +17,30 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """A seat for each worker, kept as long as there is hope of one.
+    """A connection for each worker, kept as long as any worker may still come up.
 
-        async with Roster(sources, seat_for=..., engaged=engine, hopeless=...) as roster:
-            roster.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only one that began with no sources
+        async with WorkerPool(sources, connection_for=..., engaged=engine, on_start_failed=...) as pool:
+            pool.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only a pool that began with no sources
 
-    One that follows is never hopeless: the next list may name a worker that serves. A worker that somebody else keeps
-    is asked again as long as there is hope of any: whoever put a wrong one there may set it right.
+    A pool that follows a list never fails to start: the next list may name a worker that serves. A remote worker is
+    asked again as long as any other worker may come up, because its operator may still correct it.
     """
 
     def __init__(
         self,
         sources: Sequence[WorkerSource],
         *,
-        seat_for: Callable[[WorkerSource, int], WorkerConnection],
+        connection_for: Callable[[WorkerSource, int], WorkerConnection],
         engaged: WorkerListener,
-        hopeless: Callable[[WorkerStartFailed], None],
+        on_start_failed: Callable[[WorkerStartFailed], None],
     ) -> None:
-        """`seat_for`: a seat for a source, with its number; `engaged`: who is told what happens there; `hopeless`: told
-        once all of the `sources` have given up.
+        """`connection_for` makes the connection of a source, with its number; `engaged` hears what happens there;
+        `on_start_failed` is called once all of the `sources` have given up.
         """
-        self.seats = [seat_for(source, number) for number, source in enumerate(sources)]
-        self._seat_for = seat_for
+        self.connections = [connection_for(source, number) for number, source in enumerate(sources)]
+        self._connection_for = connection_for
         self._engaged = engaged
-        self._hopeless = hopeless
+        self._on_start_failed = on_start_failed
         self._follows = not sources
         self._followed: dict[str, WorkerConnection] = {}  # by address
         self._tasks: dict[WorkerConnection, asyncio.Task[None]] = {}
@@ -48,10 +48,12 @@ class WorkerPool:
         self._exit = AsyncExitStack()
 
     async def __aenter__(self) -> WorkerPool:
-        for source in (seat.source for seat in self.seats if isinstance(seat.source, Supervisor)):
+        for source in (
+            connection.source for connection in self.connections if isinstance(connection.source, Supervisor)
+        ):
             await self._exit.enter_async_context(source)
-        for seat in self.seats:
-            self._seated(seat)
+        for connection in self.connections:
+            self._connected(connection)
         return self
 
     async def __aexit__(
@@ -71,50 +73,50 @@ class WorkerPool:
         """
         if not self._follows:
             raise ValueError("These workers are fixed: only an engine that is started without any follows a list.")
-        for address, seat in list(self._followed.items()):
+        for address, connection in list(self._followed.items()):
             if address in addresses:
                 continue
-            if seat.scheduler is None:
+            if connection.scheduler is None:
                 del self._followed[address]
-                self._dismiss(seat)
-            elif not seat.scheduler.closing:
-                retiring = asyncio.create_task(seat.retire(finish_seconds=finish_seconds))
+                self._dismiss(connection)
+            elif not connection.scheduler.closing:
+                retiring = asyncio.create_task(connection.retire(finish_seconds=finish_seconds))
                 self._retiring.add(retiring)
                 retiring.add_done_callback(self._retiring.discard)
         for address in addresses:
             if address not in self._followed:
-                taken = {seat.number for seat in self.seats}
+                taken = {connection.number for connection in self.connections}
                 number = next(number for number in range(len(taken) + 1) if number not in taken)
-                seat = self._followed[address] = self._seat_for(RemoteWorker(address), number)
-                self.seats.append(seat)
-                self._seated(seat)
+                connection = self._followed[address] = self._connection_for(RemoteWorker(address), number)
+                self.connections.append(connection)
+                self._connected(connection)
 
-    def _seated(self, seat: WorkerConnection) -> None:
-        self._tasks[seat] = asyncio.create_task(self._keep(seat))
+    def _connected(self, connection: WorkerConnection) -> None:
+        self._tasks[connection] = asyncio.create_task(self._keep(connection))
 
-    def _dismiss(self, seat: WorkerConnection) -> None:
+    def _dismiss(self, connection: WorkerConnection) -> None:
         """Nobody is expected there any more."""
-        if seat in self.seats:
-            self.seats.remove(seat)
-            self._tasks.pop(seat).cancel()
-            seat.give_up()
+        if connection in self.connections:
+            self.connections.remove(connection)
+            self._tasks.pop(connection).cancel()
+            connection.give_up()
 
-    async def _keep(self, seat: WorkerConnection) -> None:
+    async def _keep(self, connection: WorkerConnection) -> None:
         """Run one seat as long as there is hope of a worker there."""
         while True:
             try:
-                await seat.run(self._engaged)
+                await connection.run(self._engaged)
             except WorkerStartFailed as error:
-                if isinstance(seat.source, Supervisor) or not self._has_hope:
+                if isinstance(connection.source, Supervisor) or not self._has_hope:
                     logger.error("%s", error)
-                    self.seats.remove(seat)
-                    del self._tasks[seat]
+                    self.connections.remove(connection)
+                    del self._tasks[connection]
                     if not self._has_hope:
-                        self._hopeless(error)
+                        self._on_start_failed(error)
                     return
                 logger.error("%s It is asked again, in case it is set right.", error)
 
     @property
     def _has_hope(self) -> bool:
         """A worker is up, or nobody knows better than that one will be."""
-        return self._follows or not all(seat.is_given_up for seat in self.seats)
+        return self._follows or not all(connection.is_given_up for connection in self.connections)

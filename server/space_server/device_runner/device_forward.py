@@ -130,11 +130,11 @@ class DeviceForward:
         ops: StepOps,
         forward: Forward,
         asking: Tensor,
-        decrees: SyntheticAcceptanceTensors | None = None,
+        synthetic_tensors: SyntheticAcceptanceTensors | None = None,
     ) -> None:
         """asking [S] int64: lines whose log-probabilities are reported, the first so many as a step's kind says.
 
-        `decrees`: what drafts are replaced by; None: they are the masks' own.
+        `synthetic_tensors`: what drafts are replaced by; None: they are the masks' own.
         """
         self._asking = asking
         self._model, self._ops, self._forward = model, ops, forward
@@ -143,7 +143,9 @@ class DeviceForward:
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=device)
         self._mask_ids = torch.tensor(facts.mask_ids, dtype=torch.int64, device=device) if facts.mask_ids else None
         self._first = lru_cache(maxsize=None)(state.first)
-        self._decrees = None if decrees is None else lru_cache(maxsize=None)(decrees.first)
+        self._synthetic_tensors = (
+            None if synthetic_tensors is None else lru_cache(maxsize=None)(synthetic_tensors.first)
+        )
         # graphs read its tensors: none may go
         self._index = lru_cache(maxsize=None)(lambda num_lines, layout: StepIndex.of(num_lines, layout, device))
 
@@ -164,7 +166,7 @@ class DeviceForward:
         before = chain_choices(state, index, stages)
         choice = ops.choose(
             logits,
-            state.laws,
+            state.batch_params,
             stages,
             before.positions,
             self._banned,
@@ -173,24 +175,26 @@ class DeviceForward:
             counts=state.counts,
             bans=before.bans,
         )
-        verdict = ops.judge_step(state, index, laid_out, choice)
-        drafts, num_drafts = self._drafts(state, index, kind, verdict, hidden)
-        result = ops.advance(state, laid_out, verdict, drafts, num_drafts, self._banned).flatten()
+        verification = ops.verify_step(state, index, laid_out, choice)
+        drafts, num_drafts = self._drafts(state, index, kind, verification, hidden)
+        result = ops.advance(state, laid_out, verification, drafts, num_drafts, self._banned).flatten()
         if raw is None:
             return result
         return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
 
     def _drafts(
-        self, state: StepState, index: StepIndex, kind: StepKind, verdict: StepVerification, hidden: Tensor
+        self, state: StepState, index: StepIndex, kind: StepKind, verification: StepVerification, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, K'] for the next step, and how many of them there are, [S]."""
         if not index.most_drafts:
-            return verdict.emitted[:, :0], torch.zeros_like(verdict.lengths)
-        group = self._ops.masks(state, index, verdict)
-        drafts = self._of_masks(state, index, kind, verdict, hidden, group)
-        if self._decrees is not None:
-            decrees = self._decrees(index.num_sequences)
-            drafts = self._ops.decree(decrees, state.num_known, state.num_prompt, verdict, group.first, drafts)
+            return verification.emitted[:, :0], torch.zeros_like(verification.lengths)
+        group = self._ops.masks(state, index, verification)
+        drafts = self._of_masks(state, index, kind, verification, hidden, group)
+        if self._synthetic_tensors is not None:
+            synthetic_tensors = self._synthetic_tensors(index.num_sequences)
+            drafts = self._ops.synthetic_accept(
+                synthetic_tensors, state.num_known, state.num_prompt, verification, group.first, drafts
+            )
         return drafts, group.count
 
     def _of_masks(
@@ -198,21 +202,21 @@ class DeviceForward:
         state: StepState,
         index: StepIndex,
         kind: StepKind,
-        verdict: StepVerification,
+        verification: StepVerification,
         hidden: Tensor,
         group: DeviceMaskRows,
     ) -> Tensor:
         """[S, K'] that the masks of `group` make."""
-        ops, model, laws, stages = self._ops, self._model, state.laws, kind.stages
+        ops, model, batch_params, stages = self._ops, self._model, state.batch_params, kind.stages
         S, most = index.num_sequences, index.most_drafts
         masks = hidden[group.rows]  # [S, K', hidden]
         logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
-        before = mask_choices(state, verdict, most, stages)
+        before = mask_choices(state, verification, most, stages)
         head = model.draft_head_of(kind.adapter)
         if head is None:
             choice = ops.choose(
                 logits,
-                laws,
+                batch_params,
                 stages,
                 before.positions,
                 self._banned,
@@ -226,7 +230,7 @@ class DeviceForward:
         def edit(raw: Tensor) -> Tensor:
             return ops.edit(
                 raw,
-                laws,
+                batch_params,
                 stages,
                 self._banned,
                 tails=before.tails,
@@ -236,15 +240,15 @@ class DeviceForward:
             )
 
         ids, offsets = candidates(logits, stages, edit)
-        last = (verdict.lengths - 1).clamp(min=0)[:, None]
+        last = (verification.lengths - 1).clamp(min=0)[:, None]
         return propose(
             masks,
             ids,
             offsets,
-            verdict.emitted.gather(1, last)[:, 0],
+            verification.emitted.gather(1, last)[:, 0],
             before.positions,
-            laws.key,
-            sampling_columns(laws, stages),
+            batch_params.key,
+            sampling_columns(batch_params, stages),
             w1=head.w1,
             w2=head.w2,
             embedding_scale=head.embedding_scale,

@@ -29,9 +29,9 @@ from torch import Tensor
 from space_server.batch.limits import SequenceEnd
 from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_batch import DeviceBatch
+from space_server.device_runner.device_forward import DeviceForward, Forward, HostForward, StepKind, TensorForward
 from space_server.device_runner.device_graphs import StepGraphs
 from space_server.device_runner.device_logprobs import MOST_TOP, LogprobReport, few_asking, few_tops, num_cells
-from space_server.device_runner.device_step import DeviceForward, Forward, HostForward, StepKind, TensorForward
 from space_server.device_runner.timeline import CudaTimeline, HostTimeline, Timeline, TimelineMark
 from space_server.drafts.drafts import mask_chances
 from space_server.host_runner.host_runner import SequenceOutput, no_choice
@@ -119,7 +119,7 @@ class DeviceRunner:
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
         ops = ops or step_ops_for(facts.device)
-        step = DeviceForward(model, state, ops, forward(model, kv), self.batch.asking, self.batch.decrees)
+        step = DeviceForward(model, state, ops, forward(model, kv), self.batch.asking, self.batch.synthetic_tensors)
         self._take: Callable[[StepKind], Tensor] = step.take
         most = state.drafts.shape[1]
         self._width = result_width(most)
@@ -205,7 +205,7 @@ class DeviceRunner:
             num_running += 1
             num_drafting += layout.num_masks > 0
             context += num_known - length - 1
-            noisy += not sequence.law.greedy
+            noisy += not sequence.sampling_params.greedy
             if sequence.seq_id in self.batch:
                 advance = self._advance(sequence, layout, row)
                 if logprobs is not None and sequence.num_logprobs is not None:

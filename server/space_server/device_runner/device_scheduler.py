@@ -19,7 +19,7 @@ from space_model.model_facts import ModelFacts
 
 from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_layout import layout_ahead, layout_of_drafts
-from space_server.device_runner.device_stepper import DeviceRunner, StepRead
+from space_server.device_runner.device_runner import DeviceRunner, StepRead
 from space_server.drafts.drafts import Drafter
 from space_server.machine.device_health import is_lost
 from space_server.machine.memory import give_back_unused, is_out_of_memory
@@ -37,11 +37,11 @@ _log = logging.getLogger(__name__)
 class DeviceScheduler:
     """Keeps the device busy with the sequences that can be stepped there."""
 
-    def __init__(self, stepper: DeviceRunner, controller: Controller) -> None:
+    def __init__(self, runner: DeviceRunner, controller: Controller) -> None:
         """`controller`: for these sequences alone."""
-        self.stepper = stepper
+        self.runner = runner
         self.controller = controller
-        self._batch = stepper.batch
+        self._batch = runner.batch
         self._num_failures = 0  # of launches, in a row
         self._kept: set[int] = set()  # sequences that are to be stepped on the host once
         self._refused: set[int] = set()  # sequences that no line could be prepared for
@@ -57,7 +57,7 @@ class DeviceScheduler:
     @property
     def is_under_way(self) -> bool:
         """Steps were launched that are not read."""
-        return self.stepper.num_under_way > 0
+        return self.runner.num_under_way > 0
 
     @property
     def works(self) -> bool:
@@ -118,8 +118,8 @@ class DeviceScheduler:
         """
         try:
             reads_first = self.reads_first
-            while self.stepper.num_under_way < (1 if reads_first else AHEAD) and self._somebody_runs():
-                self.stepper.launch(self._layout(reads_first=reads_first))
+            while self.runner.num_under_way < (1 if reads_first else AHEAD) and self._somebody_runs():
+                self.runner.launch(self._layout(reads_first=reads_first))
             return None
         except Exception as error:
             reads = self._give_up(error)
@@ -130,7 +130,7 @@ class DeviceScheduler:
 
     def read(self) -> StepRead:
         """The oldest step under way."""
-        read = self.stepper.read()
+        read = self.runner.read()
         self._num_failures = 0
         if read.is_usual:
             self.controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
@@ -142,7 +142,7 @@ class DeviceScheduler:
         _log.warning("a device step of %d sequences failed (%s); they are stepped on the host", len(self._batch), error)
         if not self.works:
             _log.error("%d device steps in a row have failed: there will be no more", self._num_failures)
-        return [self.stepper.read() for _ in range(self.stepper.num_under_way)]
+        return [self.runner.read() for _ in range(self.runner.num_under_way)]
 
     def give_back(self) -> None:
         """All sequences leave their lines; each is stepped on the host at least once. Nothing is under way."""
@@ -155,7 +155,7 @@ class DeviceScheduler:
     def reset(self) -> None:
         """Wait for what is under way, and forget every sequence."""
         while self.is_under_way:
-            self.stepper.read()
+            self.runner.read()
         for sequence in self.sequences:
             self._batch.remove(sequence.seq_id)
         self._kept.clear()
@@ -167,7 +167,7 @@ class DeviceScheduler:
         """
         block_size = self._batch.state.block_size
         return any(
-            min(sequence.num_left, sequence.num_free_slots(block_size)) > self.stepper.num_with(sequence)
+            min(sequence.num_left, sequence.num_free_slots(block_size)) > self.runner.num_with(sequence)
             for sequence in self._batch
         )
 
