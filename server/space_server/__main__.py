@@ -7,11 +7,16 @@ had, 6 when the parent process is gone, 7 when one of several ranks is.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 
-if __name__ == "__main__":  # torch and transformers take seconds to import: who ends this meanwhile is not shown where
-    for _number in (signal.SIGTERM, signal.SIGINT):
+if __name__ == "__main__":
+    exit_status = 1  # of an exception that nothing catches
+    # Registered first, it is called last. Python's own shutdown would stop daemon threads in the middle of C++ (the one
+    # that loads the model when a signal comes, a grammar's compilation), and C++ then ends the process with SIGABRT.
+    atexit.register(lambda: os._exit(exit_status))
+    for _number in (signal.SIGTERM, signal.SIGINT):  # until torch and transformers are imported: no traceback
         signal.signal(_number, lambda number, frame: os._exit(0))
 
 from space_server.machine.openmp import sleep_soon
@@ -333,7 +338,7 @@ def measured_cost(
         "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
         steps,
         len(found.points),
-        found.origin,
+        found.origin.source,
         time.perf_counter() - begun,
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
     )
@@ -449,6 +454,9 @@ def _let_go() -> None:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    try:
+        exit_status = main(sys.argv[1:])
+    except SystemExit as end:  # of flags that were refused, or of a signal while the model was being loaded
+        exit_status = int(end.code or 0)
     _let_go()
-    sys.exit(status)
+    sys.exit(exit_status)

@@ -142,6 +142,7 @@ class Worker:
             max_draft_length=self.max_draft_length,
             takes_grammars=self.waiting.why_none is None,
             synthetic=self.synthetic,
+            cost_origin=self.cost.origin,
         )
 
     # ------------------------------------------------------------------------------------------ commands

@@ -217,8 +217,10 @@ def overload_figures(seconds: float, full: Sequence[TimedAnswer], over: Sequence
     ]
 
 
-async def overload(endpoint: Endpoint, num_seats: int, num_tokens: int, times: float, seconds: float) -> list[Figure]:
-    """First a closed loop of `num_seats` clients, which shows the capacity; then more requests, at an even rate."""
+async def overload(
+    endpoint: Endpoint, num_connections: int, num_tokens: int, times: float, seconds: float
+) -> list[Figure]:
+    """First a closed loop of `num_connections` clients, for the capacity; then more requests, at an even rate."""
 
     async def ask(seed: int) -> TimedAnswer:
         body = {"prompt": "x = ", "max_tokens": num_tokens, "ignore_eos": True, "seed": seed, "temperature": 1}
@@ -241,7 +243,7 @@ async def overload(endpoint: Endpoint, num_seats: int, num_tokens: int, times: f
     await client(0, time.monotonic() + seconds / 4)  # warm up
     before = median([(await ask(number)).seconds for number in range(5)])
     until = time.monotonic() + seconds
-    capacity = sum(await asyncio.gather(*(client(1000 * n, until) for n in range(num_seats)))) / seconds
+    capacity = sum(await asyncio.gather(*(client(1000 * n, until) for n in range(num_connections)))) / seconds
     full = await offer(FULL_LOAD * capacity)
     over = await offer(times * capacity)
     after = median([(await ask(number)).seconds for number in range(5)])

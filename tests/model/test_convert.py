@@ -10,10 +10,12 @@ import sentencepiece
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.convert.convert import Wish, convert, main
 from space_model.convert.source import ConvertError
 from space_model.loading.load import load_model
-from space_model.model_error import CheckpointNotFound, UnsupportedModel
+from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
+from space_model.testing import tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -278,6 +280,55 @@ def test_a_checkpoint_without_a_tokenizer_is_not_called_ready(released, tmp_path
     assert "is written, and is not ready: it has no tokenizer" in said.err
     assert f"hf download OWNER/NAME tokenizer.json tokenizer_config.json --local-dir {target}" in said.err
     assert (target / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "an adapter that is not merged"),
+        ("model.layers.1.mlp.up_proj.weight_scale", "quantised weights"),
+        ("model.layers.2.mlp.up_proj.weight", "layer 2, and num_hidden_layers is 2"),
+        ("lm_head.bias", "no such bias"),
+    ],
+)
+@pytest.mark.parametrize("form", ["one .bin", "several safetensors"])
+def test_a_checkpoint_with_a_tensor_that_has_no_place_is_not_called_ready(
+    released, tmp_path, capsys, name, message, form
+) -> None:
+    more = {**released.state_dict(), name: torch.zeros(3)}
+    model = type("Published", (), {"config": released.config, "state_dict": lambda self: more})()
+    source, target = publish(model, tmp_path / "src", form), tmp_path / "dst"
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(target)]) == 1
+    said = capsys.readouterr()
+    assert "is ready" not in said.out
+    assert f"is written, and is not ready: {target} has {name} in " in said.err
+    assert message in said.err
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(target)
+
+
+def test_what_may_be_left_out_of_a_model_is_no_reason_not_to_be_ready(released, tmp_path) -> None:
+    more = {**released.state_dict(), "model.vision_tower.layers.0.fc1.weight": torch.zeros(3)}
+    model = type("Published", (), {"config": released.config, "state_dict": lambda self: more})()
+    source = publish(model, tmp_path / "src", "one safetensors")
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(tmp_path / "dst")]) == 0
+
+
+def test_an_adapter_follows_its_base_into_other_files_and_not_to_another_base(tmp_path) -> None:
+    source = tiny_checkpoint(tmp_path / "src", num_masks=3, adapter_rank=2)
+    config = json.loads((source / "config.json").read_text())
+    config["space"]["base_sha256"] = Checkpoint.open(source).weights_sha256()
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "dst", Wish(dtype=torch.bfloat16, max_shard_bytes=100_000))
+    assert len(Checkpoint.open(tmp_path / "dst").weights) > 1
+    assert load_model(tmp_path / "dst").facts.num_masks == 3
+    config["space"]["base_sha256"] = "0" * 64
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidSpaceSection, match="The adapter was made for weights with the sha256 0000"):
+        convert(source, tmp_path / "other", Wish())
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_checkpoint_of_a_family_that_is_not_served_is_not_called_ready(tmp_path, capsys) -> None:

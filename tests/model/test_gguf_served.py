@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -125,6 +126,8 @@ def test_training_starts_from_the_same_numbers_and_leaves_a_folder_that_serves(f
         folder = run(file, tiny_plan(), tmp_path / "out").folder
     assert folder is not None
     assert (folder / file.name).samefile(file)
+    said = json.loads((folder / "config.json").read_text())["space"]
+    assert said["base_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     model = load_model(folder)
     assert (model.facts.adapters[0].num_masks, model.facts.dtype) == (3, load_model(file).facts.dtype)
     assert locate(str(folder)) == Checkpoint.open(file).folder

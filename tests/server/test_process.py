@@ -104,6 +104,45 @@ def test_a_signal_while_the_model_is_loaded_ends_with_0(
     assert signal.getsignal(number) is before
 
 
+BUSY = """
+import runpy, torch
+import space_model.loading.load
+
+def busy(*_, **__):
+    print("computing", flush=True)
+    rows = torch.ones(64, 64)
+    while True:  # lets go of the interpreter, and takes it again inside C++
+        rows @ rows
+
+space_model.loading.load.load_model = busy
+runpy.run_module("space_server", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_thread_computes_ends_with_0_and_without_a_word(
+    number: signal.Signals, tiny_path: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-P", "-c", BUSY, "--model", str(tiny_path), "--listen", f"unix:{tmp_path / 'w'}", *FLAGS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "computing\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.e2e
+def test_flags_that_are_refused_end_with_2_and_help_with_0() -> None:
+    for words, status in ((["--listen"], 2), (["--help"], 0)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "space_server", *words], capture_output=True, text=True, env=ENVIRONMENT
+        )
+        assert done.returncode == status
+        assert "usage:" in (done.stderr if status else done.stdout)
+
+
 @pytest.mark.e2e
 def test_a_worker_whose_parent_dies_ends(tiny_path: Path, tmp_path: Path) -> None:
     with (

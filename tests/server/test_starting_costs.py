@@ -19,7 +19,7 @@ from space_server.startup import calibration
 from space_server.startup.calibration import FEWEST, PLAIN_STEP, Calibration, Timing
 from space_server.startup.cost_file import BadCostFile, CostFile
 from space_server.startup.starting_costs import StartingCosts, starting_costs, tolerance
-from space_server.step_costs.step_cost import Point, StepShape
+from space_server.step_costs.step_cost import CostOrigin, Point, StepShape
 
 SHAPES = [StepShape(n, n * (1 + drafts), n * drafts, n * (drafts > 0)) for n in (1, 2, 4, 8) for drafts in (0, 1, 2, 3)]
 NOON = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
@@ -88,12 +88,14 @@ def test_a_start_under_load_leaves_the_next_one_as_if_there_had_been_none(
 ) -> None:
     machine.slow, machine.others = slow, 4
     with caplog.at_level(logging.INFO):
-        assert machine.start(file).origin == "doubted"
-    assert "not kept, but learnt while serving: 5 tasks could run at once on 2 processors" in caplog.text
+        found = machine.start(file)
+    why = "5 tasks could run at once on 2 processors"
+    assert found.origin == found.cost().origin == CostOrigin("learned", why)
+    assert "not kept, but learned while serving: " + why in caplog.text
     assert not file.path.exists()
     machine.slow, machine.others = 1.0, 0
     found = machine.start(file)
-    assert found.origin == "measured"
+    assert found.origin.source == "measured"
     assert off(found, true_seconds) < 0.03
 
 
@@ -103,31 +105,31 @@ def test_a_file_from_a_machine_of_another_speed_is_measured_anew(
 ) -> None:
     """Whatever went on then that nothing showed."""
     machine.slow = slow
-    assert machine.start(file).origin == "measured"
+    assert machine.start(file).origin.source == "measured"
     machine.slow = 1.0
     with caplog.at_level(logging.INFO):
         found = machine.start(file)
-    assert (found.origin, machine.num_measured) == ("measured", 2)
+    assert (found.origin.source, machine.num_measured) == ("measured", 2)
     assert "do not hold: a plain step takes 1.01 ms now" in caplog.text
     assert off(found, true_seconds) < 0.03
-    assert machine.start(file).origin == "kept"
+    assert machine.start(file).origin.source == "file"
 
 
 def test_a_quiet_file_is_not_replaced_by_a_busy_start(machine: FakeMachine, file: CostFile) -> None:
     machine.start(file)
     kept = file.path.read_text()
     machine.slow, machine.others = 4.0, 3
-    assert machine.start(file).origin == "doubted"
+    assert machine.start(file).origin.source == "learned"
     assert file.path.read_text() == kept
     machine.slow, machine.others = 1.0, 0
-    assert machine.start(file).origin == "kept"
+    assert machine.start(file).origin.source == "file"
 
 
 def test_kept_costs_are_used_at_once_and_with_the_level_of_today(machine: FakeMachine, file: CostFile) -> None:
     first = machine.start(file)
     machine.slow = 1.02
     found = machine.start(file)
-    assert (found.origin, machine.num_measured, machine.num_timed) == ("kept", 1, 1)
+    assert (found.origin.source, machine.num_measured, machine.num_timed) == ("file", 1, 1)
     assert len(found.points) == len(first.points)
     assert off(found, lambda shape: 1.02 * true_seconds(shape)) < 0.01
 
@@ -142,24 +144,24 @@ def test_one_hiccup_is_no_reason_to_measure_anew(machine: FakeMachine, file: Cos
 
     found = starting_costs(file, measure=machine.measure, time_plain_step=hiccup, watch=machine.watch())
     assert found is not None
-    assert (found.origin, machine.num_timed) == ("kept", 2)
+    assert (found.origin.source, machine.num_timed) == ("file", 2)
 
 
 @pytest.mark.parametrize(
     ("factors", "origin"),
-    [((1.0, 1.0, 1.11), "doubted"), ((1.0, 0.8, 1.0), "doubted"), ((1.0, 1.09, 1.0), "measured"), ((1.0,), "doubted")],
+    [((1.0, 1.0, 1.11), "learned"), ((1.0, 0.8, 1.0), "learned"), ((1.0, 1.09, 1.0), "measured"), ((1.0,), "learned")],
 )
 def test_costs_are_kept_if_three_passes_agree(
     machine: FakeMachine, file: CostFile, factors: tuple[float, ...], origin: str
 ) -> None:
     machine.pass_factors = factors  # type: ignore[assignment]
-    assert machine.start(file).origin == origin
+    assert machine.start(file).origin.source == origin
     assert file.path.exists() == (origin == "measured")
 
 
 def test_a_single_point_is_not_kept(machine: FakeMachine, file: CostFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SHAPES", SHAPES[:1])
-    assert machine.start(file).origin == "doubted"
+    assert machine.start(file).origin.source == "learned"
     assert not file.path.exists()
 
 
@@ -240,17 +242,17 @@ def test_a_file_that_says_something_else_or_nothing_is_not_used_and_replaced(
     with pytest.raises(BadCostFile, match=why.replace("[", r"\[")):
         file.read()
     with caplog.at_level(logging.INFO):
-        assert machine.start(file).origin == "measured"
+        assert machine.start(file).origin.source == "measured"
     assert f"step costs kept in {file.path.name} are not used: " in caplog.text
-    assert machine.start(file).origin == "kept"
+    assert machine.start(file).origin.source == "file"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"null", b"[" * 100_000])
 def test_a_file_that_is_damaged_is_not_used_and_replaced(machine: FakeMachine, file: CostFile, content: bytes) -> None:
     file.path.parent.mkdir()
     file.path.write_bytes(content)
-    assert machine.start(file).origin == "measured"
-    assert machine.start(file).origin == "kept"
+    assert machine.start(file).origin.source == "measured"
+    assert machine.start(file).origin.source == "file"
 
 
 def test_files_of_earlier_versions_are_named_and_left(
@@ -260,7 +262,7 @@ def test_files_of_earlier_versions_are_named_and_left(
     old.parent.mkdir()
     old.write_text("[[1, 1, 0, 0, 0, 0, 64, 0, 3.4]]")
     with caplog.at_level(logging.INFO):
-        assert machine.start(file).origin == "measured"
+        assert machine.start(file).origin.source == "measured"
     assert "1 files of step costs" in caplog.text
     assert old.exists()
 
@@ -268,8 +270,8 @@ def test_files_of_earlier_versions_are_named_and_left(
 def test_a_folder_that_cannot_be_written_costs_a_measurement_a_start(machine: FakeMachine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     nowhere = CostFile(tmp_path / "file" / "cost.json", {}, {})
-    assert machine.start(nowhere).origin == "measured"
-    assert machine.start(nowhere).origin == "measured"
+    assert machine.start(nowhere).origin.source == "measured"
+    assert machine.start(nowhere).origin.source == "measured"
 
 
 def test_a_full_disk_leaves_no_half_a_file(
@@ -284,7 +286,7 @@ def test_a_full_disk_leaves_no_half_a_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", write)
-    assert machine.start(file).origin == "measured"
+    assert machine.start(file).origin.source == "measured"
     assert not list(file.path.parent.iterdir())
 
 
@@ -296,7 +298,7 @@ def test_where_nothing_can_be_measured_there_are_no_costs(machine: FakeMachine, 
     assert found is None
 
 
-def test_doubted_costs_follow_the_first_steps_everywhere(machine: FakeMachine, file: CostFile) -> None:
+def test_learned_costs_follow_the_first_steps_everywhere(machine: FakeMachine, file: CostFile) -> None:
     """A worker that started beside other work is right soon after that has ended, of steps it has not taken as well."""
     machine.slow, machine.others = 5.0, 4
     cost = machine.start(file).cost()

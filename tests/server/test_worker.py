@@ -4,6 +4,7 @@ import pytest
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
+from space_server.step_costs.step_cost import CostOrigin
 from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import ProtocolError, Worker
 
@@ -229,7 +230,7 @@ def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> No
     worker.apply(admit)
     with pytest.raises(ProtocolError, match="sequence number 1 twice"):
         worker.apply(admit)
-    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.6"):
+    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.7"):
         worker.apply(pb.Command(start=pb.Start(protocol_major=2)))
     worker.reset()
     worker.apply(admit)
@@ -329,6 +330,15 @@ def test_the_report_counts_rows_and_draft_lengths() -> None:
     assert report is not None
     assert (report.stats.chain_rows, report.stats.mask_rows, report.stats.prefill_rows) == (5, 15, 49)
     assert (report.stats.num_sequences, list(report.stats.draft_length_counts)) == (2, [0, 0, 0, 1])
+
+
+def test_hello_says_where_the_costs_of_steps_came_from() -> None:
+    worker = router_of(ScriptedModel()).worker
+    hello, reason = worker.hello("life 1"), "no step was measured when the worker started"
+    assert (hello.step_cost_source, hello.step_cost_reason) == ("learned", reason)
+    worker.cost.origin = CostOrigin("file")
+    hello = worker.hello("life 1")
+    assert (hello.step_cost_source, hello.step_cost_reason) == ("file", "")
 
 
 def test_hello_says_what_the_worker_is() -> None:

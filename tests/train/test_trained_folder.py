@@ -1,12 +1,15 @@
 """What a run leaves is a checkpoint that serves, and a report."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from space_model.loading.load import load_model
+from space_model.model_error import InvalidSpaceSection
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts
 from space_train.reporting.run_report import write_report
@@ -57,6 +60,33 @@ def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_pa
     assert [0 <= chance <= 1 for chance in adapted.facts.adapters[0].acceptance] == [True] * 3
     alone, beside = decoder_rows(plain, ids, 0), decoder_rows(adapted, ids, 3, 0)
     assert torch.equal(plain.logits(alone), adapted.logits(beside[:30]))
+
+
+def test_an_adapter_names_the_weights_it_was_trained_on_and_is_refused_on_others(base: Path, tmp_path: Path) -> None:
+    folder = run(base, tiny_plan(), tmp_path / "out").folder
+    assert folder is not None
+    own = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    assert json.loads((folder / "config.json").read_text())["space"]["base_sha256"] == own
+    assert load_model(folder).facts.num_masks == 3
+    assert load_model(base, adapters={"mine": folder}).facts.adapters[0].num_masks == 3
+    other = tiny_checkpoint(tmp_path / "other", num_masks=0, seed=99)
+    with pytest.raises(InvalidSpaceSection, match=f"made for weights with the sha256 {own}; those of"):
+        load_model(other, adapters={"mine": folder})
+    (folder / "model.safetensors").unlink()  # a link to the base's
+    shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(InvalidSpaceSection, match=own):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "names"), [(Method.HEAD, 2, True), (Method.HEAD, None, False), (Method.FULL, None, False)]
+)
+def test_only_an_adapter_names_weights(method: Method, rank: int | None, names: bool, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", num_masks=3, adapter_rank=rank)
+    folder = run(source, tiny_plan(method), tmp_path / "out", dtype=torch.float32).folder
+    assert folder is not None
+    assert ("base_sha256" in json.loads((folder / "config.json").read_text())["space"]) == names
+    assert load_model(folder).facts.num_masks == 3
 
 
 def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(

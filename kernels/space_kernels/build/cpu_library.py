@@ -39,7 +39,7 @@ from space_kernels.build.cpu_structs import (
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).with_name("cpu")
+_SOURCES = Path(__file__).parent.with_name("cpu")
 
 KINDS = {
     "x86_64": {

@@ -68,7 +68,7 @@ def synthetic_accept(
     first: Tensor,
     drafts: Tensor,
 ) -> Tensor:
-    """The drafts of the next step as they are decreed: `decree.synthetic_accept`."""
+    """The drafts of the next step as they are decreed: `synthetic_accept.synthetic_accept`."""
     S, width = drafts.shape
     k = verification.emitted.shape[1] - 1
     synthetically_accepted = torch.empty(S, width, dtype=torch.int64, device=drafts.device)

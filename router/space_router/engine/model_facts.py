@@ -32,6 +32,8 @@ class WorkerModelFacts:
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
     takes_grammars: bool = False  # the worker knows which bytes its ids stand for
     synthetic_acceptance: tuple[float, ...] = ()  # not empty: drafts come true by decree, to measure with
+    step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
+    step_cost_reason: str = ""  # why they are learned
 
     @property
     def num_slots(self) -> int:
@@ -81,4 +83,6 @@ class WorkerModelFacts:
             adapters=tuple(adapter.name for adapter in hello.adapters),
             takes_grammars=hello.takes_grammars,
             synthetic_acceptance=tuple(hello.synthetic_acceptance),
+            step_cost_source=hello.step_cost_source,
+            step_cost_reason=hello.step_cost_reason,
         )

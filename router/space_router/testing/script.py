@@ -66,6 +66,8 @@ class Script:
     model_hash: str = "scripted"
     tokenizer_hash: str = ""
     protocol_major: int = 1
+    step_cost_source: str = ""  # what Hello says of them
+    step_cost_reason: str = ""
 
     step_seconds: float = 0.0  # sleep before each step
     plain_step_seconds: float = 0.001  # what it reports as the cost of plain decoding

@@ -101,6 +101,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             attention="none",
             eos_ids=script.eos_ids,
             takes_grammars=script.takes_grammars,
+            step_cost_source=script.step_cost_source,
+            step_cost_reason=script.step_cost_reason,
             adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
         )
 

@@ -29,9 +29,11 @@ from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
 from space_model.checkpoint.json_file import read_object
 from space_model.checkpoint.peft_folder import refuse_as_model
 from space_model.checkpoint.quantized_formats import read_format
-from space_model.convert.source import ConvertError, SourceWeights, TensorEntry
+from space_model.checkpoint.space_section import SpaceSection
+from space_model.convert.source import ConvertError, SourceWeights, TensorEntry, weight_files
 from space_model.convert.target import converted_folder, write_shards
 from space_model.convert.vocabulary import VocabularyTensors
+from space_model.loading.load import check_tensors
 from space_model.model_error import CheckpointNotFound, ModelError
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
@@ -80,6 +82,8 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
     num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
     space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
+    files = weight_files(source) if gguf is None else gguf.weights
+    names_base = _check_base(Checkpoint(str(given), source, config, files, source))
     spare = 64 * 1024**2  # tokenizer, configs, headers
     with (
         converted_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
@@ -96,6 +100,8 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
         if given.is_dir() and given != source:
             _copy_drafters(given, folder, config)
         _write_config(folder, config, space, vocabulary, wish.dtype)
+        if names_base:
+            _name_base(folder)
         if not (source / "tokenizer.json").is_file():
             _write_tokenizer(source, folder)
 
@@ -220,6 +226,27 @@ def _write_config(
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
+def _check_base(source: Checkpoint) -> bool:
+    """Whether the adapter of the source names the weights that it was made for; they must be those of the source.
+
+    Raises InvalidSpaceSection.
+    """
+    space, num_ids = source.config.get("space"), int(source.config["vocab_size"])
+    if not isinstance(space, dict) or space.get("base_sha256") is None:
+        return False
+    section = SpaceSection.parse(source.config, mask_ids=None, num_masks=None, vocab_size=num_ids)
+    section.check_base(source.name, source.weights_sha256)
+    return section.base_sha256 is not None
+
+
+def _name_base(folder: Path) -> None:
+    """Let the adapter in `folder` name the weights there: those that it was made for, in other files or numbers."""
+    file = folder / "config.json"
+    config = read_object(file)
+    config["space"]["base_sha256"] = Checkpoint.open(folder).weights_sha256()
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _write_tokenizer(source: Path, folder: Path) -> None:
     """tokenizer.json from the older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
     if not any((source / name).is_file() for name in _TOKENIZERS):
@@ -237,7 +264,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 def what_is_missing(folder: Path) -> str | None:
     """Why the converted checkpoint is not served as it is, and what to do; None: it is."""
     try:
-        family.read_config(Checkpoint.open(folder))
+        check_tensors(folder)
     except ModelError as error:
         return str(error)
     if not (folder / "tokenizer.json").is_file():

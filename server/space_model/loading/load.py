@@ -245,17 +245,12 @@ def _read_weights(
     form = read_format(checkpoint.config, checkpoint.name)
     if weights == "fp8":
         check_plain(form)
-    with _quiet(), without_compiler():
-        try:
-            packed = None
-            if form is not None and stays_packed(form, device):
-                packed = read_packed(checkpoint, config, form, dtype, device)
-            in_turn = weights == "fp8" and device.type != "cpu"  # what makes them smaller asks for one after another
-            model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-        except (RuntimeError, ValueError, ImportError) as error:
-            raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
+    with _reading(checkpoint):
+        packed = None
+        if form is not None and stays_packed(form, device):
+            packed = read_packed(checkpoint, config, form, dtype, device)
+        in_turn = weights == "fp8" and device.type != "cpu"  # what makes them smaller asks for one after another
+        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)
@@ -267,6 +262,32 @@ def _read_weights(
         settle(model, dtype, device)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+@malformed_is_unsupported()
+def check_tensors(path: str | Path | Checkpoint) -> None:
+    """Check that the model has a place for every tensor of the checkpoint at `path`, and all that it needs is there.
+
+    Plain weights are not read, only their headers; quantised ones are, one at a time. Raises a ModelError that names
+    the tensor.
+    """
+    checkpoint = Checkpoint.open(path)
+    config = family.read_config(checkpoint)
+    with _reading(checkpoint):
+        model, found = stream_model(checkpoint, config, torch.float32, torch.device("meta"))
+    check_found(checkpoint, model, found)
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Read weights by transformers in the block: its errors become ModelErrors that name the checkpoint."""
+    with _quiet(), without_compiler():
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
+        except (RuntimeError, ValueError, ImportError) as error:
+            raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
 
 
 @contextmanager

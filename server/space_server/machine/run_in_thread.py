@@ -8,6 +8,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+LOOK = 0.5
+"""Seconds after which the waiting thread looks for signals: one that comes just before it sleeps does not wake it."""
+
 
 def run_in_thread(work: Callable[[], T]) -> T:
     """What `work` returns or raises, done in a thread of its own.
@@ -29,7 +32,8 @@ def run_in_thread(work: Callable[[], T]) -> T:
     # A daemon: a signal that ends the process while the model loads does not wait for it.
     thread = threading.Thread(target=run, name="passing", daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(LOOK)
     if errors:
         raise errors[0]
     return results[0]

@@ -22,11 +22,9 @@ from space_kernels.build.cache_folder import cache_folder
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
 from space_model.checkpoint.json_file import read_object
-from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.space_section import SpaceSection
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
-from space_model.precision import choose_device, choose_dtype
+from space_model.precision import choose_device
 
 from space_server.config import WorkerConfig, parse
 from space_server.machine.cores import num_cores
@@ -40,7 +38,7 @@ from space_server.startup.machine_check import (
     check_gpu,
     check_shared_memory,
 )
-from space_server.startup.model_need import ModelNeed, num_blocks_of, num_weights, shown
+from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown
 from space_server.startup.model_source import ModelSource
 
 OLDEST_CAPABILITY = (8, 0)
@@ -126,38 +124,24 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
                 checkpoint = Checkpoint.open(config.model, hub.fetch)
         else:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
-        model = family.read_config(checkpoint)
-        dtype, reason = choose_dtype(
-            config.dtype,
-            device,
-            getattr(model, "dtype", None),
-            config.weights,
-            config.cpu_kernels,
-            kept=checkpoint.kept_as,
-        )
-        section = SpaceSection.parse(
-            checkpoint.config,
-            mask_ids=config.space_mask_ids,
-            num_masks=config.space_num_masks,
-            vocab_size=int(model.vocab_size),
-        )
-        form = read_format(checkpoint.config, checkpoint.name)
+        asked = AskedModel.of(config, checkpoint)
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
-    held = number_format(dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
-    kept = "" if form is None else f", quantised ({form.name})"
+    model = asked.config
+    held = number_format(asked.dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
+    kept = "" if asked.form is None else f", quantised ({asked.form.name})"
     if checkpoint.gguf is not None:
         kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
-    drafts = "an adapter that drafts" if section.adapter else f"{len(section.mask_ids)} masks"
+    drafts = "an adapter that drafts" if asked.section.adapter else f"{len(asked.section.mask_ids)} masks"
     yield Finding(
         "model",
         "ok",
-        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in {held} ({reason}){kept}; "
-        f"{drafts}",
+        f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in {held} "
+        f"({asked.dtype_reason}){kept}; {drafts}",
     )
     num_heads, kv_heads, head_dim = family.sizes(model)
-    yield _attention(config, device, dtype, num_heads, kv_heads, head_dim)
+    yield _attention(config, device, asked.dtype, num_heads, kv_heads, head_dim)
     trained = int(getattr(model, "max_position_embeddings", 0) or 0)
     window = config.max_model_len or trained
     if window < 1:

@@ -36,6 +36,38 @@ _OTHERS = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, 
 
 
 @dataclass(frozen=True)
+class AskedModel:
+    """The model that a worker is asked to serve, as far as its config and the worker's flags say."""
+
+    config: PreTrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    dtype_reason: str
+    section: SpaceSection
+    form: QuantizedFormat | None  # None: its weights are not quantised
+
+    @classmethod
+    def of(cls, config: WorkerConfig, checkpoint: Checkpoint) -> AskedModel:
+        """Raises ModelError."""
+        model, device = family.read_config(checkpoint), choose_device(config.device)
+        dtype, reason = choose_dtype(
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
+            kept=checkpoint.kept_as,
+        )
+        section = SpaceSection.parse(
+            checkpoint.config,
+            mask_ids=config.space_mask_ids,
+            num_masks=config.space_num_masks,
+            vocab_size=int(model.vocab_size),
+        )
+        return cls(model, device, dtype, reason, section, read_format(checkpoint.config, checkpoint.name))
+
+
+@dataclass(frozen=True)
 class ModelNeed:
     """Bytes, by what they are for. `PageNeed` of memory.py is met: pages are counted by what is here."""
 
@@ -69,25 +101,10 @@ class ModelNeed:
     @classmethod
     def asked(cls, config: WorkerConfig, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
         """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
-        model = family.read_config(checkpoint)
-        device = choose_device(config.device)
-        dtype, _ = choose_dtype(
-            config.dtype,
-            device,
-            getattr(model, "dtype", None),
-            config.weights,
-            config.cpu_kernels,
-            kept=checkpoint.kept_as,
-        )
-        section = SpaceSection.parse(
-            checkpoint.config,
-            mask_ids=config.space_mask_ids,
-            num_masks=config.space_num_masks,
-            vocab_size=int(model.vocab_size),
-        )
-        form = read_format(checkpoint.config, checkpoint.name)
+        asked = AskedModel.of(config, checkpoint)
+        device = asked.device
         if config.weights == "fp8":
-            check_plain(form)
+            check_plain(asked.form)
             if device.type == "cpu":
                 raise InvalidSetting(
                     "fp8 weights are for GPUs, and the device is cpu, where they save nothing; take --weights int8."
@@ -99,13 +116,13 @@ class ModelNeed:
             )
         need = cls.of(
             checkpoint,
-            model,
-            dtype,
+            asked.config,
+            asked.dtype,
             device,
-            window=_window(model, config.max_model_len),
-            num_masks=section.num_masks or 0,
-            drafting=list(_drafting(checkpoint.home, section)),
-            form=form,
+            window=_window(asked.config, config.max_model_len),
+            num_masks=asked.section.num_masks or 0,
+            drafting=list(_drafting(checkpoint.home, asked.section)),
+            form=asked.form,
             float8_kv=config.kv_dtype == "fp8",
             num_ranks=config.tensor_parallel,
             unread=unread,

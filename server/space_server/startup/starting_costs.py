@@ -1,8 +1,8 @@
 """What a worker believes of the costs of steps when it starts: what an earlier start has kept, or what it measures.
 
-kept in the file    a plain step takes as long as it says: the machine is the one that it was
-measured            three passes agreed, and nothing else computed: kept for the next start
-doubted             measured beside other work: a beginning to learn from, and not kept
+file        an earlier start has written it, and a plain step takes as long as it says
+measured    at this start: three passes agreed, and nothing else computed; written to the file for the next start
+learned     three passes differed, or something else computed: a beginning to learn from while serving, not written
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
 
 from space_server.machine.machine_load import LoadWatch
 from space_server.startup.calibration import Calibration, Timing
 from space_server.startup.cost_file import BadCostFile, CostFile, KeptCosts
-from space_server.step_costs.step_cost import Point, StepCost
+from space_server.step_costs.step_cost import CostOrigin, Point, StepCost
 
 TRIES = 3
 """Times that a plain step is held against the file before it is given up: one hiccup of the machine is no reason."""
@@ -36,11 +35,13 @@ class StartingCosts:
     """Points, and how far they can be relied on."""
 
     points: list[Point]
-    origin: Literal["kept", "measured", "doubted"]
+    origin: CostOrigin
 
     def cost(self) -> StepCost:
-        """What steps are expected to take; it goes on learning, at once where the points are doubted."""
-        return StepCost.from_points(self.points, are_sure=self.origin != "doubted")
+        """What steps are expected to take; it goes on learning, at once where the points are a beginning only."""
+        cost = StepCost.from_points(self.points, are_sure=self.origin.source != "learned")
+        cost.origin = self.origin
+        return cost
 
 
 def tolerance(kept: KeptCosts, timing: Timing) -> float:
@@ -62,7 +63,7 @@ def starting_costs(
     """
     points = _kept(file, time_plain_step)
     if points is not None:
-        return StartingCosts(points, "kept")
+        return StartingCosts(points, CostOrigin("file"))
     watch.begin()
     watch.look()
     calibration = measure(watch.look)
@@ -71,10 +72,10 @@ def starting_costs(
         return None
     why_not = load.why_busy or calibration.why_unsure
     if why_not is not None:
-        _log.info("step costs are not kept, but learnt while serving: %s", why_not)
-        return StartingCosts(calibration.points, "doubted")
+        _log.info("step costs are not kept, but learned while serving: %s", why_not)
+        return StartingCosts(calibration.points, CostOrigin("learned", why_not))
     file.write(calibration, load, now())
-    return StartingCosts(calibration.points, "measured")
+    return StartingCosts(calibration.points, CostOrigin("measured"))
 
 
 def _kept(file: CostFile, time_plain_step: Callable[[], Timing | None]) -> list[Point] | None:

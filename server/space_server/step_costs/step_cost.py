@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -104,12 +104,23 @@ class StepShape(NamedTuple):
         return cls(num_sequences, num_sequences, num_context=num_context, num_noisy_rows=num_noisy)
 
 
+class CostOrigin(NamedTuple):
+    """Where the costs of steps came from when the worker started."""
+
+    source: Literal["file", "measured", "learned"]
+    reason: str = ""  # why they are learned
+
+
+UNMEASURED = CostOrigin("learned", "no step was measured when the worker started")
+
 Point = tuple[StepShape, float]
 Place = tuple[int, int, bool, int]
 
 
 class StepCost:
     """Seconds of a step."""
+
+    origin: CostOrigin = UNMEASURED
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights`: seconds for one of each of the parts."""

@@ -6,9 +6,10 @@ from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.step_costs.step_cost import CostOrigin
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 6
+PROTOCOL_MINOR = 7
 
 
 def hello_of(
@@ -21,6 +22,7 @@ def hello_of(
     max_draft_length: int,
     takes_grammars: bool,
     synthetic: SyntheticAcceptance | None,
+    cost_origin: CostOrigin,
 ) -> pb.Hello:
     """Its model, the room it has, and what it can do."""
     return pb.Hello(
@@ -45,6 +47,8 @@ def hello_of(
         eos_ids=facts.eos_ids,
         takes_grammars=takes_grammars,
         synthetic_acceptance=synthetic.chances if synthetic is not None else (),
+        step_cost_source=cost_origin.source,
+        step_cost_reason=cost_origin.reason,
         adapters=[
             pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
             for adapter in facts.adapters

@@ -56,6 +56,8 @@ def write_checkpoint(
         config["space"] = space_section(trainee)
         if acceptance:
             config["space"]["acceptance"] = [round(chance, 3) for chance in acceptance]
+        if trainee.adapters is not None:  # it drafts for the weights that it was trained on, which stay as they are
+            config["space"]["base_sha256"] = source.weights_sha256()
     number = torch.float32 if dtype is None else dtype
     if trainee.adapters is not None:
         trainee.adapters.export(number).save(folder / GATED_LORA_FILE)

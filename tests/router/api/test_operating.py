@@ -107,6 +107,27 @@ async def test_info_says_what_runs(router: Any) -> None:
     assert (await router.client.get("/openapi.json")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("source", "reason", "shown"),
+    [
+        ("file", "", {"source": "file", "reason": None}),
+        ("measured", "", {"source": "measured", "reason": None}),
+        (
+            "learned",
+            "5 tasks could run at once on 2 processors",
+            {"source": "learned", "reason": "5 tasks could run at once on 2 processors"},
+        ),
+        ("", "", None),  # an older worker
+        ("by a later version", "", None),
+    ],
+)
+async def test_info_says_where_the_costs_of_steps_came_from(
+    start: Start, source: str, reason: str, shown: dict[str, str | None] | None
+) -> None:
+    async with start(step_cost_source=source, step_cost_reason=reason) as router:
+        assert (await router.client.get("/info")).json()["step_costs"] == shown
+
+
 async def test_tokenize_and_detokenize_are_inverse(router: Any) -> None:
     tokens = (await router.post("/tokenize", prompt="hello é")).json()
     assert tokens["count"] == len(tokens["tokens"]) == 4

@@ -1,17 +1,18 @@
 """What operators ask: is it alive, is it ready, what is it, how does it do."""
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request
 from space_common.version import version
 from starlette.responses import Response
 
 from space_router.api.openai.answers import OpenAIError
-from space_router.api.ops.operating_answers import Alive, Cancelled, Info, Load, Ready, Started, Version
+from space_router.api.ops.operating_answers import Alive, Cancelled, Info, Load, Ready, Started, StepCostSource, Version
 from space_router.api.request_builder import choice_id
 from space_router.api.schema import answers
 from space_router.api.service import Service
 from space_router.api.tgi.answers import TgiError
+from space_router.engine.model_facts import WorkerModelFacts
 from space_router.errors import NotFound, Unavailable
 from space_router.http_server.answers import answer
 from space_router.http_server.body import shown
@@ -116,6 +117,7 @@ def describe(service: Service) -> dict[str, Any]:
             "num_masks": None if facts is None else facts.num_masks,
             "draft_head": None if facts is None else facts.has_draft_head,
         },
+        "step_costs": None if facts is None else _step_costs(facts),
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
@@ -124,3 +126,10 @@ def describe(service: Service) -> dict[str, Any]:
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,
     }
+
+
+def _step_costs(facts: WorkerModelFacts) -> dict[str, str | None] | None:
+    """Where a worker's estimates of how long steps take came from; None: it does not say."""
+    if facts.step_cost_source not in get_args(StepCostSource):
+        return None
+    return {"source": facts.step_cost_source, "reason": facts.step_cost_reason or None}

@@ -4,6 +4,8 @@ from typing import Literal
 
 from space_router.api.openai.answers import Answer, Count
 
+StepCostSource = Literal["file", "measured", "learned"]
+
 
 class Ready(Answer):
     """New work is taken."""
@@ -89,6 +91,16 @@ class SpeculationInfo(Answer):
     draft_head: bool | None
 
 
+class StepCostsInfo(Answer):
+    """Where the worker's estimates of how long steps take came from when it started.
+
+    `file`: kept by an earlier start; `measured`: at this start; `learned`: while serving, because of `reason`.
+    """
+
+    source: StepCostSource
+    reason: str | None
+
+
 class Info(Answer):
     """Model, limits and speculation, with TGI's names where TGI has them; what only a worker knows may be null."""
 
@@ -114,6 +126,7 @@ class Info(Answer):
     block_size: Count | None
     num_blocks: Count | None
     speculation: SpeculationInfo
+    step_costs: StepCostsInfo | None
     synthetic_acceptance: list[float] | None
     model_fallback: str | None
     adapters: list[str]
