@@ -72,15 +72,15 @@ FEW = "--limit 1 --max-tokens 8"
 ADDED = {
     "train": "--steps 2 --length 64 --rows-per-step 2 --self-generate-tokens 8",
     "bench": "--rounds 1 --requests 2 --output-tokens 8 --warm-up 1",
-    "bench edge": "--tokens 16",
-    "bench overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
-    "bench product": "--rounds 1 --shapes 768x768",
-    "bench streams": "--tokens 8 --no-flood",
     "eval acceptance": FEW,
     "eval equivalence": "--k 3",
     "eval paper": f"{FEW} --rounds 1",
     "eval quality": f"{FEW} --seconds 5",
     "eval speed": f"{FEW} --rounds 1 --k 3",
+    "tests/perf edge": "--tokens 16",
+    "tests/perf matmul": "--rounds 1 --shapes 768x768",
+    "tests/perf overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
+    "tests/perf streams": "--tokens 8 --no-flood",
 }
 """Flags by which a program does little, where the command does not give them itself."""
 
@@ -228,6 +228,8 @@ def test_the_command_does_what_it_is_written_for(
     if "spaceserve" in words[0] and words[1] in SERVERS:
         serves(words, folder)
         return
+    if words[1] == "tests/perf":
+        words[1] = str(root / words[1])
     if words[1] in ("chat", "workers"):
         words += ["--url", url]
     output = run(words, folder, given="Add two numbers.\n")  # who talks by a pipe asks one thing

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from perf.command import MEASUREMENTS
+from perf.command import parser as perf_parser
 from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
 from space_eval.bench.command import COMMANDS as BENCHMARKS
@@ -116,6 +118,16 @@ def test_every_benchmark_is_named_exists_and_takes_the_flags_it_is_given(whole: 
             named.discard(flags[0])
         else:
             parse_bench(flags, "")
+
+
+def test_every_measurement_of_parts_is_named_and_takes_the_flags_it_is_given(
+    whole: str, typed: list[list[str]]
+) -> None:
+    assert set(re.findall(r"`python tests/perf ([a-z-]+)", whole)) == set(MEASUREMENTS)
+    lines = [words[2:] for words in typed if words[1:2] == ["tests/perf"]]
+    assert len(lines) >= 4
+    for flags in lines:
+        perf_parser(flags).parse_args(flags)
 
 
 def test_every_program_of_the_command_line_is_named_on_the_first_page(readme: str) -> None:

@@ -31,25 +31,26 @@ from space_eval.plots import PlotError
 from space_eval.prompts import PromptError, built_in, long_text
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "engines": ("space_eval.engines", "other inference engines beside ours, in one run on the same weights"),
-    "edge": ("space_eval.edge", "one core and 1 GiB: are all texts exact, and what does the server take"),
-    "memory": ("space_eval.memory_table", "what SPACE takes in memory, beside a server with a draft model"),
-    "overhead": ("space_eval.overhead", "what masks cost: step time by rows, and the batch at which they stop paying"),
     "make-model": (
         "space_eval.make_model",
         "a checkpoint with random weights, to measure a size that one has no model of",
     ),
-    "product": ("space_eval.product", "the CPU's product of few rows, beside memory's speed and torch's own"),
-    "host-time": ("space_eval.host_time", "what a step costs the host beside the model, by part"),
-    "streams": ("space_eval.streams", "what one router adds and costs, from one stream to a thousand"),
-    "scheduler": ("space_eval.scheduler_cost", "what a step costs the router, by requests that wait and by pages"),
 }
 """What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
 
+IN_A_CHECKOUT = "in a checkout, `.venv/bin/python tests/perf %s` measures this"
 MOVED = {
+    "edge": IN_A_CHECKOUT % "edge",
+    "engines": IN_A_CHECKOUT % "engines",
+    "host-time": IN_A_CHECKOUT % "host-time",
+    "memory": IN_A_CHECKOUT % "memory",
+    "overhead": IN_A_CHECKOUT % "overhead",
+    "product": IN_A_CHECKOUT % "matmul",
+    "scheduler": IN_A_CHECKOUT % "scheduler",
     "simulate": "in a checkout, tests/simulation holds the scheduler and the controller in virtual time",
     "sizing": "`spaceserve bench --rate … --slo …` measures what a server holds",
     "soak": "in a checkout: `make soak FLAGS=…`",
+    "streams": IN_A_CHECKOUT % "streams",
 }
 """Commands that were removed, and what to use instead."""
 

@@ -1,0 +1,1 @@
+"""Inference engines side by side, each in a process of its own."""

@@ -1,0 +1,260 @@
+"""What mask rows cost: the step by its parts, tokens per second against plain decoding, and where layouts stop paying.
+
+The worker is stepped in this process, without a server. Plain decoding, fixed layouts and the server's own choice take
+turns on the same weights, pages and prompts, and every text must be plain decoding's. With synthetic acceptance each
+draft is the text's own continuation, replaced by a wrong id often enough that the given rate results: every table is
+labelled with it, and the embedded model with its own drafts is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from space_eval.bench.estimates import Ratio
+from space_eval.overhead_arms import PLAIN, PRUNED, Arm, arms
+from space_eval.prompts import built_in
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load import load_model
+from space_model.space_model import SpaceModel
+from space_server.__main__ import choose_threads
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label, parse_chances
+from space_server.startup.calibration import SECONDS
+from tokenizers import Tokenizer
+
+from perf.harness import PerfError, Report, at_least, log, numbers, table, take_turns
+from perf.overhead_steps import MOST_ROWS, TAIL, Bench, Load, PassCost, Turn, measure_pass
+
+NOTES = """\
+Rows and milliseconds: of one step of the whole batch. E: tokens of one sequence per step, after the prompt. EOS is
+ignored; every text was plain decoding's, token for token. Head: the output head, over chain rows and accepted groups.
+Drafting: draft head and choice of drafts. Host: the rest of the step.
+
+Against plain: each ratio is of one round, in which plain decoding and all layouts took turns in the same process on
+the same pages; median, 95 % bootstrap bounds. Predicted: SPACE §5, E·t(B)/t(B·T), with E from this table and t
+measured as one pass of so many plain rows plus the head over those sampled, without host, drafting and context. E/T:
+its limit where rows are no longer free. Where a layout falls below plain decoding: the batch, between measured ones."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and where its drafts come from."""
+
+    model: str  # as given
+    chances: tuple[float, ...] | None  # of synthetic acceptance; None: its own masks
+
+    @property
+    def title(self) -> str:
+        """For every table."""
+        return f"{Path(self.model).name}, {'its own drafts' if self.chances is None else label(self.chances)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout at one batch: medians over the rounds."""
+
+    num_sequences: int
+    arm: str
+    chain_rows: float  # per step, over all sequences
+    mask_rows: float
+    tokens_per_step: float  # E, of one sequence
+    step_ms: float
+    parts_ms: dict[str, float]
+    tokens_per_second: float
+    ratio: Ratio  # to plain decoding
+    predicted: float
+    limit: float  # E/T
+
+
+def row(arm: str, turns: Sequence[Turn], plains: Sequence[Turn], cost: PassCost) -> Row:
+    """From the rounds of one arm and one batch, and those of plain decoding beside them."""
+    num_sequences, steps = turns[0].num_sequences, sum(turn.num_steps for turn in turns)
+    chain = sum(turn.num_chain_rows for turn in turns) / steps
+    masks = sum(turn.num_mask_rows for turn in turns) / steps
+    tokens = sum(turn.num_tokens for turn in turns) / (steps * num_sequences)
+    parts = {
+        part: statistics.median(1000 * turn.parts[part] / turn.num_steps for turn in turns) for part in turns[0].parts
+    }
+    return Row(
+        num_sequences,
+        arm,
+        chain,
+        masks,
+        tokens,
+        step_ms=statistics.median(1000 * turn.seconds / turn.num_steps for turn in turns),
+        parts_ms=parts,
+        tokens_per_second=statistics.median(turn.tokens_per_second for turn in turns),
+        ratio=Ratio.of([t.tokens_per_second / plain.tokens_per_second for t, plain in zip(turns, plains, strict=True)]),
+        predicted=cost.speed_up(
+            tokens_per_step=tokens, num_sequences=num_sequences, num_rows=chain + masks, num_chain_rows=chain
+        ),
+        limit=tokens * num_sequences / (chain + masks),
+    )
+
+
+def crossing(ratios: Sequence[tuple[int, float]]) -> str:
+    """The batch at which the ratio falls below 1, on a straight line over log(batch): `5.7`, `< 1` or `> 64`."""
+    if not ratios:
+        return "–"
+    if ratios[0][1] < 1.0:
+        return f"< {ratios[0][0]}"
+    for (batch, ratio), (next_batch, next_ratio) in pairwise(ratios):
+        if next_ratio < 1.0:
+            share = (ratio - 1.0) / (ratio - next_ratio)
+            return f"{batch * (next_batch / batch) ** share:.1f}"
+    return f"> {ratios[-1][0]}"
+
+
+def tables(subject: Subject, rows: Sequence[Row]) -> list[str]:
+    """Two tables, each under the subject's title."""
+    parts = list(rows[0].parts_ms)
+    head = ("batch", "layout", "rows: chain + masks", "E", "step ms", *parts, "tokens/s", "against plain", "predicted")
+    cells = [
+        (
+            r.num_sequences,
+            r.arm,
+            f"{r.chain_rows:.1f} + {r.mask_rows:.1f}",
+            f"{r.tokens_per_step:.2f}",
+            f"{r.step_ms:.2f}",
+            *(f"{milliseconds:.2f}" for milliseconds in r.parts_ms.values()),
+            f"{r.tokens_per_second:.0f}",
+            "1" if r.arm == PLAIN else r.ratio.shown(),
+            f"{r.predicted:.2f}",
+            f"{r.limit:.2f}",
+        )
+        for r in rows
+    ]
+    layouts = []
+    for arm in dict.fromkeys(r.arm for r in rows if r.arm != PLAIN):
+        of_arm = [r for r in rows if r.arm == arm]
+        measured = crossing([(r.num_sequences, r.ratio.median) for r in of_arm])
+        layouts.append((arm, measured, crossing([(r.num_sequences, r.predicted) for r in of_arm])))
+    falls = table(("layout", "measured", "predicted"), layouts)
+    return [
+        f"Steps of {subject.title}\n\n{table((*head, 'E/T'), cells)}",
+        f"Batch at which {subject.title} falls below plain decoding\n\n{falls}",
+    ]
+
+
+def measure(
+    model: SpaceModel, subject: Subject, options: argparse.Namespace, chosen: Sequence[Arm], prompts: list[list[int]]
+) -> list[Row]:
+    """All batches of one subject. Raises PerfError."""
+    facts = model.facts
+    synthetic = None
+    if subject.chances is not None:
+        synthetic = SyntheticAcceptance(subject.chances, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
+    most = max(options.batch)
+    cost = measure_pass(model, most_rows=min(MOST_ROWS, 36 * most))
+    bench = Bench(
+        model,
+        Load(prompts, options.max_tokens),
+        chosen,
+        most_sequences=most,
+        synthetic=synthetic,
+        calibration_seconds=options.calibration_seconds,
+    )
+    rows = []
+    for batch in options.batch:
+        log(f"{subject.title}: batch {batch}")
+        bench.learn_texts(batch)
+        turns: dict[str, list[Turn]] = {arm.name: [] for arm in chosen}
+
+        def turn(arm: Arm, number: int, batch: int = batch, turns: dict[str, list[Turn]] = turns) -> None:
+            gc.collect()
+            # The first round warms up, lets auto find its layout, and is not counted.
+            steps = 3 if number == 0 and arm.rule is not None else options.steps
+            done = bench.turn(arm, batch, most_steps=steps)
+            if number:
+                turns[arm.name].append(done)
+
+        take_turns(chosen, options.rounds + 1, turn)
+        rows += [row(arm.name, turns[arm.name], turns[PLAIN], cost) for arm in chosen]
+    return rows
+
+
+def prompts_of(model: SpaceModel, name: str, options: argparse.Namespace) -> list[list[int]]:
+    """One for each sequence, all different, all equally long: function heads, each the end of a text of several."""
+    longest = model.facts.window - options.max_tokens - TAIL
+    if options.prompt_tokens > longest:
+        raise PerfError(f"--prompt-tokens is {options.prompt_tokens}; with --max-tokens it is at most {longest}.")
+    file = Checkpoint.open(name).folder / "tokenizer.json"
+    if not file.is_file():
+        raise PerfError(f"{file} does not exist. Save the tokenizer in its fast form, or run spaceserve convert.")
+    tokenizer = Tokenizer.from_file(str(file))
+    heads = [tokenizer.encode(prompt.text).ids for prompt in built_in()]
+    prompts = []
+    for n in range(max(options.batch)):
+        ids = list(heads[n % len(heads)])
+        mark = tokenizer.encode(f"# {n}\n").ids
+        while len(ids) < options.prompt_tokens:
+            ids = [*heads[(n + len(ids)) % len(heads)], *mark, *ids]
+        prompts.append([*mark, *ids[-options.prompt_tokens :]][-options.prompt_tokens :])
+    return prompts
+
+
+def run(options: argparse.Namespace) -> Report:
+    """The model with its own drafts; or with synthetic acceptance, beside the embedded model with its own."""
+    subjects = [Subject(options.model, None)]
+    if options.synthetic_acceptance:
+        subjects = [Subject("demo", None), *(Subject(options.model, given) for given in options.synthetic_acceptance)]
+    most_threads = torch.get_num_threads()  # before a model for which one is enough
+    found, facts = [], {}
+    for subject in subjects:
+        threads = options.num_threads if subject.model == options.model else None
+        model = load_model(subject.model, num_threads=threads or choose_threads(subject.model) or most_threads)
+        most_masks = model.facts.most_masks
+        if not most_masks:
+            raise PerfError(
+                f"{subject.model} has no masks: there is nothing to lay out. Give it some with spaceserve train, or "
+                "make a model that has: spaceserve bench make-model."
+            )
+        chosen = arms(options.k, [(k, kept) for k, kept in PRUNED if k in options.k], most_masks=most_masks)
+        found.append(measure(model, subject, options, chosen, prompts_of(model, subject.model, options)))
+        facts[subject.title] = (
+            f"{str(model.facts.dtype).removeprefix('torch.')} on {model.facts.device}, {model.facts.num_threads} "
+            f"threads, {most_masks} masks, {'a' if model.facts.has_draft_head else 'no'} draft head"
+        )
+    facts["load"] = (
+        f"prompts of {options.prompt_tokens} tokens, {options.max_tokens} more each, greedy, {options.rounds} rounds "
+        f"of up to {options.steps} steps"
+    )
+    return report(subjects, found, facts)
+
+
+def report(subjects: Sequence[Subject], found: Sequence[Sequence[Row]], facts: dict[str, str]) -> Report:
+    """Every subject's tables and rows."""
+    shown = [part for subject, rows in zip(subjects, found, strict=True) for part in tables(subject, rows)]
+    record = [
+        {"title": subject.title, "synthetic_acceptance": subject.chances, "rows": [asdict(r) for r in rows]}
+        for subject, rows in zip(subjects, found, strict=True)
+    ]
+    return Report("What masks cost", NOTES, shown, {"subjects": record}, facts)
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    try:
+        return parse_chances(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
+    add("--synthetic-acceptance", type=_chances, action="append", metavar="P",
+        help=".78, .57, or five chances by mask depth; repeatable [the model's own drafts]")  # fmt: skip
+    add("--batch", type=numbers(1), default=[1, 2, 4, 8, 16, 32, 64], metavar="B,…", help="[1,2,4,8,16,32,64]")
+    add("--k", type=numbers(1), default=[1, 2, 3, 5], metavar="K,…", help="drafts of fixed layouts [1,2,3,5]")
+    add("--rounds", type=at_least(1), default=9, help="in which all layouts take turns [9]")
+    add("--max-tokens", type=at_least(1), default=64, help="timed, of each sequence [64]")
+    add("--steps", type=at_least(1), default=24, help="most steps of a turn [24]")
+    add("--prompt-tokens", type=at_least(1), default=64, help="of each sequence [64]")
+    add("--calibration-seconds", type=float, default=SECONDS, help="for auto, as at a server's start [as there]")
+    add("--num-threads", type=at_least(1), help="of a matmul [as the server chooses]")
