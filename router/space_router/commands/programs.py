@@ -36,6 +36,6 @@ PROGRAMS: Mapping[str, Program] = {
     "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
     "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
     "bench": Program("space_eval.bench", "measure throughput and latency"),
-    "chat": Program("space_router.commands.terminal_chat", "talk to a running server in this terminal"),
+    "chat": Program("space_router.commands.chat", "talk to a running server in this terminal"),
     "convert": Program("space_model.convert.convert", "turn a checkpoint into one this server takes"),
 }

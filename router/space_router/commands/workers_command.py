@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from space_router.commands.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
+from space_router.commands.server_client import KEY_VARIABLE, ChatError, ServerClient, own_key
 from space_router.output import say
 
 URL = "http://127.0.0.1:8080"
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 where a restart failed, 2 where the server cannot be asked."""
     options = _parser().parse_args(argv)
     try:
-        server = ChatServer(options.url, own_key(options.api_key_file, os.environ))
+        server = ServerClient(options.url, own_key(options.api_key_file, os.environ))
         if options.command == "restart":
             return restart(server, options.only, options.finish_seconds)
         say(table(server.ask("/workers")))
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def restart(
-    server: ChatServer,
+    server: ServerClient,
     numbers: list[int] | None,
     finish_seconds: float | None,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import sys
 import time
@@ -13,14 +14,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from space_router.commands.terminal_client import KEY_VARIABLE, ChatError, ChatServer, own_key
-from space_router.commands.terminal_paint import Paint, safe, wants_colour
+from space_router.commands.server_client import KEY_VARIABLE, ChatError, ServerClient, own_key
 
 URL = "http://127.0.0.1:8080"
 COMPLETION_TOKENS = 256
 """Most tokens of a continued text, unless something else is set: a text seldom says where it ends."""
 RETRY_SECONDS = 1.0
 """Between two questions to a server that is still starting."""
+
+COLOURS = (34, 33, 35, 32, 36)
+"""Foregrounds that steps take turns with, as the terminal's own theme has them: blue, yellow, magenta, green, cyan."""
+DRAFT, OWN, QUIET = "4", "1", "2"
+"""Underlined: an accepted draft. Bold: the step's own token. Dim: what is not the answer."""
 
 _DESCRIPTION = """\
 Talks to a running server. Each colour is one step of the model: underlined are the drafts that came true in it, bold is
@@ -54,8 +59,8 @@ A line that ends with \\ goes on in the next one. A text that begins with / is w
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What goes along with every request; None is left to the server."""
+class ChatSettings:
+    """Fields of every request; None leaves the choice to the server."""
 
     chat: bool = True
     model: str | None = None
@@ -68,25 +73,25 @@ class Settings:
 
     def request(self, text: str, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, dict[str, Any]]:
         """Path and body that ask for an answer to `text`, in a conversation after the messages `before`."""
-        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "include_steps": True}}
-        for name in ("model", "max_tokens", "temperature", "top_p", "seed", "speculation"):
-            if (value := getattr(self, name)) is not None:
-                body[name] = value
+        body = {name: value for name, value in self._given().items() if name != "system"}
+        body |= {"stream": True, "stream_options": {"include_usage": True, "include_steps": True}}
         if not self.chat:
             return "/v1/completions", {"max_tokens": COMPLETION_TOKENS, **body, "prompt": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
         return "/v1/chat/completions", {**body, "messages": [*system, *before, {"role": "user", "content": text}]}
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """One line."""
-        names = ("model", "max_tokens", "temperature", "top_p", "seed", "speculation", "system")
-        given = [f"{name} {value}" for name in names if (value := getattr(self, name)) is not None]
+        given = [f"{name} {value}" for name, value in self._given().items()]
         return ", ".join(["chat" if self.chat else "completion", *given])
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "chat" and value is not None}
 
 
 @dataclass
-class Tally:
-    """What one answer has cost, from its events. Times are seconds of one clock."""
+class AnswerStatistics:
+    """Tokens, steps and times of one answer, from its events. Times are seconds of one clock."""
 
     text: str = ""
     num_tokens: int = 0
@@ -98,20 +103,20 @@ class Tally:
     seed: int | None = None
 
     def add(self, text: str, spaceserve: Mapping[str, Any] | None, now: float) -> None:
-        told = spaceserve or {}
-        tokens = told.get("tokens", [])
+        fields = spaceserve or {}
+        tokens = fields.get("tokens", [])
         self.text += text
         self.num_tokens += len(tokens)
         self.num_accepted += sum(one["draft"] for one in tokens)
-        self.num_drafted += told.get("verified", 0)
+        self.num_drafted += fields.get("verified", 0)
         self.steps |= {one["step"] for one in tokens} - {0}
-        self.seed = told.get("seed", self.seed)
+        self.seed = fields.get("seed", self.seed)
         if tokens:
             self.first = self.first or (now, len(tokens))
             self.last = now
 
     def line(self) -> str:
-        """What there is to say of it."""
+        """The line after an answer."""
         if self.first is None:
             return "no token"
         parts = [f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"]
@@ -129,92 +134,114 @@ class Tally:
         return " · ".join(parts)
 
 
+def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether to paint: on a terminal that can, unless NO_COLOR is set (no-color.org)."""
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+def painted(text: str, codes: str) -> str:
+    """`text` in a style, line by line: a colour over the end of a line would reach to the terminal's edge."""
+    return "\n".join(f"\x1b[{codes}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+
+
+def painted_event(text: str, spaceserve: Mapping[str, Any] | None) -> str:
+    """The text of an event, its tokens in the colours of their steps; what has no tokens stays plain."""
+    shown, length = "", 0
+    for token in (spaceserve or {}).get("tokens", []):
+        codes = f"{DRAFT if token['draft'] else OWN};{COLOURS[token['step'] % len(COLOURS)]}"
+        shown += painted(safe(token["text"]), codes)
+        length += len(token["text"])
+    return shown + safe(text[length:])
+
+
+def safe(text: str) -> str:
+    """Text whose control characters cannot steer the terminal: a model may write anything."""
+    return "".join(
+        one if one in "\n\t" or not (ord(one) < 32 or 127 <= ord(one) < 160) else f"\\x{ord(one):02x}" for one in text
+    )
+
+
 @dataclass
 class ChatHistory:
     """One terminal's talk with one server."""
 
-    server: ChatServer
-    settings: Settings
-    paint: Paint
+    server: ServerClient
+    settings: ChatSettings
+    colour: bool
     out: TextIO  # answers
     notes: TextIO  # everything else
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> bool:
-        """Have an answer written, to its end or to Ctrl-C, and say what it cost; False where it was stopped.
+        """Have an answer written, to its end or to Ctrl-C, and report its cost; False if it was stopped.
 
         Raises ChatError.
         """
-        tally = Tally()
+        statistics = AnswerStatistics()
         path, body = self.settings.request(text, self.messages)
         stopped = False
         try:
             with contextlib.closing(self.server.stream(path, body)) as events:
                 for event in events:
-                    self._show(event, tally)
+                    self._show(event, statistics)
         except KeyboardInterrupt:
             stopped = True
         finally:
-            if tally.text and not tally.text.endswith("\n"):
+            if statistics.text and not statistics.text.endswith("\n"):
                 self.out.write("\n")
             self.out.flush()
-        if self.settings.chat and tally.text:
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": tally.text}]
-        self.note(f"  {'stopped: ' if stopped else ''}{tally.line()}")
+        if self.settings.chat and statistics.text:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": statistics.text}]
+        self.note(f"  {'stopped: ' if stopped else ''}{statistics.line()}")
         return not stopped
 
-    def _show(self, event: Mapping[str, Any], tally: Tally) -> None:
-        spaceserve = event.get("spaceserve")
+    def _show(self, event: Mapping[str, Any], statistics: AnswerStatistics) -> None:
         choice = event["choices"][0] if event["choices"] else {}
         text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-        tally.add(text, spaceserve if choice else None, time.monotonic())
-        if self.paint.on:  # a terminal: nothing a model writes may steer it
-            told = {"tokens": [{**one, "text": safe(one["text"])} for one in (spaceserve or {}).get("tokens", [])]}
-            text = self.paint.event(safe(text), told)
+        statistics.add(text, event.get("spaceserve") if choice else None, time.monotonic())
+        if self.colour:
+            text = painted_event(text, event.get("spaceserve"))
         elif self.out.isatty():
             text = safe(text)
         self.out.write(text)
         self.out.flush()
 
     def note(self, line: str) -> None:
-        self.notes.write(self.paint.quiet(line) + "\n" if self.notes.isatty() else line + "\n")
+        self.notes.write((painted(line, QUIET) if self.colour and self.notes.isatty() else line) + "\n")
         self.notes.flush()
 
     def obey(self, line: str) -> bool:
-        """Do what a line with a command says; False: leave. Raises ChatError for one that makes no sense."""
+        """Run a line with a command; False: leave. Raises ChatError for one that makes no sense."""
         name, _, value = line[1:].partition(" ")
         value = value.strip()
-        before = self.settings
+        changes: dict[str, Any] = {}
         match name:
             case "quit" | "exit":
                 return False
             case "help":
                 self.note(_HELP.rstrip())
-            case "auto" | "off":
-                self.settings = replace(before, speculation=name)
-            case "k":
-                self.settings = replace(before, speculation=_whole("/k", value))
-            case "temperature":
-                self.settings = replace(before, temperature=_number("/temperature", value) if value else None)
-            case "seed":
-                self.settings = replace(before, seed=_whole("/seed", value) if value else None)
-            case "max":
-                self.settings = replace(before, max_tokens=_whole("/max", value) if value else None)
-            case "system":
-                self.settings = replace(before, system=value or None)
-            case "model":
-                self.settings = replace(before, model=value or None)
-            case "chat" | "complete":
-                self.settings = replace(before, chat=name == "chat")
             case "settings":
-                self.note(f"  {before.told()}")
+                self.note(f"  {self.settings.describe()}")
             case "reset":
                 self.messages.clear()
                 self.note("  The conversation is forgotten.")
+            case "auto" | "off":
+                changes = {"speculation": name}
+            case "k":
+                changes = {"speculation": _whole("/k", value)}
+            case "temperature":
+                changes = {"temperature": _number("/temperature", value) if value else None}
+            case "seed" | "max":
+                changes = {"max_tokens" if name == "max" else name: _whole(f"/{name}", value) if value else None}
+            case "system" | "model":
+                changes = {name: value or None}
+            case "chat" | "complete":
+                changes = {"chat": name == "chat"}
             case _:
                 raise ChatError(f"There is no command /{name}; /help lists them. For a text that begins so: //{name}.")
-        if self.settings != before:
-            self.note(f"  {self.settings.told()}")
+        if (changed := replace(self.settings, **changes)) != self.settings:
+            self.settings = changed
+            self.note(f"  {changed.describe()}")
         return True
 
     def talk(self) -> int:
@@ -226,13 +253,13 @@ class ChatHistory:
         while going:
             try:
                 line = self._read()
-                going = line is not None and self._do(line)
+                going = line is not None and self._run(line)
             except KeyboardInterrupt:  # between an answer and the next line, or within either: back to the prompt
                 self.out.write("\n")
         return 0
 
-    def _do(self, line: str) -> bool:
-        """What one line asks for; False: leave."""
+    def _run(self, line: str) -> bool:
+        """A command or a text to answer; False: leave."""
         try:
             if line.startswith("/") and not line.startswith("//"):
                 return self.obey(line.rstrip())
@@ -245,15 +272,13 @@ class ChatHistory:
     def _read(self) -> str | None:
         """What is typed, with the lines that a \\ holds together; None at the end."""
         lines: list[str] = []
-        while True:
+        while not lines or lines[-1].endswith("\\"):
             try:
-                line = input("› " if not lines else "… ")
+                lines.append(input("… " if lines else "› "))
             except EOFError:
                 self.out.write("\n")
                 return None
-            lines.append(line.removesuffix("\\"))
-            if not line.endswith("\\"):
-                return "\n".join(lines)
+        return "\n".join(line.removesuffix("\\") for line in lines)
 
 
 def _whole(name: str, text: str) -> int:
@@ -267,7 +292,7 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         raise ChatError(f"{name} takes a number; got {text!r}.") from None
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise ChatError(f"{name} takes a finite number; got {text!r}.")
     return value
 
@@ -279,17 +304,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal need not know every character
     try:
-        server = ChatServer(given.url, own_key(given.api_key_file, os.environ))
+        server = ServerClient(given.url, own_key(given.api_key_file, os.environ))
         prompt = _prompt(given.prompt, sys.stdin)
         settings = _settings(given)
         colour = not given.no_color and wants_colour(sys.stdout, os.environ)
-        return _run(ChatHistory(server, settings, Paint(colour), sys.stdout, sys.stderr), given.complete, prompt)
+        return _run(ChatHistory(server, settings, colour, sys.stdout, sys.stderr), given.complete, prompt)
     except ChatError as error:
         sys.stderr.write(f"spaceserve chat: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the answer has left
+    except BrokenPipeError:  # the reader of the answer has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -333,12 +358,12 @@ def _prompt(given: str | None, stdin: TextIO) -> str | None:
     return text
 
 
-def _settings(given: argparse.Namespace) -> Settings:
+def _settings(given: argparse.Namespace) -> ChatSettings:
     speculation: str | int | None = given.speculation
     if speculation is not None and speculation not in ("auto", "off"):
         speculation = _whole("--speculation", given.speculation)
     names = ("model", "max_tokens", "temperature", "top_p", "seed", "system")
-    return Settings(speculation=speculation, **{name: getattr(given, name) for name in names})
+    return ChatSettings(speculation=speculation, **{name: getattr(given, name) for name in names})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_router.commands import terminal_chat
-from space_router.commands.terminal_chat import COMPLETION_TOKENS, ChatHistory, Settings, Tally
-from space_router.commands.terminal_client import BrokenAnswer, ChatError, ChatServer, NoServer, own_key
-from space_router.commands.terminal_paint import Paint, safe, wants_colour
+from space_router.commands import chat
+from space_router.commands.chat import (
+    COMPLETION_TOKENS,
+    AnswerStatistics,
+    ChatHistory,
+    ChatSettings,
+    painted_event,
+    safe,
+    wants_colour,
+)
+from space_router.commands.server_client import BrokenAnswer, ChatError, NoServer, ServerClient, own_key
 
 
 class Terminal(io.StringIO):
@@ -55,23 +62,23 @@ class Canned:
             raise self.then
 
 
-def conversation(server: Any, *, paint: bool = False, **settings: Any) -> ChatHistory:
-    out = Terminal() if paint else io.StringIO()
-    return ChatHistory(server, Settings(**settings), Paint(paint), out, io.StringIO())
+def conversation(server: Any, *, colour: bool = False, **settings: Any) -> ChatHistory:
+    out = Terminal() if colour else io.StringIO()
+    return ChatHistory(server, ChatSettings(**settings), colour, out, io.StringIO())
 
 
 # --- what is sent
 
 
 def test_settings_that_are_not_given_are_the_servers_to_choose() -> None:
-    path, body = Settings().request("Hi")
+    path, body = ChatSettings().request("Hi")
     assert path == "/v1/chat/completions"
     assert body.keys() == {"stream", "stream_options", "messages"}
-    path, body = Settings(chat=False, speculation=0, seed=0, temperature=0.0).request("def f")
+    path, body = ChatSettings(chat=False, speculation=0, seed=0, temperature=0.0).request("def f")
     assert path == "/v1/completions"
     assert (body["prompt"], body["speculation"], body["seed"], body["temperature"]) == ("def f", 0, 0, 0.0)
     assert body["max_tokens"] == COMPLETION_TOKENS
-    assert Settings(chat=False, max_tokens=9).request("")[1]["max_tokens"] == 9
+    assert ChatSettings(chat=False, max_tokens=9).request("")[1]["max_tokens"] == 9
 
 
 def test_a_conversation_is_remembered_until_it_is_reset() -> None:
@@ -113,32 +120,36 @@ def test_the_line_after_an_answer_counts_steps_drafts_and_the_seed() -> None:
 
 
 def test_time_per_token_counts_from_the_first_tokens_on() -> None:
-    tally = Tally()
+    statistics = AnswerStatistics()
     for second, one in zip((10.0, 10.5, 11.0), EVENTS, strict=True):
-        tally.add("", one["spaceserve"], second)
-    assert " · 333.3 ms per token · " in tally.line()  # three tokens in a second
-    assert Tally().line() == "no token"
+        statistics.add("", one["spaceserve"], second)
+    assert " · 333.3 ms per token · " in statistics.line()  # three tokens in a second
+    assert AnswerStatistics().line() == "no token"
+
+
+def token(text: str, step: int, *, draft: bool) -> str:
+    """One token as it is shown."""
+    return painted_event(text, told((text, step, draft)))
 
 
 def test_drafts_are_underlined_own_tokens_bold_and_neighbouring_steps_differ() -> None:
-    paint = Paint(True)
-    assert paint.token("x", 1, draft=True) == "\x1b[4;33mx\x1b[0m"
-    assert paint.token("x", 1, draft=False) == "\x1b[1;33mx\x1b[0m"
-    assert all(paint.token("x", n, draft=True) != paint.token("x", n + 1, draft=True) for n in range(20))
+    assert token("x", 1, draft=True) == "\x1b[4;33mx\x1b[0m"
+    assert token("x", 1, draft=False) == "\x1b[1;33mx\x1b[0m"
+    assert all(token("x", n, draft=True) != token("x", n + 1, draft=True) for n in range(20))
 
 
 def test_no_colour_reaches_over_the_end_of_a_line() -> None:
-    assert Paint(True).token("a\n\nb", 0, draft=True) == "\x1b[4;34ma\x1b[0m\n\n\x1b[4;34mb\x1b[0m"
+    assert token("a\n\nb", 0, draft=True) == "\x1b[4;34ma\x1b[0m\n\n\x1b[4;34mb\x1b[0m"
 
 
 def test_text_whose_tokens_were_told_before_is_shown_too() -> None:
-    assert Paint(True).event("xyz", {"tokens": [{"text": "x", "step": 0, "draft": False}]}).endswith("yz")
-    assert Paint(True).event("xyz", None) == "xyz"
+    assert painted_event("xyz", {"tokens": [{"text": "x", "step": 0, "draft": False}]}).endswith("yz")
+    assert painted_event("xyz", None) == "xyz"
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
     assert safe("a\x1b[2Jb\r\x07\x9b\n\té漢") == "a\\x1b[2Jb\\x0d\\x07\\x9b\n\té漢"
-    talk = conversation(Canned([event(("\x1b]0;title\x07", 0, False))]), paint=True)
+    talk = conversation(Canned([event(("\x1b]0;title\x07", 0, False))]), colour=True)
     talk.ask("x")
     shown = talk.out.getvalue()  # type: ignore[attr-defined]
     assert "\\x1b]0;title\\x07" in shown
@@ -182,7 +193,7 @@ def test_a_command_changes_one_setting_and_says_what_is_set(line: str, changes: 
     before = talk.settings
     assert talk.obey(line)
     assert talk.settings == replace(before, **changes)
-    assert talk.notes.getvalue() == f"  {talk.settings.told()}\n"  # type: ignore[attr-defined]
+    assert talk.notes.getvalue() == f"  {talk.settings.describe()}\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("line", ["/k", "/k many", "/k -1", "/seed 1.5", "/temperature warm", "/temperature nan"])
@@ -190,7 +201,7 @@ def test_a_command_that_makes_no_sense_names_what_it_takes_and_changes_nothing(l
     talk = conversation(Canned([]))
     with pytest.raises(ChatError, match=rf"^{line.split()[0]} takes a"):
         talk.obey(line)
-    assert talk.settings == Settings()
+    assert talk.settings == ChatSettings()
 
 
 def test_help_names_every_command_and_unknown_ones_are_said() -> None:
@@ -232,12 +243,12 @@ def test_ctrl_c_between_an_answer_and_the_next_line_leads_back_to_the_prompt(mon
 
 
 def test_what_is_piped_in_comes_behind_the_prompt() -> None:
-    assert terminal_chat._prompt("Explain", io.StringIO("x = 1\n")) == "Explain\n\nx = 1\n"
-    assert terminal_chat._prompt(None, io.StringIO("x = 1\n")) == "x = 1\n"
-    assert terminal_chat._prompt("Explain", io.StringIO("")) == "Explain"
-    assert terminal_chat._prompt(None, Terminal("typed later")) is None
+    assert chat._prompt("Explain", io.StringIO("x = 1\n")) == "Explain\n\nx = 1\n"
+    assert chat._prompt(None, io.StringIO("x = 1\n")) == "x = 1\n"
+    assert chat._prompt("Explain", io.StringIO("")) == "Explain"
+    assert chat._prompt(None, Terminal("typed later")) is None
     with pytest.raises(ChatError, match="empty"):
-        terminal_chat._prompt(None, io.StringIO(" \n"))
+        chat._prompt(None, io.StringIO(" \n"))
 
 
 def test_the_key_is_the_files_first_word_or_the_variables(tmp_path: Path) -> None:
@@ -246,7 +257,7 @@ def test_the_key_is_the_files_first_word_or_the_variables(tmp_path: Path) -> Non
     assert own_key(file, {}) == "k3y"
     assert own_key(None, {"SPACESERVE_API_KEY": " k3y\n"}) == "k3y"
     assert own_key(None, {}) is None
-    assert "k3y" not in repr(ChatServer("http://host", "k3y"))
+    assert "k3y" not in repr(ServerClient("http://host", "k3y"))
     file.write_text("")
     with pytest.raises(ChatError, match="no key in it"):
         own_key(file, {})
@@ -256,8 +267,11 @@ def test_the_key_is_the_files_first_word_or_the_variables(tmp_path: Path) -> Non
 
 
 @contextmanager
-def answering(*answers: bytes) -> Iterator[str]:
-    """A server on a real socket that sends these bytes, one connection after the other, whatever it is asked."""
+def answering(*answers: bytes, heads: list[bytes] | None = None) -> Iterator[str]:
+    """A server on a real socket that sends these bytes, one connection after the other, whatever it is asked.
+
+    `heads`: gets the head of each request.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -267,6 +281,7 @@ def answering(*answers: bytes) -> Iterator[str]:
                     received = b""
                     while b"\r\n\r\n" not in received:
                         received += connection.recv(65536)
+                    (heads if heads is not None else []).append(received)
                     connection.sendall(answer)
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(65536):
@@ -283,7 +298,7 @@ def http(status: str, content: bytes, kind: str = "application/json") -> bytes:
 
 
 def read(url: str) -> list[dict[str, Any]]:
-    return list(ChatServer(url).stream("/v1/completions", {}))
+    return list(ServerClient(url).stream("/v1/completions", {}))
 
 
 def test_a_stream_is_read_up_to_done() -> None:
@@ -327,34 +342,25 @@ def test_where_nobody_listens_the_cure_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(NoServer, match=rf"http://127.0.0.1:{port} .*`spaceserve serve`.*--url"):
-        ChatServer(f"http://127.0.0.1:{port}").info()
+        ServerClient(f"http://127.0.0.1:{port}").info()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8080", "ftp://host", "http://", "http://host:port"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ChatError, match="must be like"):
-        ChatServer(url)
+        ServerClient(url)
 
 
 def test_another_kind_of_server_is_recognised() -> None:
     with answering(http("200 OK", b'{"hello": 1}')) as url, pytest.raises(ChatError, match="is no spaceserve"):
-        ChatServer(url).info()
+        ServerClient(url).info()
 
 
 def test_the_prefix_of_a_proxy_is_kept() -> None:
-    asked: list[str] = []
-
-    class Noting(ChatServer):
-        def _answer(self, connection: Any, method: str, path: str, body: bytes | None = None) -> Any:
-            connection.request = lambda method, url, *rest: asked.append(url)
-            connection.getresponse = lambda: io.BytesIO()
-            with pytest.raises(AttributeError):
-                super()._answer(connection, method, path, body)
-            raise ChatError("noted")
-
-        def _connect(self, seconds: float | None) -> Any:
-            return type("Connection", (), {"close": lambda self: None})()
-
-    with pytest.raises(ChatError, match="noted"):
-        Noting("https://host/models/a/").info()
-    assert asked == ["/models/a/info"]
+    heads: list[bytes] = []
+    with (
+        answering(http("200 OK", b"{}"), heads=heads) as url,
+        pytest.raises(ChatError, match="is no spaceserve"),
+    ):
+        ServerClient(f"{url}/models/a/").info()
+    assert heads[0].startswith(b"GET /models/a/info HTTP/1.1\r\n")
