@@ -99,7 +99,7 @@ def synthetic_accept(
 _ARGUMENTS = {
     **dict.fromkeys(("ids", "others"), "*i32"),
     **dict.fromkeys(("counts", "num_knowns", "num_prompts", "emitteds", "lengths", "firsts"), "*i64"),
-    **dict.fromkeys(("drafts", "decreed"), "*i64"),
+    **dict.fromkeys(("drafts", "synthetically_accepted"), "*i64"),
     **dict.fromkeys(("k", "width", "deepest", "known_stride", "draft_stride"), "i32"),
     "chances": "*fp64",
     "lucks": "*fp32",
