@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 # Read by triton where a kernel is declared: without a GPU kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Programs that tests start find what tests share: `python -m doubles.router` is a scripted worker.
+_TESTS = Path(__file__).parent
+_SHARED = [str(_TESTS / "support"), str(_TESTS)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_SHARED, os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("SPACESERVE_MODEL", "demo")  # of servers that a test gives no model
 os.environ.setdefault("PIP_NO_INDEX", "1")  # and one that would fetch the default model fails
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; triton 3.9 warns where it is not said

@@ -147,7 +147,7 @@ def scripted(tokenizer: Path) -> Callable[[str], Sequence[str]]:
     """Workers without a model, each with a bound on what it can do: 20 ms a step, 8 sequences."""
     flags = ["--tokenizer", str(tokenizer), "--step-seconds", "0.02", "--max-sequences", "8"]
     flags += ["--num-blocks", "2048", "--block-size", "16", "--max-model-len", "2048", "--draft-length", "5"]
-    return lambda address: module_command("space_router.testing", "--listen", address, *flags)
+    return lambda address: module_command("doubles.router", "--listen", address, *flags)
 
 
 def served(model: str) -> Callable[[str], Sequence[str]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doubles.worker import SmallRouter
 from safetensors.torch import load_file
 from space_eval.make_model import SIZES, Size, main, random_llama
 from space_model.loading.load import load_model
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from doubles.worker import SmallRouter
 from space_eval.desk import Desk, Record, Request
 from space_eval.drafters import Future, ScriptedDrafts, half_right
 from space_eval.equivalence import Mismatch, Subject, describe_difference, first_difference, make_worker
@@ -17,7 +18,6 @@ from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 
 Subjects = Callable[[str, str], Subject]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from doubles.router.scenario import Performance, Scenario
+from doubles.worker import SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.engine.request import worker_messages as wire
 from space_router.engine.request.request import ValidRequest
 from space_router.metrics import Metrics
-from space_router.testing.scenario import Performance, Scenario
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 
 BLOCK_SIZE = 8

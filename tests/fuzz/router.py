@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
+from doubles.router import HashLanguage, Script, ScriptedWorker
+from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 from space_router.api.service import Service
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.testing import HashLanguage, Script, ScriptedWorker
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
 from space_router.text.model_text import ModelText
-from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 
 from fuzz.harness import Finding
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from doubles.router import Script, ScriptedBatch, ScriptedWorker
+from doubles.worker import ScriptedModel
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
@@ -18,9 +20,7 @@ from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.grpc_api.server import GrpcServer
-from space_router.testing import Script, ScriptedBatch, ScriptedWorker
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedModel
 from space_server.worker import ProtocolError, Worker
 
 from fuzz.harness import SECONDS, Finding, Fuzzer

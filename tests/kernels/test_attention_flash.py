@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.flash_attn_backend import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
 from space_kernels.attention.merge import OwnPart
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.paging.step_tables import StepTables
-from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 # What the libraries take and give, in torch. Sources: flash-attn 2.8.3, flash_attn/flash_attn_interface.py and the

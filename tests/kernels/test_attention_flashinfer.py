@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.flashinfer_backend import FlashInfer, space_attention
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.paging.slots import StepRows
-from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 SHORT = MadeUp(cached=5, num_chain=1, groups=[(0, 2)], seed=1)

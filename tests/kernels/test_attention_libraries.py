@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, installed_version
 from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import StepTables
-from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from doubles.kernels import MadeUp, made_up_step
 from space_kernels.attention.merge import OwnPart, in_step_attention, merge, natural, store_kv
 from space_kernels.paging.step_tables import StepTables
-from space_kernels.testing import MadeUp, made_up_step
 from torch import Tensor
 
 D = 8

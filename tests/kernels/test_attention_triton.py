@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import numpy as np
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.attention_triton import (
     Walk,
     attend,
@@ -24,7 +25,6 @@ from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.paging.row_pattern import RowPattern
 from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import PatternTables, StepTables
-from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention import merge as attention_merge
 from space_kernels.attention import torch_backend as attention
 from space_kernels.fp8 import FORMAT, nearest
 from space_kernels.layers import rotary
 from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import StepTables
-from space_kernels.testing import MadeUp, MadeUpStep, full_layout, made_up_step
 from torch import Tensor
 
 triton = pytest.importorskip("triton")

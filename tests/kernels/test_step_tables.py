@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
+from doubles.kernels import MadeUp, full_layout, made_up_step
 from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import PatternTables, StepTables
-from space_kernels.testing import MadeUp, full_layout, made_up_step
 
 SEQUENCES = [
     MadeUp(cached=5, num_chain=3, groups=[(0, 2), (1, 0), (2, 1)], seed=1),

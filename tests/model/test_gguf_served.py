@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from doubles.gguf_files import write_gguf
+from doubles.training import run, tiny_plan
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.convert.convert import Wish, convert
-from space_model.gguf_testing import write_gguf
 from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_router.config import ServeConfig
@@ -26,7 +27,6 @@ from space_server.config import parse
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed
 from space_train.session import load_base
-from space_train.testing import run, tiny_plan
 
 WORDS = ["--listen", "unix:/nowhere", "--device", "cpu", "--model"]
 
@@ -122,7 +122,7 @@ def test_training_starts_from_the_same_numbers_and_leaves_a_folder_that_serves(f
     ours, theirs = load_base(Checkpoint.open(file), tiny_plan()), load_base(Checkpoint.open(plain), tiny_plan())
     for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(weight, other), name
-    with mock.patch("space_train.testing.read_model", lambda source: load_base(Checkpoint.open(source), tiny_plan())):
+    with mock.patch("doubles.training.read_model", lambda source: load_base(Checkpoint.open(source), tiny_plan())):
         folder = run(file, tiny_plan(), tmp_path / "out").folder
     assert folder is not None
     assert (folder / file.name).samefile(file)

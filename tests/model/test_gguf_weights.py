@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.gguf_files import write_gguf
 from gguf import quants
 from safetensors.torch import load_file
 from space_common.gguf.reader import GgufFile
@@ -22,7 +23,6 @@ from space_model.checkpoint.weight_stream import WeightStream
 from space_model.convert.convert import Wish, convert
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.gguf_testing import write_gguf
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, ModelError
 from space_model.networks.tensor_parallel import Share

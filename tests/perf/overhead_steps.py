@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from doubles.worker import SmallRouter
 from space_eval.overhead_arms import PLAIN, Arm, plain
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads.draft_head_weights import DraftHeadWeights
@@ -18,7 +19,6 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 from torch import Tensor

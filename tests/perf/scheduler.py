@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from doubles.router.tabletop import Tabletop
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.cache.pages import PagePool
@@ -21,7 +22,6 @@ from space_router.engine.engine import Engine
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics
-from space_router.testing.tabletop import Tabletop
 
 from perf.harness import Report, Spread, at_least, log, table, take_turns
 

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from doubles.worker import ScriptedModel
 from space_eval.make_model import Size, random_llama
 from space_eval.overhead_arms import arms, full
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, parse_chances
-from space_server.testing import ScriptedModel
 
 from perf.command import main
 from perf.harness import PerfError

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from doubles.router.certificates import authority, signed
 from space_router.commands.healthcheck import main, started
-from space_router.testing.certificates import authority, signed
 
 VENV = "/opt/spaceserve/bin"
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from doubles.worker import SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.grammar.grammars import Grammars
-from space_server.testing import SmallRouter
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.attention_backends import (
     ATTENTION_NAMES,
@@ -31,7 +32,6 @@ from space_server.startup.attention_choice import (
     choose_ops,
     scores,
 )
-from space_server.testing import ScriptedModel
 from torch import Tensor
 
 FACTS = dataclasses.replace(ScriptedModel(window=1400).facts, num_heads=4, kv_heads=2, head_dim=16)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel, SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")

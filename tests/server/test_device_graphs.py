@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles.worker import SmallRouter
 from space_kernels.sampling.sampling_tensors import Stages
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
@@ -19,7 +20,6 @@ from space_server.device_runner import device_graphs
 from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_graphs import StepGraphs
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.worker import ScriptedModel, SmallRouter
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
@@ -18,7 +19,6 @@ from space_server.device_runner.device_layout import layout_of_drafts
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel
 from space_kernels.sampling import device_sampling as choosing
 from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import TokenCounts
@@ -27,7 +28,6 @@ from space_server.scheduling.prefill_budget import PrefillBudget
 from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
 from space_server.speculation.controller import FixedLayout
 from space_server.step_costs.step_cost import StepCost
-from space_server.testing import ScriptedModel
 from torch import Tensor
 
 VOCAB, WINDOW, BLOCK, LINES, PAGES = 24, 90, 4, 4, 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doubles.worker import ScriptedModel, SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -13,7 +14,6 @@ from space_server.config import parse
 from space_server.device_runner import device_batch
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")

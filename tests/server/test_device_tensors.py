@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import SmallRouter
 from space_kernels.dispatch import Ops
 from space_kernels.layers import norm, swiglu
 from space_kernels.layers.rotary import HeadNorm
@@ -26,7 +27,6 @@ from space_server.device_runner.device_runner import DeviceRunner
 from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

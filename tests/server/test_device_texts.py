@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from doubles.worker import Ran, ScriptedModel, SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
@@ -14,7 +15,6 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_model import StepModel
-from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doubles.worker import ScriptedModel, SmallRouter
 from space_kernels.sampling import logits_processors as processors
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
@@ -14,7 +15,6 @@ from space_server.device_runner import device_batch
 from space_server.speculation.controller import FixedLayout
 from space_server.startup.calibration import Recorder
 from space_server.step_model import StepModel
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 BLOCK, BLOCKS = 4, 300

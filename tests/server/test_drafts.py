@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from doubles.worker import Ran, ScriptedModel, SmallRouter
 from space_proto import worker_pb2 as pb
 from space_server.drafts import lookup
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
@@ -17,7 +18,6 @@ from space_server.drafts.drafts import (
 )
 from space_server.drafts.suffix_index import SuffixIndex
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import SOURCE_DRAFTS, Worker
 
 PROMPT = [50, 51, 52, 53, 54]

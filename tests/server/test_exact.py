@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from doubles.worker import Ran, ScriptedDrafts, SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
-from space_server.testing import Ran, ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 
 PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel, SmallRouter
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
@@ -13,7 +14,6 @@ from space_server import worker
 from space_server.batch import admission
 from space_server.machine.device_health import is_lost
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from doubles.worker import SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks.paged_kv import PagedKV
@@ -23,7 +24,6 @@ from space_server.tensor_parallel.follower import follow
 from space_server.tensor_parallel.lead_model import TensorParallelLeader
 from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWriter
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from torch import Tensor
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doubles.worker import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]

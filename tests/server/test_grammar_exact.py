@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.grammars import outputs
+from doubles.worker import ScriptedDrafts, SmallRouter
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grammar.grammars import Grammars
-from space_server.grammar_testing import outputs
-from space_server.testing import ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 
 EOS, MAX_TOKENS = 0, 96

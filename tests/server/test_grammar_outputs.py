@@ -6,6 +6,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from doubles.grammars import Case, choice_case, outputs, regex_case, rules_case, schema_case
+from doubles.worker import Ran
 from jsonschema import Draft202012Validator
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -13,8 +15,6 @@ from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.grammar.grammars import Grammars
 from space_server.grammar.vocabulary import TokenVocabulary
-from space_server.grammar_testing import Case, choice_case, outputs, regex_case, rules_case, schema_case
-from space_server.testing import Ran
 
 EOS = 0
 PROMPTS = [[70, 71, 72, 73], [90, 21]]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.grammars import outputs
+from doubles.worker import Ran, ScriptedModel, SmallRouter
 from space_common.grammar_process import GrammarProcess
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -17,9 +19,7 @@ from space_server.drafts.drafts import DraftSources
 from space_server.grammar.grammar_trial import GrammarTrial
 from space_server.grammar.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
 from space_server.grammar.vocabulary import TokenVocabulary
-from space_server.grammar_testing import outputs
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 EOS = 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
@@ -9,7 +10,6 @@ from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, is_out_of_memory
 from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
-from space_server.testing import ScriptedModel
 from torch import Tensor
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles.worker import ScriptedModel
 from space_server.machine.free_memory import FreeMemory
 from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes, parse_amount
-from space_server.testing import ScriptedModel
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from doubles.worker import ScriptedModel, SmallRouter
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.batch.page_numbers import appended, begins_with
-from space_server.testing import ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 

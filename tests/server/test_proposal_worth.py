@@ -1,6 +1,7 @@
 """Drafts that no mask made are taken where all of a step are worth their time, and texts are read where that pays."""
 
 import pytest
+from doubles.worker import SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
@@ -18,7 +19,6 @@ from space_server.speculation.lookup_policy import (
 )
 from space_server.speculation.speculation_controller import PATIENCE, SELDOM, SpeculationController
 from space_server.step_costs.step_cost import StepCost, StepShape
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 
 BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doubles.worker import ScriptedDrafts, SmallRouter
 from space_model.loading.load import load_model
 from space_model.quantized_testing import write_quantized
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 
 PROMPTS = [[70, 71, 72], [20] * 17 + [33, 90]]

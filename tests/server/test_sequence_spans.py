@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
+from doubles.worker import ScriptedModel
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,7 +18,6 @@ from space_proto import worker_pb2 as pb
 from space_server.config import parse
 from space_server.grpc_server.router_session import RouterSession
 from space_server.grpc_server.sequence_spans import SequenceSpans
-from space_server.testing import ScriptedModel
 from space_server.worker import Worker
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from doubles.worker import Peer, ScriptedModel
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
@@ -18,7 +19,6 @@ from space_server.grpc_server.router_session import MAX_UNSENT, RouterSession
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.machine.energy import Meter
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import Peer, ScriptedModel
 from space_server.worker import Worker
 from torch import Tensor
 

@@ -9,6 +9,7 @@ from operator import mul
 from pathlib import Path
 
 import pytest
+from doubles.worker import Ran, ScriptedModel, SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -16,7 +17,6 @@ from space_server.__main__ import build_worker
 from space_server.config import parse
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label, parse_chances
-from space_server.testing import Ran, ScriptedModel, SmallRouter
 from space_server.worker import Worker
 
 CHANCES = parse_chances(".57")

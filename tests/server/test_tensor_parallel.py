@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from doubles.worker import Ran, ScriptedDrafts, SmallRouter
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
@@ -38,7 +39,6 @@ from space_server.tensor_parallel.lead_model import TensorParallelLeader
 from space_server.tensor_parallel.rank_place import RankPlace
 from space_server.tensor_parallel.rank_start import leading
 from space_server.tensor_parallel.ranks import GROUP_LOST, GroupLost
-from space_server.testing import Ran, ScriptedDrafts, SmallRouter
 from space_server.worker import Worker
 
 PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]

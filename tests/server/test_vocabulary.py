@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from doubles.tokenizers import write_checkpoint
 from space_model.testing import tiny_checkpoint
-from space_router.text.testing import write_checkpoint
 from space_router.text.tokenizer import Tokenizer
 from space_server.grammar.vocabulary import NoVocabulary, TokenVocabulary, bits_of, ids_of
 from tokenizers import AddedToken, decoders, models, normalizers

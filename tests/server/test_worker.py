@@ -1,11 +1,11 @@
 """The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
 
 import pytest
+from doubles.worker import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_costs.step_cost import CostOrigin
-from space_server.testing import ScriptedDrafts, ScriptedModel, SmallRouter
 from space_server.worker import ProtocolError, Worker
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.certificates import authority, signed
+from doubles.worker import ScriptedModel
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
-from space_router.testing.certificates import authority, signed
 from space_server.config import parse
 from space_server.grpc_server import service as service_module
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import ScriptedModel
 from space_server.tls import mutual_tls
 from space_server.worker import Worker
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles.training import random_ids, read_model
 from space_model.adapters.gated_lora import GatedLora
 from space_model.testing import random_gated_lora, tiny_checkpoint
 from space_train.networks.adapters import AdaptedLinear, Adapters, Gate
-from space_train.testing import random_ids, read_model
 from torch import nn
 
 

@@ -1,9 +1,9 @@
 """How many held-out rows a run looks at: enough for a figure, and few beside those that it learns from."""
 
 import pytest
+from doubles.training import random_examples, tiny_plan
 from space_train.schedule import Budget
 from space_train.session import held_out_rows, rows_of_a_look
-from space_train.testing import random_examples, tiny_plan
 
 
 @pytest.mark.parametrize(

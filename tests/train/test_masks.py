@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles.training import read_model
 from space_model.testing import tiny_checkpoint
 from space_train.networks.masks import embedding_spread, mask_ids, start_masks
-from space_train.testing import read_model
 from space_train.train_plan import InvalidPlan
 from transformers import PreTrainedModel
 

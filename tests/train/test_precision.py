@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.training import tiny_plan
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
 from space_train.session import choose_precision, load_base
-from space_train.testing import tiny_plan
 from space_train.train_plan import Method
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.training import random_ids
 from space_eval.bench.server_process import free_port
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
-from space_train.testing import random_ids
 from space_train.training.stage import load_checkpoint
 
 TINY = "--steps 3 --length 32 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"

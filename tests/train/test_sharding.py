@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from doubles.training import rows_for, run, tiny_plan
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import train_batch
 from space_train.networks.trainee import Trainee
-from space_train.testing import rows_for, run, tiny_plan
 from space_train.train_plan import InvalidPlan, Method
 from space_train.training import sharding
 from space_train.training.sharding import SWITCH, check_can_shard, check_parts, shard_like, take_request, whole

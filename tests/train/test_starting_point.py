@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.training import TOKENIZER_SIZE, read_model, run, tiny_plan
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.schedule import Budget
-from space_train.testing import TOKENIZER_SIZE, read_model, run, tiny_plan
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.starting_point import starting_point
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from doubles.training import random_examples, random_ids, rows_for, tiny_plan
 from space_train.data.example import NOT_LEARNED, Example
 from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
 from space_train.data.paper_collator import cut_at
 from space_train.data.train_batch import TrainBatch, is_plain, train_batch, within_documents
-from space_train.testing import random_examples, random_ids, rows_for, tiny_plan
 from space_train.train_plan import Anchors, Method, TrainPlan
 from torch import Tensor
 

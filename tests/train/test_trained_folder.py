@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles.training import (
+    decoder_rows,
+    random_ids,
+    read_model,
+    run,
+    tiny_plan,
+)
 from safetensors.torch import load_file
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection
@@ -15,13 +22,6 @@ from space_train.data.train_batch import Texts
 from space_train.reporting.run_report import write_report
 from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
-from space_train.testing import (
-    decoder_rows,
-    random_ids,
-    read_model,
-    run,
-    tiny_plan,
-)
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.training.stage import load_checkpoint
 from torch.nn import functional

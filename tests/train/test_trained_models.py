@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.training import random_ids, read_model, rows_for, tiny_plan
+from doubles.worker import SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from space_train.schedule import Budget
-from space_train.testing import random_ids, read_model, rows_for, tiny_plan
 from space_train.train_plan import Anchors, HeadForm, Method
 from space_train.training.trainer import train
 

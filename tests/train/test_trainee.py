@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles.training import decoder_rows, random_ids, read_model, rows_for, tiny_plan
 from safetensors.torch import load_file
 from space_model.adapters.gated_lora import GATED_LORA_FILE, GatedLora
 from space_model.loading.load import load_model
@@ -15,7 +16,6 @@ from space_train.data.anchors import AnchorRows, anchor_rows
 from space_train.data.train_batch import Texts, TrainBatch, train_batch
 from space_train.networks.losses import Losses
 from space_train.networks.trainee import Trainee
-from space_train.testing import decoder_rows, random_ids, read_model, rows_for, tiny_plan
 from space_train.train_plan import Method, TrainPlan
 from torch import Tensor
 

@@ -9,6 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.training import (
+    random_examples,
+    random_ids,
+    rows_for,
+    run,
+    tiny_plan,
+)
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts, TrainBatch
@@ -16,13 +23,6 @@ from space_train.networks.losses import Losses
 from space_train.networks.trainee import Trainee
 from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
-from space_train.testing import (
-    random_examples,
-    random_ids,
-    rows_for,
-    run,
-    tiny_plan,
-)
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.interruption import Interrupted
 from space_train.training.optimiser import Diverged

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles.training import random_ids, run, tiny_plan
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.data.packed_tokens import PackedTokens
@@ -14,7 +15,6 @@ from space_train.run_folder import STATE_FILE
 from space_train.schedule import Budget
 from space_train.self_generation.unlearn_loops import LoopsToUnlearn, greedy_texts, repeats, unlikelihood
 from space_train.session import load_base
-from space_train.testing import random_ids, run, tiny_plan
 from space_train.train_plan import Method
 from space_train.training.stage import load_checkpoint
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import uvicorn
+from doubles.router import Script, ScriptedWorker, never
+from doubles.tokenizers import VOCAB_SIZE, write_checkpoint
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.testing import Script, ScriptedWorker, never
 from space_router.text.model_text import ModelText
-from space_router.text.testing import VOCAB_SIZE, write_checkpoint
 
 STEP_SECONDS = 0.05
 """Far longer than a disconnect takes to be noticed, so that steps can be counted."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
+from doubles.gguf_files import write_gguf
 from gguf import GGUFReader
-from space_model.gguf_testing import write_gguf
 from space_model.testing import tiny_checkpoint
 
 HERE = Path(__file__).parent

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
+from doubles.router import FixedReply, HashLanguage, Script, ScriptedWorker
+from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 from opentelemetry.trace import Tracer
 from space_router.api.ops.document import DocumentedApp
 from space_router.api.service import Service
@@ -20,10 +22,8 @@ from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.testing import FixedReply, HashLanguage, Script, ScriptedWorker
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
 from space_router.text.model_text import ModelText
-from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 from space_router.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
 

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_router.testing import always, listed
-from space_router.text.testing import EOS_ID, byte_level
+from doubles.router import always, listed
+from doubles.tokenizers import EOS_ID, byte_level
 from space_router.text.tokenizer import Tokenizer
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

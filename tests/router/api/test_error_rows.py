@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from doubles.tokenizers import FIRST_BYTE_ID
 from space_router.api.request_builder import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.queueing.throughput_estimator import KNOWN
-from space_router.text.testing import FIRST_BYTE_ID
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 State = Callable[[Start], AbstractAsyncContextManager[Any]]

@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.tokenizers import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
 from space_router.api.request_builder import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.request.request import ValidRequest
 from space_router.http_server import body as body_module
-from space_router.text.testing import FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from space_router.testing import listed
+from doubles.router import listed
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 MESSAGES = [{"role": "user", "content": "Say"}]

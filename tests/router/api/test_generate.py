@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router import always
 from space_router.engine.request.request import Grammar, ValidRequest
-from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from doubles.router.web_trial import SOON, Client, WebTrial, serving
 from space_router.http_server import http_connection
 from space_router.http_server.http_connection import NUM_GUESTS
 from space_router.settings.connection_settings import ConnectionSettings
-from space_router.testing.web_trial import SOON, Client, WebTrial, serving
 
 LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from doubles.router.web_trial import SOON, serving
 from space_router.settings.connection_settings import ConnectionSettings
-from space_router.testing.web_trial import SOON, serving
 
 LIMITS = ConnectionSettings(receive_timeout=SOON)
 HTTP2 = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"

@@ -6,9 +6,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router import always, listed
 from space_router.api.openai.chat_fields import CHAT_NEUTRAL
 from space_router.api.openai.fields import COMPLETION_NEUTRAL
-from space_router.testing import always, listed
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 import pytest
+from doubles.router import never
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.metrics import Metrics
-from space_router.testing import never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -8,8 +8,8 @@ import struct
 from dataclasses import replace
 
 import pytest
+from doubles.router.web_trial import SOON, serving
 from space_router.settings.connection_settings import ConnectionSettings
-from space_router.testing.web_trial import SOON, serving
 
 LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.2, keep_alive=1.0)
 HELD = b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_router.testing import always
+from doubles.router import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -10,11 +10,11 @@ import httpx
 import openai
 import pydantic
 import pytest
+from doubles.tokenizers import tiny_tokenizer
 from space_router.api.openai.response_answers import ResponseEvent, ResponseObject
 from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
 from space_router.api.openai.responses import plan, tools_of
 from space_router.http_server.body import validate
-from space_router.text.testing import tiny_tokenizer
 
 ROOM = {"window": 4096, "num_blocks": 2048}
 END = "<|endoftext|>"

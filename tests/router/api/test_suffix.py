@@ -5,8 +5,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_router.testing import FixedReply, ScriptedWorker
-from space_router.text.testing import VOCAB_SIZE, byte_level
+from doubles.router import FixedReply, ScriptedWorker
+from doubles.tokenizers import VOCAB_SIZE, byte_level
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 

@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router import always, never
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
-from space_router.testing import always, never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 

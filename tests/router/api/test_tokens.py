@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from space_router.text.testing import byte_level
+from doubles.tokenizers import byte_level
 from space_router.text.tokenizer import Tokenizer
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from space_router.testing import Script
-from space_router.testing.script import listed
-from space_router.text.testing import EOS_ID, VOCAB_SIZE, byte_level
+from doubles.router import Script
+from doubles.router.script import listed
+from doubles.tokenizers import EOS_ID, VOCAB_SIZE, byte_level
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.router import ScriptedWorker
 from space_router.api_keys import ApiKey, read_keys
 from space_router.config import ServeConfig
 from space_router.engine.workers.rolling_restart import RestartState
 from space_router.errors import ConfigError
-from space_router.testing import ScriptedWorker
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 KEYS = (ApiKey.of("ops-key", "ops", is_operator=True), ApiKey.of("plain-key", "plain"))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from doubles.router import Script, ScriptedBatch, ScriptedWorker
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -21,7 +22,6 @@ from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
-from space_router.testing import Script, ScriptedBatch, ScriptedWorker
 
 
 def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **fields: Any) -> ValidRequest:

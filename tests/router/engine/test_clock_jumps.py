@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from space_router.testing import Script
+from doubles.router import Script
 
 DAY = 86_400.0
 

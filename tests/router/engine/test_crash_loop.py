@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import Script
 from space_router.engine.workers import worker_connection as connection
-from space_router.testing import Script
 
 InHouse = Callable[..., None]
 House = Any

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import FixedReply, HashLanguage, Script, always, sometimes
 from space_router.engine.errors import (
     CacheTooSmall,
     DeadlineExceeded,
@@ -17,7 +18,6 @@ from space_router.engine.errors import (
     RequestFailed,
 )
 from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
-from space_router.testing import FixedReply, HashLanguage, Script, always, sometimes
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

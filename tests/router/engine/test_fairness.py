@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from doubles.router import Script
+from doubles.router.scenario import ScriptedTableWorker
+from doubles.router.tabletop import Tabletop
 from space_router.config import ServeConfig
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
-from space_router.testing import Script
-from space_router.testing.scenario import ScriptedTableWorker
-from space_router.testing.tabletop import Tabletop
 
 Make = Callable[..., ValidRequest]
 

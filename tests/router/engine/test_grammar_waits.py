@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import Script
 from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
-from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]
 BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))

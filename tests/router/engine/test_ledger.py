@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from doubles.router import Script, ScriptedBatch, Violation
 from space_proto import worker_pb2
-from space_router.testing import Script, ScriptedBatch, Violation
 
 Apply = Callable[..., None]
 

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from doubles.router import Script, ScriptedWorker, never
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.exit_cause import ExitCause
-from space_router.testing import Script, ScriptedWorker, never
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from doubles.router import Script
+from doubles.router.scenario import ScriptedTableWorker
+from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import RequestFailed
 from space_router.engine.queueing.oversized_requests import ABSENCE
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.exit_cause import ExitCause
-from space_router.testing import Script
-from space_router.testing.scenario import ScriptedTableWorker
-from space_router.testing.tabletop import Tabletop
 
 Make = Callable[..., ValidRequest]
 SMALL, LARGE = 8, 64  # blocks of 16 slots

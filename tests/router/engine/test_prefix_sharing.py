@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import Script
 from space_router.engine.errors import DeadlineExceeded
 from space_router.engine.request.request import SamplingOptions, ValidRequest
-from space_router.testing import Script
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

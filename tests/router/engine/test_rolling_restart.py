@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doubles.router import Script, ScriptedWorker
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused
@@ -18,7 +19,6 @@ from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
 from space_router.engine.workers.supervisor import Supervisor
 from space_router.metrics import Metrics
-from space_router.testing import Script, ScriptedWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
@@ -27,7 +27,7 @@ LIMIT = 120.0
 
 
 def argv(*flags: str) -> Callable[[ServeConfig, str], Sequence[str]]:
-    base = [sys.executable, "-m", "space_router.testing", "--block-size", "4", "--num-blocks", "256"]
+    base = [sys.executable, "-m", "doubles.router", "--block-size", "4", "--num-blocks", "256"]
     return lambda config, address: [*base, "--listen", address, *flags]
 
 

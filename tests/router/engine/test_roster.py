@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from doubles.router import Script, ScriptedWorker
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
@@ -16,7 +17,6 @@ from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.worker_link import LinkLost
 from space_router.metrics import Metrics
-from space_router.testing import Script, ScriptedWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

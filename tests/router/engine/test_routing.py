@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from doubles.router import Script, ScriptedBatch, ScriptedWorker
+from doubles.router.tabletop import Tabletop
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
-from space_router.testing import Script, ScriptedBatch, ScriptedWorker
-from space_router.testing.tabletop import Tabletop
 
 Make = Callable[..., ValidRequest]
 SIZE = 16

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from doubles.router.scenario import RuleBroken, scripted_performance
 from space_router.engine.cache.pages import PagePool
 from space_router.engine.queueing.admission import QueueAdmission
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.sequence import WorkerSequence
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.metrics import Metrics
-from space_router.testing.scenario import RuleBroken, scripted_performance
 
 METRICS = Metrics()
 
@@ -85,7 +85,7 @@ def test_an_engine_that_forgets_those_who_wait_for_a_prefix_is_caught(monkeypatc
         live.followers = []
 
     monkeypatch.setattr(Engine, "_release_followers", never)
-    monkeypatch.setattr("space_router.testing.scenario.MAX_TICKS", 500)
+    monkeypatch.setattr("doubles.router.scenario.MAX_TICKS", 500)
     with pytest.raises(RuleBroken, match="not over"):
         perform(0, 40)
 

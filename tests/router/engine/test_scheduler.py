@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import Accepts, HashLanguage, Script, always, half, never, sometimes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
@@ -13,7 +14,6 @@ from space_router.engine.errors import ProtocolViolation
 from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.sequence import SequenceStep, WorkerSequence
-from space_router.testing import Accepts, HashLanguage, Script, always, half, never, sometimes
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

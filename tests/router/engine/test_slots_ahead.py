@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from doubles.router import Script, always
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, WorkerSequence
-from space_router.testing import Script, always
 
 Make = Callable[..., ValidRequest]
 Lockstep = Any

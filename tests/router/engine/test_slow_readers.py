@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from doubles.router import Script, never
 from space_router.engine.request.request import ValidRequest
-from space_router.testing import Script, never
 
 InHouse = Callable[..., None]
 Make = Callable[..., ValidRequest]

@@ -9,6 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import pytest
+from doubles.router import Script
+from doubles.router.scenario import ScriptedTableWorker
+from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import EngineError, WorkerFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
@@ -16,9 +19,6 @@ from space_router.engine.request.stream import Stream
 from space_router.engine.workers.crash_quarantine import GROWTH, HOLD, PATIENCE
 from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.remote_worker import RemoteWorker
-from space_router.testing import Script
-from space_router.testing.scenario import ScriptedTableWorker
-from space_router.testing.tabletop import Tabletop
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

@@ -12,6 +12,8 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
+from doubles.router import FixedReply, HashLanguage, Script, ScriptedWorker
+from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.service import Service
 from space_router.app import create_app
@@ -20,10 +22,8 @@ from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
 from space_router.grpc_api.server import GrpcServer
 from space_router.metrics import Metrics
-from space_router.testing import FixedReply, HashLanguage, Script, ScriptedWorker
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
 from space_router.text.model_text import ModelText
-from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 

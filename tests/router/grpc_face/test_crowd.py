@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from doubles.router import never
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2
 from space_router.config import ServeConfig
 from space_router.grpc_api.concurrency_limit import NUM_GUESTS
-from space_router.testing import never
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}

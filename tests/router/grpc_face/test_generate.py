@@ -5,10 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router import always
 from space_proto import generate_pb2
 from space_router.engine.request.request import ValidRequest
 from space_router.grpc_api.event import PROMPT_IDS_PER_EVENT
-from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 PROMPT = "hello world"

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
+from doubles.router import always
 from space_proto import generate_pb2
 from space_router.engine.request.request import Grammar
-from space_router.testing import always
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 ROOM = {"window": 4096, "num_blocks": 2048}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from space_router.text.testing import write_checkpoint
+from doubles.tokenizers import write_checkpoint
 
 READY_SECONDS = 60
 
@@ -106,7 +106,7 @@ def start_server(tmp_path: Path) -> StartServer:
     def start(*flags: str, worker: list[str] | None = None) -> Iterator[Server]:
         with ExitStack() as stack:
             listen = ["--listen", f"unix:{tmp_path}/w.sock", "--tokenizer", str(folder / "tokenizer.json")]
-            scripted = stack.enter_context(process("space_router.testing", *listen, *(worker or [])))
+            scripted = stack.enter_context(process("doubles.router", *listen, *(worker or [])))
             address = scripted.wait_for(r"^ready (.*)")[1]
             front = ["router", "--model", str(folder), "--port", "0", "--worker-address", address]
             router = stack.enter_context(process("space_router", *front, *flags))

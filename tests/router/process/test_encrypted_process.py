@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import grpc
 import httpx
 import pytest
+from doubles.router.certificates import authority, signed
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.commands import healthcheck
 from space_router.config import build
 from space_router.errors import ConfigError
 from space_router.http_server.http_connection import FLUSH_SECONDS
-from space_router.testing.certificates import authority, signed
 
 pytestmark = pytest.mark.e2e
 StartServer = Callable[..., AbstractContextManager[Any]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from doubles.tokenizers import write_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router import grpc_api
-from space_router.text.testing import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 StartServer = Callable[..., AbstractContextManager[Any]]

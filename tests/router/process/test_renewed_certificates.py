@@ -14,9 +14,9 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+from doubles.router.certificates import Certificate, authority, signed
 from space_common.certificate import CertificateError, CertificateFiles, server_credentials
 from space_proto import generate_pb2, generate_pb2_grpc
-from space_router.testing.certificates import Certificate, authority, signed
 
 StartServer = Callable[..., AbstractContextManager[Any]]
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 2000, "seed": 1, "ignore_eos": True}

@@ -12,13 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from space_router.text.testing import write_checkpoint
+from doubles.tokenizers import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 SECONDS = 60.0
-KEEPER = (
-    "while :; do python -m space_router.testing --listen {address} --tokenizer {tokenizer} --step-seconds .01; done"
-)
+KEEPER = "while :; do python -m doubles.router --listen {address} --tokenizer {tokenizer} --step-seconds .01; done"
 
 
 class Front:

@@ -16,7 +16,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import Sampling, ValidRequest
 from space_router.metrics import Metrics
-from space_router.testing import Script, ScriptedWorker
+from doubles.router import Script, ScriptedWorker
 
 def name(address):
     Path(sys.argv[1]).write_text(f"127.0.0.1 localhost\\n{address} worker.test\\n")

@@ -12,18 +12,18 @@ from typing import Any
 
 import httpx
 import pytest
+from doubles.router import Script, ScriptedWorker
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import WorkerDidNotStart
 from space_router.ray_cluster.router_replica import Present, RouterReplica
 from space_router.ray_cluster.worker_replica import WorkerReplica
-from space_router.testing import Script, ScriptedWorker
 
 LIMIT = 60.0
 CONFIG = ServeConfig(model="demo", drain_timeout=0.5, worker_start_timeout=LIMIT)
 
 
 def scripted(config: ServeConfig, address: str) -> Sequence[str]:
-    return [sys.executable, "-m", "space_router.testing", "--listen", address]
+    return [sys.executable, "-m", "doubles.router", "--listen", address]
 
 
 def run(body: Any) -> None:

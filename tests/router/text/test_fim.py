@@ -2,8 +2,8 @@
 
 import pytest
 import tokenizers
+from doubles.tokenizers import byte_level, tiny_tokenizer
 from space_router.text.fim import FillInTheMiddle
-from space_router.text.testing import byte_level, tiny_tokenizer
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers
 

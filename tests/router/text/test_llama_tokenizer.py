@@ -161,7 +161,7 @@ def test_a_token_that_the_config_calls_null_is_none(tmp_path: Path, trained: tok
 
 
 def test_a_byte_level_tokenizer_of_that_class_is_taken_as_it_is(tmp_path: Path) -> None:
-    from space_router.text.testing import byte_level
+    from doubles.tokenizers import byte_level
 
     folder = write(tmp_path / "m", json.loads(byte_level().to_str()), {"tokenizer_class": "LlamaTokenizer"})
     assert Tokenizer.load(folder).encode("hello\n") == byte_level().encode("hello\n").ids

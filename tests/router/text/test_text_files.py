@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.tokenizers import write_checkpoint
 from space_router.config import ServeConfig, build
 from space_router.errors import ConfigError
 from space_router.text.chat_template import find
 from space_router.text.model_text import ModelText
-from space_router.text.testing import write_checkpoint
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json")
 

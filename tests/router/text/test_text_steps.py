@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import tokenizers
+from doubles.tokenizers import SPECIAL
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.stop_strings import StopStrings
-from space_router.text.testing import SPECIAL
 from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStatistics, TextStream, TextToken
 from space_router.text.token_bytes import byte_alphabet
 from space_router.text.tokenizer import Tokenizer

@@ -1,11 +1,11 @@
 """However the ids come, the same text, the same tokens, the same end."""
 
+from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, sentencepiece_tokenizer, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.detokenizer import Detokenizer
 from space_router.text.stop_strings import StopStrings
-from space_router.text.testing import EOS_ID, FIRST_BYTE_ID, sentencepiece_tokenizer, tiny_tokenizer
 from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStream
 
 TINY = tiny_tokenizer()

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from space_router.errors import ConfigError
-from space_router.text.testing import (
+from doubles.tokenizers import (
     FIRST_BYTE_ID,
     VOCAB_SIZE,
     byte_level,
@@ -15,6 +12,9 @@ from space_router.text.testing import (
     tiny_tokenizer,
     write_checkpoint,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from space_router.errors import ConfigError
 from space_router.text.tokenizer import Tokenizer
 
 TINY, PIECES = tiny_tokenizer(), sentencepiece_tokenizer()

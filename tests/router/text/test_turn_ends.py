@@ -1,8 +1,8 @@
 """The tokens that end an answer are read off the chat template."""
 
 import pytest
+from doubles.tokenizers import byte_level
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
-from space_router.text.testing import byte_level
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.turn_ends import turn_end_ids
 from tokenizers import AddedToken

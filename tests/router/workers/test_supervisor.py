@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from doubles.router import HashLanguage
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import WorkerStartFailed
@@ -20,7 +21,6 @@ from space_router.engine.workers.exit_cause import ExitCause, count_oom_kills
 from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart
 from space_router.engine.workers.worker_command import worker_command
 from space_router.metrics import Metrics
-from space_router.testing import HashLanguage
 
 READY = "import sys, time; print('ready', sys.argv[1], flush=True); time.sleep(60)"
 
@@ -209,7 +209,7 @@ def test_a_worker_that_hangs_is_not_asked_to_leave_before_the_next_is_started() 
 
 def scripted_argv(*more: str) -> Callable[[ServeConfig, str], list[str]]:
     def argv(config: ServeConfig, address: str) -> list[str]:
-        return [*worker_command(config, address, module="space_router.testing"), *more]
+        return [*worker_command(config, address, module="doubles.router"), *more]
 
     return argv
 
@@ -268,7 +268,7 @@ def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
         from space_router.engine.workers.worker_command import worker_command
 
         async def main():
-            argv = lambda config, address: worker_command(config, address, module="space_router.testing")
+            argv = lambda config, address: worker_command(config, address, module="doubles.router")
             async with Engine(ServeConfig(), Metrics(), worker_argv=argv) as engine:
                 await engine.wait_ready()
                 print(engine.seats[0].source.pid, flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from doubles.worker import SmallRouter
 from space_common.version import version
 from space_eval.overhead_arms import plain
 from space_model.loading.load import load_model
@@ -16,7 +17,6 @@ from space_server.speculation.layout_yield import LayoutYield, layout_yields
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost, StepShape
-from space_server.testing import SmallRouter
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 

@@ -1,4 +1,4 @@
-"""Random grammars for tests, and recognisers of their own to judge what came out. Shipped, not served."""
+"""Random grammars for tests, and recognisers of their own to judge what came out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from random import Random
 from typing import Any
 
 from space_proto import worker_pb2 as pb
-
 from space_server.grammar.grammars import Grammars
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
-from space_server.testing import Ran, SmallRouter
 from space_server.worker import Worker
+
+from doubles.worker import Ran, SmallRouter
 
 _NAMES = ("a", "name", "age", "items", "é", "two words", "x-y", "value")
 _WORDS = ("yes", "no", "maybe", "naïve", "", "a b", '"quoted"', "back\\slash", "1")

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
-
 from space_router.http_server.http_connection import bounded
 from space_router.metrics import Metrics
 from space_router.settings.connection_settings import ConnectionSettings
+from starlette.types import Receive, Scope, Send
 
 SOON = 10.0
 """Seconds: longest wait for what must come."""

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 from space_proto import worker_pb2, worker_pb2_grpc
 
-from space_router.testing.page_ledger import Violation
-from space_router.testing.script import Script
-from space_router.testing.scripted_batch import Figures, ScriptedBatch
+from doubles.router.page_ledger import Violation
+from doubles.router.script import Script
+from doubles.router.scripted_batch import Figures, ScriptedBatch
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):

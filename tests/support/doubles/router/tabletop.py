@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from space_proto import worker_pb2
-
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG, Engine
 from space_router.engine.model_facts import WorkerModelFacts

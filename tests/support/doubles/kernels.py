@@ -1,5 +1,4 @@
-"""Made-up steps for tests of attention: keys and values of whole sequences, and one step laid out over them. Shipped,
-not served."""
+"""Made-up steps for tests of attention: keys and values of whole sequences, and one step laid out over them."""
 
 from __future__ import annotations
 
@@ -8,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from space_kernels.fp8 import nearest
 from space_kernels.paging.row_pattern import RowPattern
 from space_kernels.paging.slots import StepRows
+from torch import Tensor
 
 
 @dataclass(frozen=True)

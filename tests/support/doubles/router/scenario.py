@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from space_proto import worker_pb2
-
 from space_router.config import ServeConfig
 from space_router.engine.errors import (
     Broken,
@@ -24,11 +23,12 @@ from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import PREFILL_STEPS_AHEAD, Scheduler
 from space_router.engine.workers.exit_cause import ExitCause
 from space_router.metrics import Metrics
-from space_router.testing.language import HashLanguage
-from space_router.testing.script import Script, always, half, never, sometimes
-from space_router.testing.scripted_batch import ScriptedBatch
-from space_router.testing.scripted_worker import ScriptedWorker
-from space_router.testing.tabletop import Tabletop, TableWorker
+
+from doubles.router.language import HashLanguage
+from doubles.router.script import Script, always, half, never, sometimes
+from doubles.router.scripted_batch import ScriptedBatch
+from doubles.router.scripted_worker import ScriptedWorker
+from doubles.router.tabletop import Tabletop, TableWorker
 
 MAX_TICKS = 20_000
 SECONDS_PER_TICK = 0.01

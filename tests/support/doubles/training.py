@@ -1,4 +1,4 @@
-"""Runs of a second, for tests: random texts, and every switch at its smallest. Shipped, not used."""
+"""Runs of a second, for tests: random texts, and every switch at its smallest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from space_train.data.example import Example
 from space_train.data.mixed_rows import MixedRows, RowStream
 from space_train.data.packed_examples import PackedExamples
@@ -20,6 +17,8 @@ from space_train.schedule import Budget
 from space_train.train_plan import HeadForm, Method, TrainPlan
 from space_train.training.train_result import TrainResult
 from space_train.training.trainer import train
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 FIRST_ID, VOCABULARY = 16, 128
 """Random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint."""

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
 from space_router.text.token_bytes import byte_alphabet
 from space_router.text.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask_1|>")
 EOS_ID, MASK_ID = 0, 3

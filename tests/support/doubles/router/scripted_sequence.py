@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from space_proto import worker_pb2
 
-from space_router.testing.page_ledger import PageLedger, Violation, prefix_hashes
-from space_router.testing.script import Script
+from doubles.router.page_ledger import PageLedger, Violation, prefix_hashes
+from doubles.router.script import Script
 
 
 class ScriptedSequence:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from space_router.testing.language import HashLanguage, Language
+from doubles.router.language import HashLanguage, Language
 
 Accepts: TypeAlias = Callable[[int, int, int], int]
 """(seq_id, number of the decode step in its sequence, live drafts d) -> accepted drafts, 0..d."""

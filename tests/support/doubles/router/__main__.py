@@ -1,4 +1,4 @@
-"""`python -m space_router.testing --listen unix:/tmp/w.sock`: a scripted worker as a process.
+"""`python -m doubles.router --listen unix:/tmp/w.sock`: a scripted worker as a process.
 
 Takes the flags of `python -m space_server` too, so that a supervisor can start it in its place; those that only a model
 could heed are ignored.
@@ -14,15 +14,15 @@ import signal
 import sys
 from pathlib import Path
 
-from space_router.testing.language import FixedReply, HashLanguage, Language
-from space_router.testing.script import Accepts, Script, always, half, never, sometimes
-from space_router.testing.scripted_worker import ScriptedWorker
+from doubles.router.language import FixedReply, HashLanguage, Language
+from doubles.router.script import Accepts, Script, always, half, never, sometimes
+from doubles.router.scripted_worker import ScriptedWorker
 
 ACCEPTS: dict[str, Accepts] = {"never": never, "always": always, "half": half, "sometimes": sometimes}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m space_router.testing")
+    parser = argparse.ArgumentParser(prog="python -m doubles.router")
     parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json whose vocabulary is spoken")
     parser.add_argument("--reply", help="always answer this text (needs --tokenizer)")

@@ -1,4 +1,4 @@
-"""Doubles for tests of the worker: a model that follows a script, and a router of a few lines. Shipped, not served."""
+"""Doubles for tests of the worker: a model that follows a script, and a router of a few lines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from torch import Tensor
-
 from space_server.worker import Worker
+from torch import Tensor
 
 
 class ScriptedModel:

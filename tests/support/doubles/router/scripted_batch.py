@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from space_proto import worker_pb2
 
-from space_router.testing.page_ledger import PageLedger, Violation
-from space_router.testing.script import Script
-from space_router.testing.scripted_sequence import ScriptedSequence
+from doubles.router.page_ledger import PageLedger, Violation
+from doubles.router.script import Script
+from doubles.router.scripted_sequence import ScriptedSequence
 
 
 @dataclass
