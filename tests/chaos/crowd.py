@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import socket
 import time
@@ -23,7 +22,7 @@ from space_eval.bench.facts import facts
 from space_eval.bench.server_process import ServerError, ServerProcess
 
 from chaos.harness import Report
-from chaos.requests import PATH
+from chaos.requests import raw_request
 
 MAX_SLOWDOWN = 1.1  # of latency beside slow readers or overload, against that without
 MAX_REJECTION_SECONDS = 0.05  # in which 99 of 100 rejected requests must have their whole answer
@@ -80,9 +79,9 @@ class Figure:
 
     def row(self) -> tuple[str, str, str, str]:
         if self.most == -self.least:  # both infinite
-            return self.what, f"{self.value:.3g}", "", ""
-        bound = f"≤ {self.most:.3g}" if self.most < math.inf else f"≥ {self.least:.3g}"
-        return self.what, f"{self.value:.3g}", bound, "yes" if self.holds else "NO"
+            return self.what, f"{self.value:.4g}", "", ""
+        bound = f"≤ {self.most:.4g}" if self.most < math.inf else f"≥ {self.least:.4g}"
+        return self.what, f"{self.value:.4g}", bound, "yes" if self.holds else "NO"
 
 
 @dataclass(frozen=True)
@@ -98,17 +97,11 @@ async def timed(endpoint: Endpoint, body: dict[str, Any]) -> TimedAnswer:
     """Over a bare socket: a client's own work is no part of the latency."""
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     begun = time.monotonic()
-    writer.write(_request(body))
+    writer.write(raw_request(body))
     whole = await reader.read(-1)
     seconds = time.monotonic() - begun
     writer.close()
     return TimedAnswer(int(whole[9:12] or 0), b"\r\nretry-after:" in whole.lower(), seconds)
-
-
-def _request(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
-    return head.encode() + content
 
 
 # ------------------------------------------------------------------------------------------------ slow readers
@@ -157,7 +150,7 @@ def _unread(endpoint: Endpoint, seed: int) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.connect((endpoint.host, endpoint.port))
     body = {"prompt": "slow", "max_tokens": 480, "ignore_eos": True, "stream": True, "logprobs": 20, "seed": seed}
-    connection.sendall(_request(body))
+    connection.sendall(raw_request(body))
     return connection
 
 
@@ -220,7 +213,7 @@ def overload_figures(seconds: float, full: Sequence[TimedAnswer], over: Sequence
 async def overload(
     endpoint: Endpoint, num_connections: int, num_tokens: int, times: float, seconds: float
 ) -> list[Figure]:
-    """First a closed loop of `num_connections` clients, for the capacity; then more requests, at an even rate."""
+    """A closed loop of `num_connections` clients shows the capacity; then more requests come at an even rate."""
 
     async def ask(seed: int) -> TimedAnswer:
         body = {"prompt": "x = ", "max_tokens": num_tokens, "ignore_eos": True, "seed": seed, "temperature": 1}

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from space_eval.bench.client import Endpoint, LoadError, get_json
+from space_eval.bench.client import LoadError, get_json
 from space_eval.bench.facts import facts
 from space_eval.bench.server_process import ServerProcess
 
 from chaos.harness import Report, StreamCounts, StreamLoad, say, stream_table
 from chaos.machines import Host, can_have_namespaces, scripted, served
-from chaos.requests import StreamAnswer, bodies
+from chaos.requests import bodies
 
 WORKER_TIMEOUT = 3.0  # seconds of silence after which the router considers a host lost
 
@@ -50,10 +50,12 @@ def run(options: argparse.Namespace) -> Report:
         command = scripted(stack.enter_context(tokenizer)) if options.scripted else served(model)
         hosts = [stack.enter_context(Host(number, command, namespaces=namespaces)) for number in range(options.hosts)]
         with _router(model, hosts[:1], options.serve_flags) as server:
-            phases, expected = asyncio.run(_one_worker(server, wanted))
+            one = StreamLoad(server, wanted)
+            phases = asyncio.run(_one_worker(one))
         with _router(model, hosts, options.serve_flags) as server:
-            known = facts(asyncio.run(get_json(Endpoint.parse(server.url), "/info")))
-            phases |= asyncio.run(Disturbances(server, hosts, wanted, expected, options, namespaces).run())
+            load = StreamLoad(server, wanted, one.expected)
+            known = facts(asyncio.run(get_json(load.endpoint, "/info")))
+            phases |= asyncio.run(Disturbances(load, hosts, options, namespaces).run())
     workers = "scripted workers, 20 ms a step of at most 8 sequences" if options.scripted else "real workers"
     return report(known, phases, [host.num_starts for host in hosts], namespaces, workers)
 
@@ -64,27 +66,17 @@ def _router(model: str, hosts: Sequence[Host], more_flags: Sequence[str]) -> Ser
     return ServerProcess([*flags, "--log-level", "warning", *more_flags])
 
 
-async def _one_worker(server: ServerProcess, wanted: Sequence[dict[str, Any]]) -> tuple[Phases, list[StreamAnswer]]:
+async def _one_worker(load: StreamLoad) -> Phases:
     """Each request alone on one host, for its tokens; then all at once there."""
-    load = StreamLoad(server, wanted)
     await load.record_expected()
-    return {"one worker": await load.once()}, load.expected
+    return {"one worker": await load.once()}
 
 
 class Disturbances:
     """One router and all hosts: throughput, kills, cuts, rolling restarts."""
 
-    def __init__(
-        self,
-        server: ServerProcess,
-        hosts: Sequence[Host],
-        wanted: Sequence[dict[str, Any]],
-        expected: Sequence[StreamAnswer],
-        options: argparse.Namespace,
-        namespaces: bool,
-    ) -> None:
-        self._load = StreamLoad(server, wanted, expected)
-        self._hosts, self._options, self._namespaces = hosts, options, namespaces
+    def __init__(self, load: StreamLoad, hosts: Sequence[Host], options: argparse.Namespace, namespaces: bool) -> None:
+        self._load, self._hosts, self._options, self._namespaces = load, hosts, options, namespaces
         self._source = random.Random(options.seed)
 
     async def run(self) -> Phases:

@@ -7,7 +7,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from space_common.python_process import module_command
 
@@ -43,15 +42,14 @@ class Host:
 
     def __init__(self, number: int, command: Callable[[str], Sequence[str]], *, namespaces: bool) -> None:
         """`command`: of a worker, by its address; `namespaces`: False: the host is another loopback address."""
-        self.number = number
         self.num_starts = 0
         self._name = f"ss{os.getpid() % 100000}n{number}"
         self._link = f"ssv{os.getpid() % 100000}n{number}"
         self._namespaces = namespaces
         net = f"10.{200 + os.getpid() % 50}.{number}"
-        self.ip = f"{net}.2" if namespaces else f"127.0.{77 + os.getpid() % 50}.{number + 1}"
+        self._ip = f"{net}.2" if namespaces else f"127.0.{77 + os.getpid() % 50}.{number + 1}"
         self._gateway = f"{net}.1"
-        self.address = f"{self.ip}:{PORT}"
+        self.address = f"{self._ip}:{PORT}"
         self._command = command
         self._process: subprocess.Popen[str] | None = None
         self._changed = threading.Condition()
@@ -76,9 +74,7 @@ class Host:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._leave()
 
     def kill(self) -> None:
@@ -103,7 +99,7 @@ class Host:
         _ip("addr", "add", f"{self._gateway}/30", "dev", self._link)
         _ip("link", "set", self._link, "up")
         for words in (
-            ("addr", "add", f"{self.ip}/30", "dev", inner),
+            ("addr", "add", f"{self._ip}/30", "dev", inner),
             ("link", "set", inner, "up"),
             ("link", "set", "lo", "up"),
         ):

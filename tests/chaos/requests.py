@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -54,6 +55,13 @@ def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
             body["structured_outputs"] = {"regex": r"([a-z]{1,12} = [0-9]{1,6}\n){400}"}
         made.append(body)
     return made
+
+
+def raw_request(body: Mapping[str, Any]) -> bytes:
+    """An HTTP/1.1 request, for clients that read the answer in a way of their own."""
+    content = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
 
 async def ask(

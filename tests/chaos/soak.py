@@ -76,7 +76,7 @@ async def _soak(server: ServerProcess, options: argparse.Namespace) -> Report:
         while clock() < end:
             await asyncio.sleep(max(0.0, begun + len(seen) * options.every - clock()))
             seen.append({"seconds": clock() - begun, **await _observe(server, endpoint, probe)})
-            say(", ".join(f"{name} {value:.0f}" for name, value in seen[-1].items()))
+            say("; ".join(f"{name}: {value:.0f}" for name, value in seen[-1].items()))
     await idle(endpoint, is_ours=True)
     failures = {
         "changes of the probe's text": probe.num_changed,

@@ -13,7 +13,7 @@ from typing import Any
 
 from space_eval.bench.client import Endpoint, LoadError, parsed, post_json, stream_events
 
-from chaos.requests import PATH
+from chaos.requests import PATH, raw_request
 
 SLOW_SECONDS = 5.0
 """After which a slow reader disconnects."""
@@ -141,15 +141,14 @@ class Visits:
 
     async def _slow(self) -> None:
         """Read a few bytes at a time through a small buffer; then disconnect."""
-        body = json.dumps(self._body(max_tokens=400, ignore_eos=True, stream=True)).encode()
+        request = raw_request(self._body(max_tokens=400, ignore_eos=True, stream=True))
         loop = asyncio.get_running_loop()
         connection = socket.socket()
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         with connection, suppress(ConnectionError):
             await loop.sock_connect(connection, (self._endpoint.host, self._endpoint.port))
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            await loop.sock_sendall(connection, f"{head}\r\n\r\n".encode() + body)
+            await loop.sock_sendall(connection, request)
             end = loop.time() + SLOW_SECONDS
             while loop.time() < end and await loop.sock_recv(connection, 64):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
