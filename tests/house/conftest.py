@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import interface
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,10 @@ class Command:
     @property
     def named(self) -> str:
         return f"{self.document}: {self.line}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(interface.Recorder(), "recorder of every test")
 
 
 def listed(root: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from repository import Repository, cycles
 
 ROOMS = {
     "space_proto": ("proto", set()),
@@ -53,6 +54,26 @@ def test_a_room_imports_only_the_rooms_below_it(root: Path, room: str) -> None:
         if (others := {name for name in imported(file) if name.startswith("space_")} - below - {room})
     }
     assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def repository(root: Path) -> Repository:
+    return Repository(root)
+
+
+@pytest.mark.parametrize("kind", ["modules", "rooms", "packages"])
+def test_imports_make_no_circle(root: Path, repository: Repository, kind: str) -> None:
+    """Between modules, rooms of a package, packages. Those there are today may only get fewer."""
+    listed = tomllib.loads((root / "tests/house/snapshots/may_only_shrink.toml").read_text())["cycles"][kind]
+    find = {"modules": repository.module_cycles, "rooms": repository.room_cycles, "packages": repository.package_cycles}
+    now = find[kind]()
+    new = [cycle for cycle in now if not any(set(cycle) <= set(each.split()) for each in listed)]
+    assert {" ".join(cycle): repository.crossings(cycle) if kind == "rooms" else [] for cycle in new} == {}
+
+
+def test_circles_are_found() -> None:
+    assert cycles({"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"]}) == [["a", "b", "c"], ["d", "e"]]
+    assert cycles({"a": ["b", "c"], "b": ["c"]}) == []
 
 
 @pytest.mark.parametrize("module", ["space_router", "space_router.cli", "space_router.app", "space_router.serve"])

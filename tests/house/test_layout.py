@@ -1,7 +1,19 @@
-"""A top-level folder is a room's address, not a package; nothing in the repository knows the machine it was made on."""
+"""A top-level folder is a room's address, not a package; nothing in the repository knows the machine it was made on.
+
+Folders hold about twenty modules, a class name means one thing, and words of the old vocabulary do not come back. What
+is otherwise today is in `snapshots/may_only_shrink.toml`; `python tests/house/house_table.py --lists` shrinks it.
+"""
 
 import re
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import LARGEST_FOLDER, Repository, old_words, prose_words
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 TOP_LEVEL = {
     ".ci", ".dockerignore", ".gitignore", "Dockerfile", "LICENSE", "Makefile", "README.md", "docker", "kernels",
@@ -41,3 +53,46 @@ def test_nothing_is_left_for_later(root: Path, files: list[Path]) -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     sources = [path for path in files if path.suffix in {".py", ".sh", ".proto"} and path.parent.name != "house"]
     assert [str(path) for path in sources if marks.search((root / path).read_text())] == []
+
+
+@pytest.fixture(scope="module")
+def repository(root: Path) -> Repository:
+    return Repository(root)
+
+
+@pytest.fixture(scope="module")
+def shrinking() -> dict[str, Any]:
+    """The lists that may only shrink."""
+    return tomllib.loads((SNAPSHOTS / "may_only_shrink.toml").read_text(encoding="utf-8"))
+
+
+def grown(now: Mapping[str, int], listed: Mapping[str, int]) -> dict[str, str]:
+    return {name: f"{listed.get(name, 0)} -> {size}" for name, size in now.items() if size > listed.get(name, 0)}
+
+
+def test_a_folder_has_at_most_twenty_modules(repository: Repository, shrinking: dict[str, Any]) -> None:
+    large = {name: size for name, size in repository.folder_sizes().items() if size > LARGEST_FOLDER}
+    assert grown(large, shrinking["folders"]) == {}
+
+
+def test_one_class_name_means_one_thing(repository: Repository, shrinking: dict[str, Any]) -> None:
+    shared = repository.shared_class_names()
+    listed = shrinking["shared_class_names"]
+    counts = {name: len(modules) for name, modules in shared.items()}
+    assert {name: shared[name] for name in grown(counts, listed)} == {}
+
+
+def test_no_identifier_of_the_old_vocabulary_comes_back(repository: Repository, shrinking: dict[str, Any]) -> None:
+    words = old_words(SNAPSHOTS / "old_words.txt")
+    now = repository.old_identifiers(words)
+    names = {word.word: word.now for word in words}
+    more = grown(now, shrinking["old_identifiers"])
+    assert {f"{word} (now {names[word]})": size for word, size in more.items()} == {}
+
+
+def test_the_subject_of_a_sentence_is_the_code_or_the_user(repository: Repository, shrinking: dict[str, Any]) -> None:
+    prose = repository.old_prose(prose_words(SNAPSHOTS / "old_prose.txt"))
+    now = {f"{place}: {word}": count for (place, word), count in prose.items()}
+    places = shrinking["old_prose"].items()
+    listed = {f"{place}: {word}": count for place, counts in places for word, count in counts.items()}
+    assert grown(now, listed) == {}
