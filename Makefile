@@ -76,9 +76,9 @@ soak: install  ## an hour of mixed load: does memory, latency or anything else g
 	@$(CHAOS) soak $(FLAGS)
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
-gpu-check: export PYTHONPATH := kernels:proto:server$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check: export PYTHONPATH := $(CURDIR)/kernels:$(CURDIR)/proto:$(CURDIR)/server:$(CURDIR)/tests/support:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check:  ## what only a GPU can show, and one report (DRY=1: every stage, tiny, on the CPU; FLAGS="--stages … --minutes …")
-	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m space_eval.gpu_check $(if $(DRY),--dry) $(FLAGS)
+	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m gpu $(if $(DRY),--dry) $(FLAGS)
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml
 	@docker/lock.sh --upgrade

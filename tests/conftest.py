@@ -24,6 +24,24 @@ os.environ.setdefault("PIP_NO_INDEX", "1")  # and one that would fetch the defau
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; triton 3.9 warns where it is not said
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):  # on a GPU machine with pytest alone
+        parser.addini("timeout", "of pytest-timeout, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` leaves files and folders without such tests unread: a GPU machine may lack what they import."""
+    if config.option.markexpr != "gpu" or not (collection_path.is_dir() or collection_path.suffix == ".py"):
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return None if any("pytest.mark.gpu" in file.read_text(encoding="utf-8") for file in files) else True
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling | None":
     """`--dist loadgroup`: all of tests/e2e in one process, for they share servers; every other test by itself.

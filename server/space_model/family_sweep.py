@@ -284,7 +284,7 @@ EQUAL = 1e-5
 """Of the largest logit, float32: rounding of one layer behind the other, and two orders of magnitude below a fault."""
 
 TRIED_ON_GPU = frozenset({"llama", "qwen3", "gemma2", "gemma3_text"})
-"""Families that `spaceserve eval gpu-check` holds against transformers on a GPU."""
+"""Families that `make gpu-check` compares with transformers on a GPU."""
 
 
 def to_page(outcomes: Sequence[Outcome]) -> str:

@@ -34,7 +34,7 @@ RUN_BY = {
     "make serve": ("tests/house/test_document_commands.py", "test_make_serve_is_an_installation_and_serve"),
     "make test": (".ci/run", "make test"),
     "make dashboard": ("Makefile", "tests/dashboard"),
-    "make gpu-check DRY=1": ("tests/eval/test_gpu_check.py", "test_every_stage_runs_dry"),
+    "make gpu-check DRY=1": ("tests/gpu/test_gpu_check.py", "test_every_stage_runs_dry"),
     ".venv/bin/spaceserve workers restart --api-key-file ops.key --finish-seconds 30": (
         "tests/router/process/test_rolling_restart_process.py",
         'front.workers("restart", "--finish-seconds"',

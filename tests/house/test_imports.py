@@ -109,25 +109,19 @@ BARE = (
 
 
 def test_worker_and_gpu_check_run_with_what_a_machine_for_models_has(root: Path) -> None:
-    """Nothing of the router's; without llguidance, requests with a grammar are refused, and no other."""
+    """Nothing of the router's and no pytest plugin; without llguidance, only requests with a grammar are refused."""
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({BARE!r}))
+sys.path[:0] = ["tests/support", "tests"]
 import importlib.resources, pytest
-from pathlib import Path
-import space_server.__main__, space_server.grpc_server.service
-from space_eval.gpu_kernels import ROOT, on_any_device
-from space_eval.gpu_stages import STAGES
+import gpu.__main__, space_server.__main__, space_server.grpc_server.service
+from gpu.stages import kernel_tests
 from space_server.grammar.grammars import Grammars
-for stage in STAGES:
-    stage.load()
 with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:
     print(Grammars.of(folder, 4096, ()).why_none)
-marked = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-marked = [path for path in marked if "test_gpu_check" not in path and "house" not in path]
-assert marked
-plugins = ["-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
-sys.exit(pytest.main(["--collect-only", "-qq", *plugins, *marked, *on_any_device()]))
+words = ["--collect-only", "-qq", "-p", "no:cacheprovider"]
+sys.exit(pytest.main([*words, "-m", "gpu", "tests"]) or pytest.main([*words, *kernel_tests()]))
 """
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run(
@@ -135,3 +129,5 @@ sys.exit(pytest.main(["--collect-only", "-qq", *plugins, *marked, *on_any_device
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "llguidance, which compiles them, is not installed" in run.stdout
+    assert "tests/gpu/test_speed.py" in run.stdout
+    assert "tests/server/test_device_graphs.py" in run.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from space_eval.gpu_exact import FAMILIES as ON_A_GPU
+from gpu.models import FAMILIES as ON_A_GPU
 from space_model.family_sweep import EQUAL, TRIED_ON_GPU, Outcome, families, sweep, to_page
 from space_model.testing import FAMILIES
 

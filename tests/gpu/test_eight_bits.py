@@ -1,32 +1,33 @@
-"""Stage: linears, keys and values of eight bits. Drafts change no bit of a text, and what a step takes then."""
+"""Linears, keys and values of eight bits: drafts change no bit of a text, and what a step then takes."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
+from space_eval.equivalence import Mismatch, Subject, check_cell
+from space_eval.equivalence_cell import AXES, Cell
+from space_eval.pairwise import covering_cases
 from space_kernels.dispatch import ops_for
 from space_model.geometry.draft_layout import DraftLayout
-from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.quantization.fp8_model import hold_float8
 from space_model.space_model import SpaceModel
 from space_server.machine.memory import free_bytes
 
-from space_eval.equivalence import Mismatch, Subject, check_cell
-from space_eval.equivalence_cell import AXES, Cell
-from space_eval.gpu_clock import DeviceClock, graphed
-from space_eval.gpu_exact import checkpoint_of, device_of
-from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, Shape, draft_head, facts_of, random_llama, space_llama
-from space_eval.gpu_pace import BLOCK_SIZE
-from space_eval.gpu_record import Notebook, StageFailed
-from space_eval.pairwise import covering_cases
+from gpu.clock import DeviceClock, forward_seconds
+from gpu.llama import DRY, NUM_MASKS, SHAPES, Shape, draft_head, facts_of, random_llama, space_llama
+from gpu.models import checkpoint_of
+from gpu.pace import BLOCK_SIZE
+from gpu.record import Notes
+
+pytestmark = pytest.mark.gpu
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ CONTEXTS = (512, 8192)
 """Cached ids: with few a step reads weights, with many keys and values too."""
 
 
-def run(notes: Notebook, until: float) -> None:
-    """Both; what takes how long is told where bits differ, too."""
-    faults = _differences(notes, until)
-    _seconds(notes, until)
-    if faults:
-        raise StageFailed(f"{len(faults)} cells are not equal; the first: {faults[0]}")
+def test_eight_bits(notes: Notes) -> None:
+    """Times are measured where bits differ, too."""
+    faults = _differences(notes)
+    _seconds(notes)
+    assert not faults, f"{len(faults)} cells are not equal; the first: {faults[0]}"
 
 
-def _differences(notes: Notebook, until: float) -> list[str]:
+def _differences(notes: Notes) -> list[str]:
     """Cells of the matrix with exact products."""
     equal = 0
     faults: list[str] = []
@@ -69,14 +69,13 @@ def _differences(notes: Notebook, until: float) -> list[str]:
                 dtype="bfloat16",
                 weights=held.weights,
                 kv_dtype=held.kv_dtype,
-                device=device_of(notes),
+                device=str(notes.device),
                 exact=True,
             )
             return Subject(name, model)
 
         for name, held, cell in _cells(dry=notes.dry):
-            if time.monotonic() > until:
-                notes.missing("eight bits: the rest of the cells", f"time for {equal + len(faults)}")
+            if notes.is_late("eight bits: the rest of the cells"):
                 break
             try:
                 check_cell(subject(name, held), cell)
@@ -101,9 +100,9 @@ def _cells(*, dry: bool) -> Iterator[tuple[str, Held, Cell]]:
             yield str(name), held, Cell(**case)
 
 
-def _seconds(notes: Notebook, until: float) -> None:
+def _seconds(notes: Notes) -> None:
     """Network and head of a Llama of 8B, on the device alone, beside bfloat16's."""
-    device = torch.device(device_of(notes))
+    device = notes.device
     shape, contexts = (DRY, (64,)) if notes.dry else (SHAPES["8b"], CONTEXTS)
     if not notes.dry and free_bytes(device) < 1.5 * shape.num_bytes:
         notes.missing("eight bits: seconds of a step", f"{shape.num_bytes / 1024**3:.1f} GiB of weights do not fit")
@@ -112,18 +111,18 @@ def _seconds(notes: Notebook, until: float) -> None:
     usual: dict[tuple[int, int], float] = {}
     rows = []
     for held in (Held("plain", "auto"), *WAYS):
-        if time.monotonic() > until:
-            notes.missing(f"eight bits: seconds with {held}", "no time was left")
+        if notes.is_late(f"eight bits: seconds with {held}"):
             continue
         model = _model(shape, device, held)
         for context in contexts:
+            kv = model.allocate_kv(-(-(context + 2 * (NUM_MASKS + 1)) // BLOCK_SIZE), BLOCK_SIZE)
             for layout in (DraftLayout.plain(), DraftLayout.full(NUM_MASKS, NUM_MASKS)):
-                num_rows, seconds = _step(model, layout, context, clock)
+                num_rows, seconds = forward_seconds(model, kv, layout, context, clock)
                 first = usual.setdefault((context, num_rows), seconds)
                 rows.append([str(held), context, num_rows, f"{1e3 * seconds:.3f}", f"{first / seconds:.2f}"])
                 if held.weights == "fp8" or held.kv_dtype == "fp8":
                     notes.figure(f"8b, {held}: bfloat16's time over it, {num_rows} rows at {context}", first / seconds)
-        del model
+        del model, kv
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -141,21 +140,3 @@ def _model(shape: Shape, device: torch.device, held: Held) -> SpaceModel:
         hold_float8(made.base_model, device)
     ops = ops_for(device, dtype=facts.dtype, float8_kv=small)
     return space_llama(made, facts, ops, draft_head(shape, device))
-
-
-def _step(model: SpaceModel, layout: DraftLayout, context: int, clock: DeviceClock) -> tuple[int, float]:
-    """Rows of one sequence's step, and its seconds."""
-    chain = layout.num_drafts + 1
-    num_blocks = -(-(context + 2 * chain) // BLOCK_SIZE)
-    batch = ForwardBatch.build(
-        [Segment([9] * chain, context, range(num_blocks), layout)],
-        block_size=BLOCK_SIZE,
-        mask_ids=model.facts.mask_ids,
-        device=model.facts.device,
-    )
-    kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
-
-    def call() -> None:
-        model.logits(model.forward(batch, kv)[:chain])
-
-    return batch.num_rows, clock.seconds(graphed(call, model.facts.device))

@@ -1,4 +1,4 @@
-"""Where two texts of one request part, and whether rounding may decide there: the tie rule (DESIGN: exactness)."""
+"""Where two texts of one request differ, and whether rounding may decide there."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from space_eval.greedy_oracle import TIE_FACTOR, GreedyOracle
 from space_kernels.sampling.noise import gumbel, request_key
 from space_proto import worker_pb2 as pb
 
-from space_eval.greedy_oracle import TIE_FACTOR, GreedyOracle
-
 
 @dataclass(frozen=True)
-class Parting:
+class Difference:
     """A position at which two texts have different ids."""
 
     where: str
     position: int  # absolute
     ours: int | None  # None: our text had ended
     theirs: int | None
-    gap: float = float("inf")  # between what decided for the two, noise included, in the oracle
+    gap: float = float("inf")  # between the two values that are compared, noise included, in the oracle
     bound: float = 0.0
 
     @property
@@ -36,30 +35,30 @@ class Parting:
 
 
 @dataclass
-class Verdicts:
-    """What comparing texts has found."""
+class Comparison:
+    """The differences of some texts."""
 
     num_texts: int = 0
     num_tokens: int = 0
-    ties: list[Parting] = field(default_factory=list)
-    faults: list[Parting] = field(default_factory=list)
+    ties: list[Difference] = field(default_factory=list)
+    faults: list[Difference] = field(default_factory=list)
 
-    def add(self, partings: Sequence[Parting], num_tokens: int) -> None:
-        """One text."""
+    def add(self, found: Sequence[Difference], num_tokens: int) -> None:
+        """Add one text."""
         self.num_texts += 1
         self.num_tokens += num_tokens
-        self.ties += [parting for parting in partings if parting.is_tie]
-        self.faults += [parting for parting in partings if not parting.is_tie]
+        self.ties += [one for one in found if one.is_tie]
+        self.faults += [one for one in found if not one.is_tie]
 
 
-class Judge:
+class TieRule:
     """Measures how near two choices were: in transformers' float32 logits of the same weights."""
 
     def __init__(self, oracle: GreedyOracle, dtype: torch.dtype) -> None:
         """`dtype` is the one that the texts were computed in."""
         self._oracle, self._unit = oracle, TIE_FACTOR * torch.finfo(dtype).eps
 
-    def parting(self, where: str, known: Sequence[int], ours: int, theirs: int, sampling: pb.Sampling) -> Parting:
+    def difference(self, where: str, known: Sequence[int], ours: int, theirs: int, sampling: pb.Sampling) -> Difference:
         """Behind the ids `known` one text has `ours`, the other `theirs`. Of `sampling` seed and temperature count."""
         logits = self._oracle.logits(known).double()
         bound = self._unit * float(logits[logits.isfinite()].abs().max())
@@ -69,22 +68,22 @@ class Judge:
             noise = gumbel(key, torch.tensor([len(known)]), torch.arange(len(logits))[None])[0]
             value = logits / sampling.temperature + noise
             bound /= sampling.temperature
-        return Parting(where, len(known), ours, theirs, float(value[theirs] - value[ours]), bound)
+        return Difference(where, len(known), ours, theirs, float(value[theirs] - value[ours]), bound)
 
 
-def partings(
+def differences(
     where: str,
     prompt: Sequence[int],
     ours: Sequence[int],
     theirs_behind: Callable[[Sequence[int]], Sequence[int]],
-    verify_sequences: Judge,
+    rule: TieRule,
     sampling: pb.Sampling,
-) -> list[Parting]:
-    """Every place at which `ours` leaves the other text; behind each the other goes on from our id.
+) -> list[Difference]:
+    """Every position at which `ours` differs from the other text, which goes on from our id behind each.
 
-    `theirs_behind(ids)`: what the other says behind these ids of our text, for as long as ours is.
+    `theirs_behind(ids)`: the other text behind these ids of ours, as long as ours is.
     """
-    found: list[Parting] = []
+    found: list[Difference] = []
     done = 0
     while done < len(ours):
         rest, theirs = ours[done:], theirs_behind(ours[:done])
@@ -93,9 +92,9 @@ def partings(
             if len(rest) != len(theirs):
                 shorter = min(len(rest), len(theirs))
                 ends = [text[shorter] if shorter < len(text) else None for text in (rest, theirs)]
-                found.append(Parting(where, len(prompt) + done + shorter, ends[0], ends[1]))
+                found.append(Difference(where, len(prompt) + done + shorter, ends[0], ends[1]))
             break
         known = [*prompt, *ours[: done + same]]
-        found.append(verify_sequences.parting(where, known, rest[same], theirs[same], sampling))
+        found.append(rule.difference(where, known, rest[same], theirs[same], sampling))
         done += same + 1
     return found

@@ -57,19 +57,11 @@ class Shape:
     def config(self) -> PreTrainedConfig:
         """As transformers has it. The head is a tensor of its own: a step reads as many bytes as with a shared one."""
         return AutoConfig.for_model(
-            "llama",
-            hidden_size=self.hidden,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.inner,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=self.window,
-            bos_token_id=0,
-            eos_token_id=0,
+            "llama", hidden_size=self.hidden, num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.inner,
+            vocab_size=self.vocab_size, max_position_embeddings=self.window, bos_token_id=0, eos_token_id=0,
             tie_word_embeddings=False,
-        )
+        )  # fmt: skip
 
     @property
     def step_bytes(self) -> int:
@@ -122,28 +114,14 @@ def random_llama(shape: Shape, device: torch.device, *, whisper: float = WHISPER
 def facts_of(shape: Shape, device: torch.device, acceptance: Sequence[float] = ()) -> ModelFacts:
     """What such a model says of itself."""
     return ModelFacts(
-        name=f"random-llama-{shape.name}",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        window=shape.window,
-        dtype=torch.bfloat16,
-        dtype_reason="as the shape has it",
-        device=device,
-        eos_ids=(0,),
-        mask_ids=tuple(range(FIRST_MASK, FIRST_MASK + NUM_MASKS)),
-        num_masks=NUM_MASKS,
-        model_hash=f"random-llama-{shape.name}",
-        tokenizer_hash="",
-        has_draft_head=True,
-        kv_bytes_per_token=2 * shape.num_layers * shape.kv_heads * shape.head_dim * 2,
-        attention="",
-        num_threads=torch.get_num_threads(),
-        acceptance=tuple(acceptance),
-    )
+        name=f"random-llama-{shape.name}", vocab_size=shape.vocab_size, hidden_size=shape.hidden,
+        num_layers=shape.num_layers, num_heads=shape.num_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+        window=shape.window, dtype=torch.bfloat16, dtype_reason="as the shape has it", device=device, eos_ids=(0,),
+        mask_ids=tuple(range(FIRST_MASK, FIRST_MASK + NUM_MASKS)), num_masks=NUM_MASKS,
+        model_hash=f"random-llama-{shape.name}", tokenizer_hash="", has_draft_head=True,
+        kv_bytes_per_token=2 * shape.num_layers * shape.kv_heads * shape.head_dim * 2, attention="",
+        num_threads=torch.get_num_threads(), acceptance=tuple(acceptance),
+    )  # fmt: skip
 
 
 def draft_head(shape: Shape, device: torch.device) -> DraftHeadWeights:

@@ -1,4 +1,4 @@
-"""Stage: attention as a share of its roofline, by backend, context, batch and rows.
+"""Attention as a share of its roofline, by backend, context, batch and rows.
 
 The least that a step's attention must move: keys and values of the prefix once, whatever the rows; queries, in-step
 keys and values, and results. Over the seconds it took, that is a bandwidth; its share of the bandwidth of a large copy,
@@ -8,10 +8,10 @@ measured in the same process, is what counts.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import pytest
 import torch
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, Backend, usable
@@ -21,9 +21,11 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from torch import Tensor
 
-from space_eval.gpu_clock import DeviceClock
-from space_eval.gpu_record import Notebook, StageFailed, written
-from space_eval.gpu_targets import BATCHES, CONTEXTS, ROWS, attention_name
+from gpu.clock import DeviceClock
+from gpu.record import Notes, written
+from gpu.report import BATCHES, CONTEXTS, ROWS, attention_name
+
+pytestmark = pytest.mark.gpu
 
 COPY_BYTES = 2 * 1024**3
 BLOCK_SIZE = 16
@@ -97,9 +99,9 @@ class Step:
         return out[: self.num_rows]
 
 
-def run(notes: Notebook, until: float) -> None:
+def test_attention(notes: Notes) -> None:
     """Every backend that can be used, in every case of the targets; dry: two tiny cases, Triton's interpreted."""
-    device = torch.device("cpu" if notes.dry else "cuda")
+    device = notes.device
     sizes = Sizes(4, 2, 16, torch.float32) if notes.dry else Sizes()
     clock = DeviceClock(device)
     bandwidth = clock.copy_bandwidth(1 << 20 if notes.dry else COPY_BYTES)
@@ -108,14 +110,14 @@ def run(notes: Notebook, until: float) -> None:
     launch = clock.empty_launch()
     notes.figure("an empty kernel", 1e6 * launch, "µs")
     backends = _interpreted() if notes.dry else _usable(notes, sizes, device)
-    cases = [(64, 2, rows) for rows in ROWS] if notes.dry else list(_cases())
+    cases = [(context, batch, rows) for context in CONTEXTS for batch in BATCHES for rows in ROWS]  # small ones first
+    cases = [(64, 2, rows) for rows in ROWS] if notes.dry else cases
     rows: list[list[str]] = []
     head = ["context", "batch", "rows", "backend", "µs", "GB/s", "share of copy", "the same, less an empty kernel"]
     wrong = []
     for context, batch, num_rows in cases:
         name = attention_name(*((1024, batch, num_rows) if notes.dry else (context, batch, num_rows)))
-        if time.monotonic() > until:
-            notes.missing(name, "no time was left")
+        if notes.is_late(name):
             continue
         shares = {}
         for backend, (attention, block_size) in backends.items():
@@ -147,19 +149,10 @@ def run(notes: Notebook, until: float) -> None:
                 notes.note(f"{name}: at the copy's bandwidth {1e6 * least:.1f} µs, which no kernel can be launched in")
         else:
             notes.missing(name, "no backend could be measured")
-    if wrong:
-        raise StageFailed(f"{len(wrong)} results are not the reference's; the first: {wrong[0]}")
+    assert not wrong, f"{len(wrong)} results are not the reference's; the first: {wrong[0]}"
 
 
-def _cases() -> Iterator[tuple[int, int, int]]:
-    """Small ones first."""
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            for rows in ROWS:
-                yield context, batch, rows
-
-
-def _usable(notes: Notebook, sizes: Sizes, device: torch.device) -> Mapping[str, tuple[Attention, int]]:
+def _usable(notes: Notes, sizes: Sizes, device: torch.device) -> Mapping[str, tuple[Attention, int]]:
     """By name: the attention, and the pages it takes. The reference is left out: it is not made to be fast."""
     found: dict[str, tuple[Attention, int]] = {}
     for backend in BACKENDS.values():

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.networks.paged_kv import PagedKV
+from space_model.space_model import SpaceModel
 
 _log = logging.getLogger(__name__)
 
@@ -110,11 +113,6 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
     return torch.cuda.memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of storage, each once."""
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
-
-
 def graphed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """`call` as a CUDA graph that is replayed; as it is on a CPU, or where it cannot be captured."""
     if device.type != "cuda":
@@ -130,3 +128,17 @@ def graphed(call: Callable[[], object], device: torch.device) -> Callable[[], ob
         _log.warning("it is timed kernel by kernel, for it cannot be captured: %s", error)
         return call
     return graph.replay
+
+
+def forward_seconds(
+    model: SpaceModel, kv: PagedKV, layout: DraftLayout, context: int, clock: DeviceClock
+) -> tuple[int, float]:
+    """Rows of a step of one sequence behind `context` ids, and the seconds of network and head on the device alone."""
+    chain, device = layout.num_drafts + 1, model.facts.device
+    segment = Segment([9] * chain, context, range(-(-(context + 2 * chain) // kv.block_size)), layout)
+    batch = ForwardBatch.build([segment], block_size=kv.block_size, mask_ids=model.facts.mask_ids, device=device)
+
+    def call() -> None:
+        model.logits(model.forward(batch, kv)[:chain])
+
+    return batch.num_rows, clock.seconds(graphed(call, device))

@@ -1,4 +1,4 @@
-"""What a stage of the GPU check found, written down as it goes: a stage that is stopped keeps what it had."""
+"""Results of a stage of the GPU check, saved after every entry: a stage that is stopped keeps what it had."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Outcome = Literal["running", "passed", "failed", "timed out", "not run"]
+import torch
 
-
-class StageFailed(Exception):
-    """What the stage was to show is not so; the message says what was found."""
-
-
-class StageNotRun(Exception):
-    """The stage cannot be run here; the message says why, and what would help."""
+GRACE = 15.0
+"""Seconds before its limit at which a stage begins nothing new."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """What does not fit in one number."""
+    """Results that do not fit in one number."""
 
     title: str
     head: list[str]
@@ -51,7 +47,7 @@ class Record:
     dry: bool
     machine: str = ""
     date: str = ""
-    outcome: Outcome = "running"
+    outcome: str = "running"  # then passed, failed, timed out or not run
     why: str = ""  # of an outcome that is not "passed"
     seconds: float = 0.0
     figures: list[Figure] = field(default_factory=list)
@@ -59,26 +55,30 @@ class Record:
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  # what was not measured -> why
 
+    def add(self, name: str, value: float, unit: str = "") -> None:
+        """Add a figure."""
+        self.figures.append(Figure(name, float(value), unit))
+
     def value(self, name: str) -> Figure | None:
         """The figure of this name; None: there is none."""
         return next((figure for figure in self.figures if figure.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers and texts; a number that is none is null."""
+        """Plain numbers and texts; nan and infinities are null."""
         record = asdict(self)
         for figure in record["figures"]:
             figure["value"] = figure["value"] if math.isfinite(figure["value"]) else None
         return record
 
     def save(self, file: Path) -> None:
-        """At once or not at all."""
+        """Replace the file in one step."""
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         partial.replace(file)
 
     @classmethod
     def read(cls, file: Path) -> Record | None:
-        """What `save` wrote; None where there is nothing to read."""
+        """What `save` wrote; None where the file is missing or unusable."""
         try:
             known = json.loads(file.read_text(encoding="utf-8"))
             known["figures"] = [
@@ -91,21 +91,27 @@ class Record:
             return None
 
 
-class Notebook:
-    """A stage's record in its file, kept up with every entry; each entry goes to stderr, too."""
+class Notes:
+    """Writes down the results of one stage, in its file and on stderr. The `notes` fixture of a stage's test."""
 
-    def __init__(self, record: Record, file: Path) -> None:
+    def __init__(self, record: Record, file: Path, seconds: float) -> None:
+        """`seconds`: limit of the stage; in the last of them `is_late` tells it to begin nothing new."""
         self.record, self._file = record, file
+        self.dry = record.dry  # tiny sizes on the CPU: the figures mean nothing
+        self.device = torch.device("cpu" if self.dry else "cuda")
+        self._until = time.monotonic() + seconds - min(GRACE, seconds / 4)
         record.save(file)
 
-    @property
-    def dry(self) -> bool:
-        """Tiny sizes on the CPU: the figures mean nothing."""
-        return self.record.dry
+    def is_late(self, name: str) -> bool:
+        """Whether no time is left to measure `name`, which is then written down as missing."""
+        if time.monotonic() <= self._until:
+            return False
+        self.missing(name, "no time was left")
+        return True
 
     def figure(self, name: str, value: float, unit: str = "") -> float:
         """Write down a number; the number."""
-        self.record.figures.append(Figure(name, float(value), unit))
+        self.record.add(name, value, unit)
         self._keep(f"{name}: {written(value, unit)}")
         return value
 
@@ -125,8 +131,13 @@ class Notebook:
         self.record.missing[name] = why
         self._keep(f"{name}: not run: {why}")
 
+    def close(self, outcome: str, why: str, seconds: float) -> None:
+        """The stage has ended."""
+        self.record.outcome, self.record.why, self.record.seconds = outcome, why, seconds
+        self._keep(f"{outcome} {why}")
+
     def say(self, text: str) -> None:
-        """Progress, on stderr alone."""
+        """Show progress, on stderr alone."""
         print(f"[{self.record.stage}] {text}", file=sys.stderr, flush=True)
 
     def _keep(self, text: str) -> None:

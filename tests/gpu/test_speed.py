@@ -1,4 +1,4 @@
-"""Stages: decoding speed at the shapes of a 1B and an 8B Llama, random weights, drafts that come true by decree."""
+"""Decoding speed at the shapes of a 1B and an 8B Llama, random weights, drafts that come true by decree."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
+from space_eval.overhead_arms import auto, full, plain, pruned
+from space_eval.watched_model import without_draft_head
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
-from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.config import StepsHere
@@ -22,15 +24,15 @@ from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
 
-from space_eval.gpu_clock import DeviceClock, device_busy, graphed, memory_in_use
-from space_eval.gpu_exact import changed_texts
-from space_eval.gpu_llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
-from space_eval.gpu_llama import draft_head as random_head
-from space_eval.gpu_pace import BLOCK_SIZE, DEVICE, Pace, PacedWorker, Room, known_steps
-from space_eval.gpu_record import Notebook, StageFailed, StageNotRun, written
-from space_eval.gpu_targets import CROWDS
-from space_eval.overhead_arms import auto, full, plain, pruned
-from space_eval.watched_model import without_draft_head
+from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use
+from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
+from gpu.llama import draft_head as random_head
+from gpu.models import changed_texts
+from gpu.pace import BLOCK_SIZE, DEVICE, Pace, PacedWorker, Room, known_steps
+from gpu.record import Notes, written
+from gpu.report import BATCH_SIZES
+
+pytestmark = pytest.mark.gpu
 
 ACCEPTANCE = NAMED[0.78]
 COPY_BYTES = 2 * 1024**3
@@ -45,38 +47,39 @@ class Effort:
     num_steps: int
     seconds: float  # of one arm at one batch
     rounds: int
-    crowds: Sequence[int]
+    batch_sizes: Sequence[int]
     room: Room
     calibration_seconds: float
 
 
-FULL = Effort(num_steps=200, seconds=1.0, rounds=2, crowds=CROWDS, room=Room(512, 448), calibration_seconds=8.0)
-LITTLE = Effort(num_steps=6, seconds=0.2, rounds=1, crowds=(1, 2), room=Room(16, 96), calibration_seconds=0.2)
+FULL = Effort(
+    num_steps=200, seconds=1.0, rounds=2, batch_sizes=BATCH_SIZES, room=Room(512, 448), calibration_seconds=8.0
+)
+LITTLE = Effort(num_steps=6, seconds=0.2, rounds=1, batch_sizes=(1, 2), room=Room(16, 96), calibration_seconds=0.2)
 
 
-def llama_1b(notes: Notebook, until: float) -> None:
+def test_llama_1b(notes: Notes) -> None:
     """And what exact products cost."""
-    _Measurement(notes, "1b", until).run(exact=True)
+    _Measurement(notes, "1b").run(exact=True)
 
 
-def llama_8b(notes: Notebook, until: float) -> None:
-    """Exact products apart."""
-    _Measurement(notes, "8b", until).run(exact=False)
+def test_llama_8b(notes: Notes) -> None:
+    """Without exact products."""
+    _Measurement(notes, "8b").run(exact=False)
 
 
 class _Measurement:
     """One shape, from its weights to its last figure."""
 
-    def __init__(self, notes: Notebook, name: str, until: float) -> None:
-        self._notes, self._name, self._until = notes, name, until
-        self._device = torch.device("cpu" if notes.dry else "cuda")
+    def __init__(self, notes: Notes, name: str) -> None:
+        self._notes, self._name, self._device = notes, name, notes.device
         self._shape: Shape = DRY if notes.dry else SHAPES[name]
         self._effort = LITTLE if notes.dry else FULL
         self._facts = facts_of(self._shape, self._device, ACCEPTANCE)
         self._clock = DeviceClock(self._device)
         free = free_bytes(self._device)
         if free < 1.5 * self._shape.num_bytes:
-            raise StageNotRun(
+            pytest.skip(
                 f"{self._shape.num_bytes / 1024**3:.1f} GiB of weights need half as much again; "
                 f"{free / 1024**3:.1f} GiB are free"
             )
@@ -100,7 +103,7 @@ class _Measurement:
             step_seconds = self._batch_of_one(model, kv, how, bandwidth, is_default=how == steps[-1])
         if DEVICE not in steps:
             notes.missing(f"{name} device-resident steps", why_on_host(model.facts) or "")
-        self._crowds(model, kv, steps[-1])
+        self._batches(model, kv, steps[-1])
         tensors, reserved = memory_in_use(self._device)
         notes.figure(f"{name} weights and pages", tensors / 1024**3, "GiB")
         notes.figure(f"{name} most that torch had taken", reserved / 1024**3, "GiB")
@@ -115,33 +118,21 @@ class _Measurement:
         return space_llama(made, self._facts, ops, random_head(self._shape, self._device))
 
     def _pages(self, model: SpaceModel) -> PagedKV:
-        """For the largest crowd that fits."""
+        """For the largest batch that fits."""
         each = self._effort.room.blocks_each * BLOCK_SIZE * self._facts.kv_bytes_per_token
         fits = int(FRACTION * free_bytes(self._device) / each)
-        self._most = max((batch for batch in self._effort.crowds if batch <= fits), default=1)
-        for batch in [batch for batch in self._effort.crowds if batch > self._most]:
+        self._most = max((batch for batch in self._effort.batch_sizes if batch <= fits), default=1)
+        for batch in [batch for batch in self._effort.batch_sizes if batch > self._most]:
             self._notes.missing(f"{self._name} auto/plain at batch {batch}", f"pages for {fits} sequences fit")
         return model.allocate_kv(self._most * self._effort.room.blocks_each, BLOCK_SIZE)
 
     def _forwards(self, model: SpaceModel, kv: PagedKV) -> None:
         """The network and the head over 1 row and over 36, on the device alone."""
-        context, seconds = self._effort.room.context, {}
-        for rows, layout in ((1, DraftLayout.plain()), (36, DraftLayout.full(NUM_MASKS, NUM_MASKS))):
-            chain = layout.num_drafts + 1
-            batch = ForwardBatch.build(
-                [Segment([9] * chain, context, range(self._effort.room.blocks_each), layout)],
-                block_size=BLOCK_SIZE,
-                mask_ids=self._facts.mask_ids,
-                device=self._device,
-            )
-
-            def call(batch: ForwardBatch = batch, chain: int = chain) -> None:
-                model.logits(model.forward(batch, kv)[:chain])
-
-            seconds[rows] = self._clock.seconds(graphed(call, self._device), repeats=20)
-            self._notes.figure(
-                f"{self._name} network and head, {rows} row{'s' * (rows > 1)}", 1e3 * seconds[rows], "ms"
-            )
+        seconds = {}
+        for layout in (DraftLayout.plain(), DraftLayout.full(NUM_MASKS, NUM_MASKS)):
+            rows, taken = forward_seconds(model, kv, layout, self._effort.room.context, self._clock)
+            seconds[rows] = taken
+            self._notes.figure(f"{self._name} network and head, {rows} row{'s' * (rows > 1)}", 1e3 * taken, "ms")
         self._notes.figure(f"{self._name} network and head, 36 rows/1 row", seconds[36] / seconds[1])
 
     def _batch_of_one(
@@ -206,7 +197,7 @@ class _Measurement:
             notes.missing(f"{head}device idle between steps", "there is no device to profile")
         return {arm: pace.step_seconds for arm, pace in found.items()}
 
-    def _crowds(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> None:
+    def _batches(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> None:
         """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
         notes, name, effort = self._notes, self._name, self._effort
         foretold = Foretold(model.facts, ACCEPTANCE)
@@ -219,9 +210,8 @@ class _Measurement:
             for arm, c in zip(arms, (None, cost), strict=True)
         }
         rows = []
-        for batch in [batch for batch in effort.crowds if batch <= self._most]:
-            if time.monotonic() > self._until:
-                notes.missing(f"{name} auto/plain at batch {batch}", "no time was left")
+        for batch in [batch for batch in effort.batch_sizes if batch <= self._most]:
+            if notes.is_late(f"{name} auto/plain at batch {batch}"):
                 continue
             rates: dict[str, list[Pace]] = {arm.name: [] for arm in arms}
             for turn in range(effort.rounds):
@@ -253,8 +243,7 @@ class _Measurement:
             rows.append([arm.name, f"{1e3 * usual[arm.name]:.2f}", f"{1e3 * seconds:.2f}"])
         notes.table(f"{name}: what exact costs, batch 1", ["layout", "ms per step", "ms, exact"], rows)
         notes.figure(f"{name} texts with exact products that drafts changed", len(changed))
-        if changed:
-            raise StageFailed(f"exact products, {changed[0]}")
+        assert not changed, f"exact products, {changed[0]}"
 
     def _cost(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> StepCost | None:
         """As a server's own measurement at its start has it, of the steps that it serves with."""

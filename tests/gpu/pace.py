@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from space_eval.overhead_arms import Arm
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
@@ -19,8 +20,7 @@ from space_server.step_model import StepModel
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
-from space_eval.gpu_llama import FIRST_MASK, NUM_MASKS, Foretold
-from space_eval.overhead_arms import Arm
+from gpu.llama import FIRST_MASK, NUM_MASKS, Foretold
 
 BLOCK_SIZE = 16
 SLACK = 24

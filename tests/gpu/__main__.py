@@ -1,0 +1,168 @@
+"""`python -P -m gpu`: everything that only a GPU can show, in one command and one report.
+
+Each stage is a run of pytest in a process of its own with a time limit, and writes down its results as it goes.
+report.md and report.json have the machine, every stage's outcome, and each target beside what was measured. Stages that
+are run one by one into the same folder make one report, as long as machine, commit and kind of run are the same.
+
+Exit status: 0; 1 if a stage failed or ran out of time; 2 for unusable flags. A target that is missed is in the report,
+and no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+
+import torch
+from space_common.python_process import module_command, safe_environment
+
+from gpu.record import Record, written
+from gpu.report import Report
+from gpu.stages import FAST_STAGES, ROOT, STAGES, Stage, num_processes
+
+HERE = Path(__file__).parent
+MINUTES, DRY_MINUTES = 75.0, 10.0
+LEAST_SECONDS = 20.0
+"""A stage for which less time is left is not begun."""
+
+_SHOWN = 25
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -P -m gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="stages:\n" + "\n".join(f"  {name:<16} {stage.title}" for name, stage in STAGES.items()),
+    )
+    parser.add_argument("--dry", action="store_true", help="every stage at tiny sizes on the CPU: figures mean nothing")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of the report [%(default)s]")
+    parser.add_argument(
+        "--stages", nargs="+", default=[], metavar="STAGE", choices=[*STAGES, "fast"], help="only these [all]"
+    )
+    parser.add_argument("--minutes", type=float, help=f"of all stages together [{MINUTES:g}; dry {DRY_MINUTES:g}]")
+    parser.add_argument("--commit", help="of a copy that is no checkout")
+    options = parser.parse_args(argv)
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here (or this torch has none); --dry runs every stage on the CPU")
+    asked = {name for word in options.stages for name in (FAST_STAGES if word == "fast" else (word,))}
+    minutes = options.minutes or (DRY_MINUTES if options.dry else MINUTES)
+    report = Report(options.out.resolve(), dry=options.dry, commit_given=options.commit)
+    records = check([name for name in STAGES if name in asked or not asked], report, minutes)
+    for record in records.values():
+        print(f"{record.stage:<16} {record.outcome:<10} {written(record.seconds, 's'):>8}  {record.why}")
+    print(f"wrote {report.folder}/report.md and report.json", file=sys.stderr)
+    return int(any(record.outcome in ("failed", "timed out") for record in records.values()))
+
+
+def check(names: Sequence[str], report: Report, minutes: float) -> dict[str, Record]:
+    """Run stages and write the report after each; the records that the folder then has."""
+    report.folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (report.folder / f"{name}.json").unlink(missing_ok=True)
+    until = time.monotonic() + 60 * minutes
+
+    def run(name: str) -> None:
+        print(f"== {name}: {STAGES[name].title}", file=sys.stderr, flush=True)
+        run_stage(name, STAGES[name], report, until - time.monotonic())
+
+    # Figures want the machine for themselves; those of a dry run mean nothing.
+    with ThreadPoolExecutor(2 if report.dry else 1) as pool:
+        for _ in pool.map(run, names):
+            report.write()
+    return report.records()
+
+
+def run_stage(name: str, stage: Stage, report: Report, seconds: float) -> Record:
+    """Run a stage in a process of its own, for at most so many seconds; its record, however it ended."""
+    file = report.folder / f"{name}.json"
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    blank = Record(name, report.dry, report.machine, date)
+    if seconds < LEAST_SECONDS or stage.missing():
+        blank.outcome = "not run"
+        blank.why = stage.missing() or f"{max(0.0, seconds):.0f} s were left; raise --minutes"
+        blank.save(file)
+        return blank
+    blank.save(file)
+    limit = min(stage.seconds, seconds)
+    added, begun = {}, time.monotonic()
+    with TemporaryDirectory(prefix="gpu-check") as folder:
+        results = Path(folder) / "results.xml"
+        if stage.suite is None:
+            node = f"{HERE / stage.file}::test_{name.replace('-', '_')}"
+            words = [node, "-s", "-m", "gpu", "--out", report.folder, "--seconds", f"{limit:.1f}"]
+            words += [*(["--dry"] if report.dry else []), *_commit(report)]
+        else:
+            words = [*stage.suite(report.dry), "--junitxml", results]
+            added = {"OMP_NUM_THREADS": "2"}  # of the references, in as many processes as half of the cores
+            if not report.dry and importlib.util.find_spec("xdist") is not None:
+                words += ["-n", num_processes()]
+        status = _run(["-q", "-p", "no:cacheprovider", "-p", "gpu.watch", *words], limit, dry=report.dry, added=added)
+        record = Record.read(file) or blank
+        if stage.suite is not None and status is not None:
+            _add_results(record, results, status)
+    record.machine, record.date, record.seconds = report.machine, date, time.monotonic() - begun
+    if status is None:
+        record.outcome, record.why = "timed out", f"stopped after {limit:.0f} s; what it had found until then stands"
+    elif record.outcome == "running":
+        record.outcome, record.why = "failed", f"its process ended with status {status}"
+    record.save(file)
+    return record
+
+
+def _commit(report: Report) -> list[str]:
+    """The child must name the same commit, or its record is another machine's."""
+    return ["--commit", report.facts["commit"]]
+
+
+def _run(words: Sequence[object], limit: float, *, dry: bool, added: Mapping[str, str]) -> int | None:
+    """Exit status of pytest with these words; None where it had to be stopped."""
+    path = [str(ROOT / "tests" / "support"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = safe_environment({"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"})
+    environment |= {"TQDM_DISABLE": "1", **added}
+    environment.pop("TRITON_INTERPRET", None)
+    if dry:  # sees no GPU; tests/conftest.py then has Triton's kernels interpreted
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    process = subprocess.Popen(
+        module_command("pytest", *words), cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # the process, and all that it started, which share its session
+        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 30.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+
+
+def _add_results(record: Record, results: Path, status: int) -> None:
+    """What a suite's own report says."""
+    cases = list(ElementTree.parse(results).iter("testcase")) if results.is_file() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    record.add(f"{record.stage}: tests that passed", len(cases) - len(failed) - skipped)
+    record.add(f"{record.stage}: tests that failed", len(failed))
+    record.notes += [f"{case.get('classname')}::{case.get('name')}" for case in failed[:_SHOWN]]
+    is_bad = bool(failed) or status not in (0, 5)
+    record.outcome = "failed" if is_bad else "passed"
+    record.why = f"{len(failed)} of {len(cases)} tests failed, exit status {status}" if is_bad else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
