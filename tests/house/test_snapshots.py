@@ -143,7 +143,7 @@ def test_no_test_is_lost_with_its_parameters(
 
 def test_a_lost_test_is_named_and_a_moved_one_is_found(tmp_path: Path) -> None:
     ids = [("test_a", "test_x", "[1]"), ("test_a", "test_x", "[2]"), ("test_b", "test_y", ""), ("test_b", "test_z", "")]
-    before = Counter([*ids, ("test_w", "test_w_w", "")])
+    before = Counter([*ids, ("test_w", "test_w_w", "[w0-x]")])
     assert interface.unfold_ids(interface.fold_ids(before + Counter(ids[:1]))) == before + Counter(ids[:1])
     (tmp_path / "map").write_text("file test_a test_c test_d\ntest test_b::test_y test_c::test_yy\nword w v\n")
     known = IdMap.read(tmp_path / "map")
@@ -151,7 +151,7 @@ def test_a_lost_test_is_named_and_a_moved_one_is_found(tmp_path: Path) -> None:
         {("test_d", "test_x"): 1, ("test_c", "test_yy"): 1, ("test_e", "test_z"): 1, ("test_v", "test_w_v"): 1}
     )
     assert interface.lost_functions(before, functions, known) == ["test_b::test_z (there is one in test_e)"]
-    now = Counter([("test_d", "test_x", "[1]"), ("test_c", "test_yy", ""), ("test_w", "test_v_v", "")])
+    now = Counter([("test_d", "test_x", "[1]"), ("test_c", "test_yy", ""), ("test_w", "test_v_v", "[v0-x]")])
     assert interface.lost_ids(before, now, known) == ["test_a::test_x[2]", "test_b::test_z"]
     (tmp_path / "map").write_text(
         "gone test_b with it\nparameters test_a::test_x by machine\nfile test_a test_d\nword w v\n"

@@ -375,13 +375,13 @@ class IdMap:
         """Where that test may be now."""
         if (stem, name) in self.tests:
             return [self.tests[stem, name]]
-        stems = self.files.get(stem) or self._worded(stem)
-        return [(new_stem, new_name) for new_stem in stems for new_name in self._worded(name)]
+        stems = self.files.get(stem) or self.worded(stem)
+        return [(new_stem, new_name) for new_stem in stems for new_name in self.worded(name)]
 
-    def _worded(self, name: str) -> list[str]:
+    def worded(self, text: str) -> list[str]:
         """It, and it with words that were replaced."""
-        choices = [[part, *self.words.get(part, ())] for part in name.split("_")]
-        return ["_".join(parts) for parts in itertools.product(*choices)]
+        choices = [[part, *self.words.get(part, ())] for part in re.split(r"([A-Za-z]+)", text)]
+        return ["".join(parts) for parts in itertools.product(*choices)]
 
     def is_free(self, stem: str, name: str) -> bool:
         """Its parameters are not compared."""
@@ -444,7 +444,8 @@ def lost_ids(before: Counter[TestId], now: Counter[TestId], known: IdMap) -> lis
         if known.is_gone(stem, name) or (known.is_free(stem, name) and any(place in names for place in places)):
             continue
         for _ in range(count):
-            there = next(((*place, parameters) for place in places if left[*place, parameters] > 0), None)
+            candidates = ((*place, same) for place in places for same in known.worded(parameters))
+            there = next((each for each in candidates if left[each] > 0), None)
             if there is None:
                 lost.append(f"{stem}::{name}{parameters}")
             else:
