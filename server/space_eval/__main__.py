@@ -30,8 +30,8 @@ MOVED = {
     "explain": "`spaceserve eval acceptance` shows acceptance by position",
     "faults": "in a checkout: `make faults FLAGS=…`",
     "hosts": "in a checkout: `make hosts FLAGS=…`",
-    "recipes": "its results are in server/README.md, under Train",
-    "verdicts": "its results are in server/QUESTIONS.md; `pytest tests/exactness` enumerates the verification rules",
+    "recipes": "its results are in router/guides/BENCHMARKS.md, under Training",
+    "verdicts": "see router/guides/BENCHMARKS.md; `pytest tests/exactness` enumerates the verification rules",
 }
 """Commands that were removed, and what to use instead."""
 

@@ -24,14 +24,14 @@ from space_train.__main__ import plan_of
 from space_train.costs.model_shape import ModelShape
 from space_train.estimate import to_markdown
 
-ROOMS = {
-    "router/README.md",
-    "server/README.md",
-    "kernels/README.md",
-    "docker/README.md",
-    "server/QUESTIONS.md",
-    "server/MODELS.md",
-}
+GUIDES = {
+    f"router/guides/{name}.md"
+    for name in (
+        "serve", "api", "train", "tune", "deploy", "operate", "how_it_works", "BENCHMARKS", "ARCHITECTURE",
+    )
+}  # fmt: skip
+PAGES = GUIDES | {"docker/README.md", "docker/KUBERNETES.md", "docker/RAY.md", "router/SECURITY.md", "server/MODELS.md"}
+BENCHMARK_PAGE = "router/guides/BENCHMARKS.md"
 MAY_NEED = {"a GPU", "Docker", "13 GB", "Docker and a cluster", "a package registry", "those engines"}
 """What a command may need that no test has: said beside it, for whoever types it."""
 
@@ -88,16 +88,31 @@ def broken_links(root: Path, documents: dict[str, str]) -> list[str]:
 
 def test_every_link_and_anchor_leads_somewhere(root: Path, documents: dict[str, str]) -> None:
     assert broken_links(root, documents) == []
-    assert broken_links(root, {"README.md": "[a](router/README.md#nowhere) [b](nothing.md) [c](#x)\n# y"}) == [
-        "README.md: router/README.md#nowhere",
+    assert broken_links(root, {"README.md": "[a](docker/README.md#nowhere) [b](nothing.md) [c](#x)\n# y"}) == [
+        "README.md: docker/README.md#nowhere",
         "README.md: nothing.md",
         "README.md: #x",
     ]
 
 
-def test_every_page_of_the_rooms_is_led_to_from_the_first(readme: str, documents: dict[str, str]) -> None:
-    assert documents.keys() >= ROOMS
-    assert {name for name in ROOMS if f"]({name})" not in readme} == set()
+def test_the_readme_links_to_every_page(readme: str, documents: dict[str, str]) -> None:
+    assert documents.keys() >= PAGES
+    assert {name for name in PAGES if f"]({name})" not in readme} == set()
+    assert {name for name in documents if name.startswith("router/guides/")} == GUIDES
+
+
+def test_the_files_of_the_architecture_page_exist(root: Path, documents: dict[str, str]) -> None:
+    named = set(
+        re.findall(
+            r"`((?:router|server|kernels|proto|docker|tests)/[\w./]+)`", documents["router/guides/ARCHITECTURE.md"]
+        )
+    )
+    assert len(named) > 40
+    assert {name for name in named if not (root / name).exists()} == set()
+
+
+def test_the_readme_is_a_screen_and_a_half(readme: str) -> None:
+    assert len(readme.splitlines()) <= 90
 
 
 def test_what_a_command_needs_that_no_test_has_is_said_beside_it(commands: list) -> None:
@@ -194,13 +209,23 @@ def test_every_eval_command_parses_and_none_is_missing(typed: list[list[str]]) -
 
 def test_the_computed_table_is_what_the_command_computes(documents: dict[str, str]) -> None:
     table = to_markdown([ModelShape.of(name) for name in ("1b", "7b", "13b")], 10_000_000)
-    assert table.strip() in documents["server/README.md"]
+    assert table.strip() in documents[BENCHMARK_PAGE]
 
 
-def test_the_first_page_has_no_figures_but_those_of_the_rooms(readme: str, documents: dict[str, str]) -> None:
-    rows = re.findall(r"^\| \d+ \|.*\|$", readme, flags=re.MULTILINE)
-    assert len(rows) >= 5
-    assert [row for row in rows if row not in documents["server/README.md"]] == []
+def test_the_figures_of_the_readme_are_in_the_benchmarks(readme: str, documents: dict[str, str]) -> None:
+    section = readme.partition("## Figures")[2].partition("\n## ")[0]
+    figures = re.findall(r"\*\*([\d.]+)\*\*", section)
+    assert len(figures) >= 3
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", documents[BENCHMARK_PAGE]), figure
+
+
+def test_measurements_are_on_the_benchmarks_page_alone(documents: dict[str, str]) -> None:
+    """A measurement names its commit; model cards report those of their weights."""
+    measured = re.compile(r"\bcommits?\s+[0-9a-f]{7}\b")
+    cards = {"server/space_demo/README.md", "server/space_smollm2/README.md"}
+    assert {name for name, text in documents.items() if measured.search(text)} <= {BENCHMARK_PAGE, *cards}
+    assert len(measured.findall(documents[BENCHMARK_PAGE])) > 20
 
 
 def test_the_step_is_drawn_as_it_is_laid_out(documents: dict[str, str]) -> None:
@@ -214,7 +239,9 @@ def test_the_step_is_drawn_as_it_is_laid_out(documents: dict[str, str]) -> None:
     sees = {name: chain[: i + 1] for i, name in enumerate(chain)}
     sees |= {name: chain[: g + 1] + group[: j + 1] for g, group in enumerate(groups) for j, name in enumerate(group)}
 
-    drawing = next(block for block in documents["server/README.md"].split("```") if "who sees whom" in block)
+    drawing = next(
+        block for block in documents["router/guides/how_it_works.md"].split("```") if "who sees whom" in block
+    )
     head, _, below = drawing.partition("who sees whom")
     lines = {words[0]: words[1:] for words in map(str.split, head.splitlines()) if words}
     drawn = {words[0]: words[1:] for words in map(str.split, below.splitlines()) if words}

@@ -51,7 +51,7 @@ def test_a_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) 
 def test_the_document_has_the_table_that_is_computed() -> None:
     drafts = [DRAFT_MODELS["tinyllama-1.1b"], DRAFT_MODELS["llama-160m"]]
     table = sides_table(list(SHAPES.values()), drafts, SERVING)
-    document = Path(__file__).parents[2] / "server" / "README.md"
+    document = Path(__file__).parents[2] / "router" / "guides" / "BENCHMARKS.md"
     assert table in document.read_text(encoding="utf-8")
 
 
