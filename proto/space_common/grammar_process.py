@@ -1,4 +1,4 @@
-"""A process that tries grammars for somebody who must live on: it can be killed where a thread cannot."""
+"""Compiles grammars in a separate process, which can be killed if one takes too long; a thread cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 
 class GrammarProcess:
-    """Tries one grammar after the other, of single bytes or `with_tokens`; it ends with whoever holds it.
+    """Tests one grammar after the other, over single bytes or `with_tokens`. The process ends with this object.
 
     with closing(GrammarProcess()) as process:
         process.ask("regex", "a(", 5.0)
@@ -26,7 +26,7 @@ class GrammarProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the server, which ends it
+            start_new_session=True,  # Ctrl-C must reach only the server, which ends this process
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("The process has no pipes.")
@@ -39,19 +39,20 @@ class GrammarProcess:
         return self._process.pid
 
     def with_tokens(self, tokens: Sequence[bytes], special: Collection[int], seconds: float) -> bool:
-        """From now on grammars are of these tokens, the last of which is the end; False: not within `seconds`."""
+        """Use these tokens for all further grammars; the last is EOS. Returns False after `seconds`."""
         told = {"tokens": [token.hex() for token in tokens], "special": sorted(special)}
         return self._exchange(told, seconds) is not None
 
     def ask(self, kind: str, source: str, seconds: float) -> list[str] | None:
-        """The reason against a grammar, none where it can be used; None: no answer in time, or no process any more, and
-        then nobody may ask again.
+        """Return a list with the grammar's error, empty if it is valid.
+
+        Returns None after `seconds` or if the process has ended; then this object must not be used again.
         """
         answer = self._exchange([kind, source], seconds)
         if answer is None:
             return None
-        verification: str | None = json.loads(answer)
-        return [] if verification is None else [verification]
+        error: str | None = json.loads(answer)
+        return [] if error is None else [error]
 
     def _exchange(self, said: object, seconds: float) -> bytes | None:
         deadline = time.monotonic() + seconds
@@ -75,8 +76,9 @@ class GrammarProcess:
 
 
 def _ready(pipe: int, event: int, deadline: float) -> bool:
-    """Whether the pipe can be used, or is broken, before `deadline`. By poll: select knows no descriptor from 1024 on,
-    and a router of thousands of connections has them.
+    """Return whether the pipe becomes usable or breaks before `deadline`.
+
+    Uses poll, because select does not support descriptors from 1024 on.
     """
     poll = select.poll()
     poll.register(pipe, event)
@@ -88,5 +90,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not written yet has nobody to read it
+            with contextlib.suppress(OSError):  # flushing fails, because the reader has ended
                 pipe.close()

@@ -1,6 +1,6 @@
-"""A model by its Hugging Face id, in a folder of this machine: what router and worker fetch by the same rules.
+"""Downloads models from the Hugging Face hub, for router and workers.
 
-Resumes what was interrupted, and says in one line why something cannot be had and what to do about it.
+Resumes interrupted downloads. Errors are one line with the cause and what to do.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from space_common.hub_file import PARTIAL, HubFile
 from space_common.progress import download_progress, size_text
 
 AT_ONCE = 8
-"""Files that are fetched at the same time."""
+"""Concurrent file downloads."""
 
 SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors",)
 SECOND_COPIES = ("consolidated*.safetensors", "original/*", "metal/*", "onnx/*", "openvino/*")
-"""The same weights once more, in the forms of other programs."""
+"""Copies of the weights in other programs' formats; never downloaded."""
 
 
 class HubError(Exception):
-    """The model cannot be had; the message names the cause and the cure."""
+    """The model cannot be downloaded; the message has the cause and what to do."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What a model still needs from the hub."""
+    """The part of a model that is not downloaded yet."""
 
     num_files: int
     num_bytes: int
@@ -48,11 +48,14 @@ class Hub:
     revision: str | None = None  # branch, tag or commit; None: main
     token_file: Path | None = None  # its first word is the token; None: HF_TOKEN, or what `hf auth login` stored
     folder: Path | None = None  # of all downloaded models; None: huggingface_hub's own (HF_HOME)
-    offline: bool = False  # take what is there, ask nobody
+    offline: bool = False  # use only downloaded files
     say: Callable[[str], None] = field(default=lambda line: None, compare=False)  # one line of progress
 
     def fetch(self, model: str, *, weights: bool = True) -> Path:
-        """The folder of the model's files, `weights`: with them; of `owner/repo:file`, that file. Raises HubError."""
+        """Download a model if needed and return its folder, or for `owner/repo:file` that file. Raises HubError.
+
+        `weights`: include the weights.
+        """
         repository, file = split_hub_file(model)
         if file is None:
             return self._fetch(model, [*SMALL_FILES, *(WEIGHTS if weights else ())])
@@ -62,7 +65,7 @@ class Hub:
         return found
 
     def _fetch(self, model: str, patterns: Sequence[str]) -> Path:
-        """The folder with the files of a repository that match."""
+        """Download the files of a repository that match `patterns` and return their folder."""
         from huggingface_hub import snapshot_download  # only here: a model that is a folder needs no network library
         from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
@@ -76,12 +79,12 @@ class Hub:
         }
         with self._named(model), _quiet():
             if not self.is_offline():
-                if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # what a commit is does not change
+                if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # a commit never changes
                     with contextlib.suppress(LocalEntryNotFoundError):
                         return Path(snapshot_download(model, local_files_only=True, **asked))
                 try:
                     files = snapshot_download(model, dry_run=True, **asked)
-                except DryRunError as error:  # the hub does not answer: perhaps all is here already
+                except DryRunError as error:  # the hub does not answer: use local files if complete
                     cause = error.__cause__
                     asked["local_files_only"] = True
                     try:
@@ -104,7 +107,7 @@ class Hub:
             return Path(snapshot_download(model, local_files_only=True, **asked))
 
     def missing(self, model: str) -> Missing:
-        """What `fetch` would have to fetch. Raises HubError."""
+        """Return what `fetch` would download. Raises HubError."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import DryRunError
 
@@ -133,7 +136,7 @@ class Hub:
         return Missing(len(files), sum(file.file_size or 0 for file in files), there, free)
 
     def is_offline(self) -> bool:
-        """Whether nothing may be fetched: `--offline on`, or HF_HUB_OFFLINE."""
+        """Return whether downloads are forbidden: `--offline on`, or HF_HUB_OFFLINE."""
         from huggingface_hub import constants
 
         return self.offline or constants.HF_HUB_OFFLINE
@@ -154,7 +157,7 @@ class Hub:
 
     @contextlib.contextmanager
     def _named(self, model: str) -> Iterator[None]:
-        """What may go wrong, as one line each."""
+        """Convert the hub library's errors to HubError."""
         from huggingface_hub import errors
 
         network: Any = errors.HfHubHTTPError.__mro__[1]  # HTTPError of whichever httpx the library was built on
@@ -194,7 +197,7 @@ class Hub:
             raise HubError(f"{model} could not be downloaded to {self.where()}: {_first_line(error)}") from error
 
     def where(self) -> Path:
-        """The folder of all downloaded models."""
+        """Return the folder of all downloaded models."""
         from huggingface_hub import constants
 
         return self.folder or Path(constants.HF_HUB_CACHE)
@@ -211,7 +214,7 @@ class Hub:
 
 
 def is_hub_id(model: str) -> bool:
-    """OWNER/NAME, or OWNER/NAME:FILE.gguf, and no path."""
+    """Return whether `model` is OWNER/NAME or OWNER/NAME:FILE.gguf, and not a path."""
     repository, file = split_hub_file(model)
     if file is None and model.lower().endswith(".gguf"):
         return False
@@ -219,7 +222,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def split_hub_file(model: str) -> tuple[str, str | None]:
-    """The repository and the GGUF file in it that `owner/repo:file.gguf` names; None: no file is named."""
+    """Split `owner/repo:file.gguf` into repository and GGUF file; the file is None if none is named."""
     repository, colon, file = model.partition(":")
     if not colon or not file.lower().endswith(".gguf"):
         return model, None

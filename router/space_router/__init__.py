@@ -1,1 +1,1 @@
-"""The front house: HTTP, text, scheduling, pages, workers. Never imports torch."""
+"""The router: HTTP and gRPC APIs, text processing, scheduling, KV cache pages, workers. Never imports torch."""

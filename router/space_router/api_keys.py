@@ -1,4 +1,4 @@
-"""The keys that clients may come with."""
+"""API keys and their limits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """What one key may ask for; None: no bound of its own."""
+    """Limits of one key; None: the server's default."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
 
     def over(self, others: KeyLimits) -> KeyLimits:
-        """These, and the others where these say nothing."""
+        """Return these limits, with `others` where these are None."""
         return KeyLimits(
             others.requests_per_minute if self.requests_per_minute is None else self.requests_per_minute,
             others.tokens_per_minute if self.tokens_per_minute is None else self.tokens_per_minute,
@@ -35,21 +35,21 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key: what it is known by, and never the key itself.
+    """One key's digest, name and limits; the key itself is not kept.
 
-    The digest is what is compared, so that the time it takes says nothing about a key's letters or length.
+    Digests are compared, so that timing reveals nothing about a key's characters or length.
     """
 
     digest: bytes  # sha256
-    name: str  # may be logged, and is a label of metrics
+    name: str  # may be logged; a label of metrics
     limits: KeyLimits = KeyLimits()
-    is_operator: bool = False  # may do what changes the server for all
+    is_operator: bool = False  # may change the server for all clients
 
     @classmethod
     def of(
         cls, secret: str, name: str | None = None, limits: KeyLimits | None = None, *, is_operator: bool = False
     ) -> ApiKey:
-        """`name` None: the first half of the digest."""
+        """Return the key for a secret; without a `name` it is the first 16 hex digits of the digest."""
         digest = hashlib.sha256(secret.encode()).digest()
         return cls(digest, name or digest.hex()[:16], limits or KeyLimits(), is_operator)
 
@@ -61,8 +61,9 @@ class ApiKeys:
         self._keys = tuple(keys)
 
     def name_of(self, authorization: str) -> str | None:
-        """The name of the key in an `Authorization` header, read as Latin-1; None: missing or not known; "": the server
-        has no keys. Compares with all, in time that does not depend on which one fits.
+        """Return the name of the key in an `Authorization` header (Latin-1), or None if it is missing or unknown.
+
+        Returns "" if the server has no keys. All keys are compared, so the time does not depend on which one matches.
         """
         if not self._keys:
             return ""
@@ -73,25 +74,25 @@ class ApiKeys:
         return self._keys[known.index(True)].name if any(known) else None
 
     def is_operator(self, name: str) -> bool:
-        """Whether the key of this name may do what changes the server for all."""
+        """Return whether the key of this name may change the server for all clients."""
         return any(key.is_operator for key in self._keys if key.name == name)
 
     def refusal(self) -> Unauthorized:
-        """What somebody hears who has no key."""
+        """Return the error for a request without a valid key."""
         return Unauthorized("The API key is missing or not known. Send `Authorization: Bearer KEY`.")
 
 
 def plain_keys(*secrets: str) -> tuple[ApiKey, ...]:
-    """Keys without names or limits of their own; each once."""
+    """Return keys without names or limits of their own, without duplicates."""
     return tuple(ApiKey.of(secret) for secret in dict.fromkeys(secrets))
 
 
 def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
-    """API keys from `given`, separated by commas, and from the file: one per line, `#` starts a comment line.
+    """Read API keys from `given`, separated by commas, and from a file with one key per line.
 
-    Behind a key of the file: `name=NAME`, `operator=yes`, and the limits of KeyLimits with dashes. Raises
-    ConfigError for a file that cannot be read, holds none, or says something that is not understood; a line is named
-    by its number, never shown.
+    A line that starts with `#` is a comment. After a key: `name=NAME`, `operator=yes`, and the limits of KeyLimits with
+    dashes. Raises ConfigError for a file that cannot be read, has no key, or has an invalid line; the message has the
+    line's number and never its content.
     """
     keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
     if file is not None:
@@ -117,7 +118,7 @@ def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
 
 
 def _key(words: list[str]) -> ApiKey:
-    """Raises ValueError."""
+    """Parse the words of a line. Raises ValueError."""
     secret, *rest = words
     fields: dict[str, str] = {}
     for word in rest:

@@ -1,4 +1,4 @@
-"""The web application: all routes around one service."""
+"""The ASGI application with all routes."""
 
 import logging
 from collections.abc import Iterable
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 
 def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
-    """Methods of all routes at this path, as `Allow` lists them."""
+    """Return the methods of all routes at this path, as an `Allow` header."""
     here = (r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({method for route in here for method in route.methods or ()}))
 
 
 def _answer_head(router: APIRouter) -> None:
-    """What can be got can be asked for its head alone (RFC 9110 §9.3.2), as monitors do; the server sends no body."""
+    """Add HEAD to every GET route (RFC 9110 §9.3.2), for monitors; the server sends no body."""
     for route in tuple(router.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def create_app(service: Service) -> DocumentedApp:
-    """The ASGI application of a service whose engine somebody else starts and stops."""
+    """Return the ASGI application of a service. The caller starts and stops the service's engine."""
     app = DocumentedApp(
         title="spaceserve",
         version=operating.VERSION,

@@ -1,4 +1,4 @@
-"""`spaceserve`: the one command, with a subcommand for each program that is installed."""
+"""The `spaceserve` command, with a subcommand for each installed program."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags or settings."""
+    """Return the exit code: 0 after a normal end, 1 after a failure, 2 for invalid flags or settings."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     programs = {name: program for name, program in PROGRAMS.items() if program.exists}
     if arguments and arguments[0] in programs:
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _text(given: str | list[str] | None) -> str | None:
-    """The text of a flag; of one that was given several times, as its variable has it."""
+    """Return a flag's text; repeated values are joined by commas, as in the environment variable."""
     return ",".join(given) if isinstance(given, list) else given
 
 
 def _serve(config: ServeConfig) -> int:
-    from space_router.serve import run  # not before it is known that something is to be served: --help stays quick
+    from space_router.serve import run  # imported late, so that --help is fast
 
     return run(config)
 
@@ -112,7 +112,7 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
 
 
 def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
-    """Every setting that does something; `own_workers`: those of the workers that are started here are among them."""
+    """Add a flag for every setting; `own_workers`: include those of workers that are started here."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, (field, known) in settings().items():
         if known.own_workers and not own_workers:
@@ -131,7 +131,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
 
 
 class _Teaching(argparse.RawDescriptionHelpFormatter):
-    """Keeps the examples as they are written, wraps the rest, and leaves a line between flags."""
+    """Keeps the examples as written, wraps other text, and separates flags by an empty line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=6, width=100)

@@ -1,7 +1,7 @@
-"""How this server serves: one frozen, flat record, built once by the command line and handed down.
+"""The server's configuration: one frozen, flat record, built once from the command line and environment.
 
-Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`; its `setting` says the unit
-and the reason of the default, and how a text becomes a value.
+Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`. Its `setting` has the help
+text, with unit and reason of the default, and the parser.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _MEMORY, _WORKERS = "memory and batching", "workers and process"
 
 @dataclass(frozen=True)
 class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings):
-    """Everything `spaceserve serve` can be told."""
+    """All settings of `spaceserve serve`."""
 
     host: str = setting(
         "127.0.0.1",
@@ -292,7 +292,7 @@ class ServeConfig(TlsSettings, LimitSettings, ConnectionSettings, ModelSettings)
 
     @property
     def max_draft_length(self) -> int | None:
-        """The server's bound on drafts per step; None: the worker's own."""
+        """The server's limit of drafts per step; None: the worker's own."""
         return {"auto": None, "off": 0}.get(self.speculation, _number_or_none(self.speculation))
 
 
@@ -301,16 +301,16 @@ def _number_or_none(text: str) -> int | None:
 
 
 def settings() -> dict[str, tuple[Field[Any], Setting]]:
-    """Every field that is a flag, by field name, in order."""
+    """Return all fields that are flags, by field name, in order."""
     return {f.name: (f, f.metadata["setting"]) for f in fields(ServeConfig) if "setting" in f.metadata}
 
 
 def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServeConfig:
-    """A config from texts: a flag wins over its environment variable, that over the default.
+    """Build a config from texts. A flag overrides its environment variable, which overrides the default.
 
-    `flags` holds field names; None means not given. An empty environment variable counts as not given. Raises
-    ConfigError naming flag or variable, value and what is allowed; also for a flag (a variable may be there for others)
-    about workers that are not started here.
+    `flags`: field name -> text, None if not given. An empty environment variable counts as not given. Raises
+    ConfigError with the flag or variable, its value and what is allowed; also for a flag (but not a variable, which may
+    be meant for another process) about workers that are not started here.
     """
     values: dict[str, Any] = {}
     for name, (_, known) in settings().items():

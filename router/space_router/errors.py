@@ -1,25 +1,25 @@
-"""What can go wrong on this side of the engine, as a tree; each message names the bound, the value and the cure.
+"""Errors of configuration and of the APIs. Each message has the limit, the value and what to do.
 
 RouterError
-├── ConfigError        a flag, a variable or a file says something unusable: the process does not start
+├── ConfigError        a flag, a variable or a file is invalid: the process does not start
 └── ApiError           a request that is answered with an error status
     ├── InvalidRequest     400: a field is wrong, `param` names it
-    ├── TooManyTokens      400: prompt (and answer) do not fit the window
+    ├── TooManyTokens      400: prompt and output do not fit the window
     ├── Unauthorized       401
-    ├── Forbidden          403: the key is known, and is not an operator's
+    ├── Forbidden          403: the key is valid but not an operator's
     ├── NotFound           404
     ├── MethodNotAllowed   405
     ├── TimedOut           408: the request's own deadline
     ├── SlowRequest        408: the body came too slowly
-    ├── Conflict           409: something that is under way must end first
+    ├── Conflict           409: another operation must end first
     ├── BodyTooLarge       413
     ├── UnsupportedMedia   415
     ├── Overloaded         429, with Retry-After: the queue is full
-    ├── RateLimited        429, with Retry-After: the API key has had its share
-    ├── ClientGone         499: nobody reads it; it is only logged
-    │   └── SlowReader     it is there, and does not read
-    ├── GenerationFailed   500: this request alone failed
-    ├── Internal           500: with an id, no internals
+    ├── RateLimited        429, with Retry-After: the API key has reached a limit
+    ├── ClientGone         499: the client has disconnected; only logged
+    │   └── SlowReader     the client is connected but does not read
+    ├── GenerationFailed   500: this request failed, others are not affected
+    ├── Internal           500: with an id that is in the log, and no internals
     └── Unavailable        503: starting or draining
 """
 
@@ -27,20 +27,20 @@ import math
 
 
 class RouterError(Exception):
-    """Anything this package raises on purpose."""
+    """Base class of this package's errors."""
 
 
 class ConfigError(RouterError):
-    """A flag, environment variable or file that says how to serve is not usable."""
+    """A flag, environment variable or file is invalid."""
 
 
 class ApiError(RouterError):
-    """A request that is answered with an error status, in the shape of the API it came by."""
+    """An error that is answered with a status, in the format of the API that was called."""
 
     status = 500
     kind = "server_error"  # OpenAI's `type`
     tgi_kind = "generation"  # TGI's `error_type`
-    tgi_status: int | None = None  # where TGI answers with another status
+    tgi_status: int | None = None  # TGI's status if it differs
     reason: str | None = None  # label of the metric `rejected_total`
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -63,7 +63,7 @@ class InvalidRequest(ApiError):
 
 
 class TooManyTokens(InvalidRequest):
-    """Prompt, or prompt and answer, exceed what a sequence may have."""
+    """Prompt, or prompt and output, exceed the window."""
 
     reason = "too_long"
 
@@ -73,7 +73,7 @@ class TooManyTokens(InvalidRequest):
 
 
 class Unauthorized(ApiError):
-    """No key, or none that is known."""
+    """The API key is missing or unknown."""
 
     status = 401
     kind = "authentication_error"
@@ -86,7 +86,7 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """Whoever asks is not the one who may."""
+    """The API key is valid but may not do this."""
 
     status = 403
     kind = "permission_error"
@@ -95,7 +95,7 @@ class Forbidden(ApiError):
 
 
 class Conflict(ApiError):
-    """Something that is under way must end first."""
+    """Another operation must end first."""
 
     status = 409
     kind = "invalid_request_error"
@@ -138,7 +138,7 @@ class SlowRequest(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="slow_request")
-        self.headers = {"Connection": "close"}  # the rest of it may still come
+        self.headers = {"Connection": "close"}  # the rest of the body may still arrive
 
 
 class BodyTooLarge(ApiError):
@@ -151,7 +151,7 @@ class BodyTooLarge(ApiError):
 
 
 class UnsupportedMedia(ApiError):
-    """The body is not announced as JSON."""
+    """The body's content type is not JSON."""
 
     status = 415
     kind = "invalid_request_error"
@@ -173,7 +173,7 @@ class Overloaded(ApiError):
 
 
 class RateLimited(ApiError):
-    """The API key has made as many requests, or used as many tokens, as it may for now."""
+    """The API key has reached its limit of requests or tokens."""
 
     status = 429
     kind = "rate_limit_error"
@@ -194,11 +194,11 @@ class ClientGone(ApiError):
 
 
 class SlowReader(ClientGone):
-    """The client has left unread what was sent to it, for too long: its connection is cut."""
+    """The client has not read for too long; its connection is closed."""
 
 
 class GenerationFailed(ApiError):
-    """The request was taken and could not be finished."""
+    """The request was accepted and could not be finished."""
 
     status = 500
     kind = "server_error"
@@ -207,7 +207,7 @@ class GenerationFailed(ApiError):
 
 
 class Internal(ApiError):
-    """Something unforeseen; the log has the rest, under the same id."""
+    """An unexpected error; the log has the details under the same id."""
 
     status = 500
     kind = "server_error"

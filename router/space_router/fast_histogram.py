@@ -1,4 +1,4 @@
-"""A histogram for what is observed at every token."""
+"""A fast histogram for per-token observations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 
 
 class FastHistogram(Collector):
-    """Counts as prometheus_client's Histogram without labels, which costs four times as much: it locks, and looks at
-    one bucket after the other. All observations come from one thread; equal ones may come together.
+    """Like prometheus_client's Histogram without labels, four times as fast: no lock, and a binary search for buckets.
+
+    All observations must come from one thread; `times` adds several equal ones at once.
     """
 
     def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""What an operator sees: every Prometheus series of this router, complete from the first scrape on."""
+"""The Prometheus series of this router, all present from the first scrape on."""
 
 from collections.abc import Iterator
 
@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from space_router.fast_histogram import FastHistogram
 
 MAX_POSITION = 16
-"""Most draft positions with a series of their own; `accepted_by_position_total` has labels 1..MAX_POSITION."""
+"""Draft positions with a series of their own: `accepted_by_position_total` has labels 1..MAX_POSITION."""
 
 # Seconds. A step of a small CPU model takes ~1 ms, an 8B model on a GPU 3-5 ms, a long prefill chunk up to seconds.
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _WAIT_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _WHOLE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-# Tokens and drafts of one step are small whole numbers: one bucket each where speculation lives, then wider.
+# Tokens and drafts per step are small integers: one bucket each in the usual range, then wider ones.
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)
 _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
@@ -22,7 +22,7 @@ OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
 """How an admitted request ended: label `outcome` of `requests_total`."""
 
 SOURCES = ("masks", "lookup", "prediction", "grammar")
-"""Who proposed a draft: label `source` of `drafted_tokens_by_source_total` and its accepted twin."""
+"""Source of a draft: label `source` of `drafted_tokens_by_source_total` and `accepted_tokens_by_source_total`."""
 
 REASONS = (
     "invalid", "too_long", "unauthorized", "body_too_large", "header_too_large", "slow_request", "queue_full",
@@ -32,16 +32,16 @@ REASONS = (
 
 
 class Metrics:
-    """All series, registered and with every label value present at construction, on a registry of their own.
+    """All series on their own registry, with every label value present from construction.
 
-    An attribute is named as its series without `spaceserve_`. The engine observes everything except
-    `requests_total`, `rejected_total` and `request_seconds`, which belong to the faces: only they know that a
-    request left early because a stop string matched and not because its client went away.
+    An attribute is named like its series without `spaceserve_`. The engine records everything except `requests_total`,
+    `rejected_total` and `request_seconds`, which the HTTP and gRPC APIs record: only they know whether a request was
+    left because a stop string matched or because its client disconnected.
     """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        # `requests` and `requests_total` are two series in Prometheus' text format, but one name to a registry.
+        # `requests` and `requests_total` are two series in Prometheus' text format, but collide in one registry.
         beside = CollectorRegistry()
         self._registries = (registry, beside)
 
@@ -98,7 +98,7 @@ class Metrics:
         self.slow_readers_cut_total = counter(
             "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
         )
-        # By the names of API keys, which the key file bounds; whoever knows them registers them at start.
+        # Labelled by API key name; `rate_limit.Allowance` creates the label values at start.
         self.key_requests = gauge("key_requests", "Requests that generate, in the router now", ("key",), on=beside)
         self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", ("key",))
         self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", ("key", "kind"))
@@ -113,7 +113,7 @@ class Metrics:
         )
         self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", ("state",))
         self.preemptions_total = counter("preemptions_total", "Sequences released to make room and admitted again")
-        # A series per sensor that exists; none without a sensor.
+        # One series per sensor; none without sensors.
         self.energy_joules_total = counter("energy_joules_total", "Energy drawn, by device", ("device",))
 
         for position in range(1, MAX_POSITION + 1):
@@ -145,7 +145,7 @@ class Metrics:
 
 
 class _WithoutCreated(CollectorRegistry):
-    """A registry's series without the `_created` times, which would double their number for no use here."""
+    """A registry's series without the `_created` timestamps, which would double their number."""
 
     def __init__(self, inner: CollectorRegistry) -> None:
         super().__init__()

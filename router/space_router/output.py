@@ -1,18 +1,18 @@
-"""What this process says on its own output, which may be a file on a full disk or a pipe that nobody reads."""
+"""Writing to stdout without failing if it is a full disk or a closed pipe."""
 
 import contextlib
 import sys
 
 
 def say(line: str) -> None:
-    """One line on stdout, at once; where it cannot be written it is lost, and nothing else is."""
+    """Write and flush one line to stdout; write errors are ignored."""
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
 def let_go() -> None:
-    """At the end: give up what could not be written, for Python would make an exit code of it."""
+    """Drop unwritable output before exit; Python would turn the error into an exit code."""
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()

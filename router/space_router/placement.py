@@ -1,20 +1,19 @@
-"""Which processors the workers that this router starts may run on."""
+"""CPU placement of the workers that this router starts."""
 
 import os
 from collections.abc import Set
 
 
 def processors() -> set[int]:
-    """Those this process may run on; none where the system does not say."""
+    """Return the processors this process may run on; empty if unknown."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
 
 
 def for_workers(placement: str, allowed: Set[int]) -> str | None:
-    """What a worker's `--cores` is; None: wherever the system puts them.
+    """Return a worker's `--cores` value, or None to leave placement to the system.
 
-    `apart` leaves the last processor to whoever is not a worker, so that no step waits for a thread that the router has
-    displaced; `auto` leaves it to the worker to see whether it needs that one. There must be two at least: with one
-    there is nothing to part.
+    `apart` keeps workers off the last processor, so that the router does not displace a thread that a step waits for;
+    `auto` lets the worker decide whether it needs that one. With fewer than two processors the result is None.
     """
     if placement == "shared" or len(allowed) < 2:
         return None

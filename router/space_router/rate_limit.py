@@ -1,4 +1,4 @@
-"""What each API key may still do: requests and tokens a minute, requests at once."""
+"""Rate limits per API key: requests and tokens per minute, concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from space_router.errors import RateLimited
 from space_router.metrics import Metrics
 
 NOBODY = "none"
-"""The name under which requests count where there are no keys."""
+"""Label for requests when the server has no keys."""
 
 
 class TokenBucket:
-    """A minute's allowance that fills up evenly; it may be overdrawn, and is then empty until that is paid off."""
+    """A token bucket with one minute's capacity. It may be overdrawn, and is then empty until refilled above zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_second = per_minute / 60
@@ -25,7 +25,7 @@ class TokenBucket:
         self._then = now
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until so much is there; 0: it is. More than the whole is there when the bucket is full."""
+        """Return the seconds until `amount` is available, 0 if it is. More than the capacity needs a full bucket."""
         self._fill(now)
         return max(0.0, (min(amount, self._full) - self._level) / self._per_second)
 
@@ -39,7 +39,7 @@ class TokenBucket:
 
 
 class Allowance:
-    """Of one key."""
+    """The limits and counts of one key."""
 
     def __init__(self, name: str, limits: KeyLimits, metrics: Metrics, clock: Callable[[], float]) -> None:
         now = clock()
@@ -59,7 +59,7 @@ class Allowance:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """The time of one request, from the door to its last byte. Raises RateLimited."""
+        """Count one request while the block runs. Raises RateLimited."""
         now, limits = self._clock(), self._limits
         if limits.concurrency is not None and self._num_running >= limits.concurrency:
             self._refuse("concurrency", f"{limits.concurrency} requests at once", 1.0)
@@ -79,7 +79,7 @@ class Allowance:
             self._running.dec()
 
     def charge(self, num_prompt: int, num_generated: int) -> None:
-        """These tokens were taken in, or given out."""
+        """Charge prompt and generated tokens."""
         self._prompt.inc(num_prompt)
         self._generated.inc(num_generated)
         if self._tokens is not None:
@@ -92,7 +92,7 @@ class Allowance:
 
 
 class Allowances:
-    """Of all keys, by their names; of everybody together where there are none."""
+    """The allowances of all keys by name; without keys, one for all clients together."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Allowances:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limits`: of keys that have none of their own."""
+        """`limits`: defaults for keys without limits of their own."""
         known = {key.name: key.limits.over(limits) for key in keys} or {"": limits}
         self._of = {name: Allowance(name, limits, metrics, clock) for name, limits in known.items()}
 
     def of(self, name: str) -> Allowance:
-        """Of the key that a request came with."""
+        """Return the allowance of a key by its name."""
         return self._of[name]

@@ -1,4 +1,4 @@
-"""One server process from its first line to its last: engine, web and gRPC servers, signals."""
+"""The server process: engine, HTTP and gRPC servers, signals."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn, told what to do at a signal: it goes on answering until `should_exit` is set."""
+    """A uvicorn server that calls `on_signal` at a signal and serves until `should_exit` is set."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
@@ -42,13 +42,13 @@ class WebServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: leave at once."""
+        """Log the signal and call `on_signal` on the event loop."""
         log.info("%s received", signal.Signals(sig).name)
         self._loop.call_soon_threadsafe(self._on_signal)
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. Raises ConfigError before anything is started."""
+    """Serve until SIGTERM or SIGINT and return the exit code. Raises ConfigError before anything is started."""
     log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     config = with_default_model(config)
@@ -56,19 +56,19 @@ def run(config: ServeConfig) -> int:
     if (room := room_for(config.max_connections)) < config.max_connections:
         log.warning("only %d connections fit into this process's open files: raise `ulimit -n`", room)
     if config.grpc_port is not None:
-        with listening(config.host, config.grpc_port, flag="--grpc-port"):  # gRPC itself would not say what is wrong
+        with listening(config.host, config.grpc_port, flag="--grpc-port"):  # gRPC itself does not report the cause
             pass
     here = listening(config.host, config.port, buffer=config.client_buffer)
     with here as bound, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if is_open_to_others(bound) and not config.api_keys:
-            log.warning("whoever reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
+            log.warning("any client that reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
         code = runner.run(serve(config, text, bound, _say))
     let_go()
     return code
 
 
 async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say: Callable[[str], None]) -> int:
-    """Start the workers and answer on the socket; `say` gets one line per stage."""
+    """Start the workers and serve on the socket; return the exit code. `say` gets one line per stage."""
     metrics = Metrics()
     async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
         engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
@@ -121,7 +121,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
             signalled,
         )
         where = ", ".join(config.worker_address)
-        with server.capture_signals():  # from the first worker on: whoever is told to stop ends what it started
+        with server.capture_signals():  # before the first worker starts, so that a signal always ends the workers
             say(f"connecting to workers at {where}" if where else f"starting {_workers(config)}")
             await engine_scope.enter_async_context(engine)
             address = url(bound, encrypted=config.tls_cert is not None)
@@ -150,7 +150,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
 
 
 async def _watch(service: Service, address: str, say: Callable[[str], None]) -> None:
-    """Say when the model is ready; then return only by an error, when no worker can be had any more."""
+    """Report when the model is ready, then wait. Raises WorkerStartFailed once no worker can be started any more."""
     facts = await service.engine.wait_ready()
     service.started = True
     if (num_ids := service.text.tokenizer.num_ids) > facts.vocab_size:
@@ -168,7 +168,7 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
 
 
 def _first_request(service: Service) -> tuple[str, dict[str, object]]:
-    """Path and body of a request that suits the model: a question where it chats, else the begin of some code."""
+    """Return path and body of an example request: a chat message if the model has a chat template, else code."""
     if service.text.chat_template is None or service.config.model == FALLBACK:
         return "/v1/completions", {"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0}
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -188,7 +188,7 @@ def _workers(config: ServeConfig) -> str:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one."""
+    """Return uvloop's factory if it is installed, else None."""
     try:
         import uvloop
     except ImportError:

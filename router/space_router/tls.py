@@ -1,4 +1,4 @@
-"""Certificates and keys: of this server before its clients, and of this router before its workers."""
+"""TLS settings: the server's certificate for clients, and the router's for workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from space_router.settings.setting import setting
 
 @dataclass(frozen=True)
 class TlsSettings:
-    """A part of `ServeConfig`."""
+    """The TLS part of `ServeConfig`."""
 
     tls_cert: str | None = setting(
         None,
@@ -42,7 +42,7 @@ class TlsSettings:
     )
 
     def check_tls(self, host: str, grpc_port: int | None, worker_address: tuple[str, ...]) -> None:
-        """Raises ConfigError for files that are missing or do not fit, and for flags that would do nothing."""
+        """Raise ConfigError for missing or unusable files, and for flags that would have no effect."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together: give both.")
         self.certificate()
@@ -58,13 +58,13 @@ class TlsSettings:
         self.worker_certificate()
 
     def certificate(self) -> CertificateFiles | None:
-        """Shown to clients; None: not encrypted. Raises ConfigError."""
+        """Return the server's certificate for clients; None: no TLS. Raises ConfigError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return _files(f"--tls-cert={self.tls_cert!r} --tls-key={self.tls_key!r}", self.tls_cert, self.tls_key)
 
     def worker_certificate(self) -> CertificateFiles | None:
-        """Shown to workers elsewhere, and whom they must be signed by; None: not encrypted. Raises ConfigError."""
+        """Return the router's certificate for remote workers, and their authority; None: no TLS. Raises ConfigError."""
         if self.worker_tls_ca is None or self.worker_tls_cert is None or self.worker_tls_key is None:
             return None
         return _files(
@@ -77,13 +77,13 @@ class TlsSettings:
 
 
 def https(files: CertificateFiles) -> ssl.SSLContext:
-    """For an HTTP server that shows what the files say at each handshake."""
+    """Return a server's SSL context that uses the files' current content at each handshake."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = files.latest().context
 
     listening = files.last.context
-    listening.sni_callback = choose  # which is called without a server's name, too
+    listening.sni_callback = choose  # also called for clients that send no server name
     return listening
 
 

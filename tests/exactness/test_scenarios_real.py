@@ -13,7 +13,7 @@ from doubles.worker import SmallRouter
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_router.engine.request import worker_messages as wire
+from space_router.engine.request import worker_messages
 from space_router.engine.request.request import ValidRequest
 from space_router.metrics import Metrics
 from space_server.speculation.controller import FixedLayout
@@ -90,7 +90,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         seq_id = router.admit(
             request.prompt_ids,
             max_tokens=request.max_tokens,
-            sampling=wire.sampling(request.sampling),
+            sampling=worker_messages.sampling(request.sampling),
             eos_ids=request.eos_ids,
             max_draft_length=0,
         )

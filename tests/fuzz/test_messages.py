@@ -124,7 +124,7 @@ def test_a_report_is_believed_or_the_worker_is_given_up_and_the_books_balance(fu
             while (head := queue.head()) is not None and (placement := scheduler.placement(head)):
                 queue.admitted(head, 0.0)
                 scheduler.admit(head, placement)
-            scheduler.feed()
+            scheduler.grant_pages()
             for command in scheduler.take_commands():
                 batch.apply(command)
             report = batch.step()

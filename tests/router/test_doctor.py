@@ -69,7 +69,7 @@ def test_a_place_that_this_machine_alone_reaches_needs_no_key(host: str, tmp_pat
 
 def test_a_server_that_others_reach_and_that_asks_for_no_key_is_noted() -> None:
     (note,) = [finding for finding in found(host="0.0.0.0", grpc_port="0") if finding.state == "note"]
-    assert note.fact == "Whoever reaches 0.0.0.0 may use the server: it asks for no key."
+    assert note.fact == "Any client that reaches 0.0.0.0 may use the server: it asks for no key."
     assert "SPACESERVE_API_KEYS" in note.cure
     flags = {"port": "0", "host": "0.0.0.0", "model": "demo"}
     told = doctor.examine(flags, {"SPACESERVE_API_KEYS": "sk-1"}, lambda config: HEALTHY)
@@ -88,7 +88,7 @@ def test_workers_elsewhere_are_called_and_none_is_looked_for_here() -> None:
         assert doctor.would_start(told)
         assert Finding("workers", "ok", f"{there} answers") in told
     (gone,) = failures(worker_address=there)
-    assert f"Nobody answers at {there}" in gone.fact
+    assert f"No worker answers at {there}" in gone.fact
     (nowhere,) = failures(worker_address="unix:/no/such/socket")
     assert "unix:/no/such/socket" in nowhere.fact
 

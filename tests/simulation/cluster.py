@@ -69,7 +69,7 @@ class SimulatedConnection(WorkerConnection):
         self.worker = self._new_worker()
         self.num_incarnations += 1
         facts = WorkerModelFacts.from_hello(self.worker.worker.hello(str(self.num_incarnations)))
-        engine.expect(facts)
+        engine.check_compatible(facts)
         self.scheduler = engine.new_scheduler(facts)
         self._inbox, self._is_stepping, self._num_reports = deque(), False, 0
         start = worker_pb2.Start(
@@ -84,7 +84,7 @@ class SimulatedConnection(WorkerConnection):
         """Lose the worker with everything that it has not reported yet."""
         if self.scheduler is not None:
             lost, self.scheduler, self.worker = self.scheduler, None, None
-            self._cluster.engine.worker_lost(self, lost, ExitCause.OUTSIDE)
+            self._cluster.engine.worker_lost(self, lost, ExitCause.EXTERNAL)
 
     def flush(self) -> None:
         if self.scheduler is not None and (commands := self.scheduler.take_commands()):

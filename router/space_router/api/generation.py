@@ -36,7 +36,7 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
     """An engine's error as the API's; `param` and `limit`: the fields that a prompt and max_tokens came in."""
     match error:
         case engine_errors.PromptTooLong():
-            return TooManyTokens(error.told(limit), num_prompt=error.num_prompt, limit=error.window, param=param)
+            return TooManyTokens(error.message_for(limit), num_prompt=error.num_prompt, limit=error.window, param=param)
         case engine_errors.CacheTooSmall():
             return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():

@@ -1,4 +1,4 @@
-"""`spaceserve doctor`: would the server start with these flags, and if not, what is to be done?"""
+"""`spaceserve doctor`: checks whether the server would start with these flags, and says how to fix it if not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER_SECONDS = 300.0
 
 
 def run(flags: Mapping[str, str | None], environment: Mapping[str, str], *, as_json: bool) -> int:
-    """Print what was found; 0 where the server would start, else 1."""
+    """Print the findings; return 0 if the server would start, else 1."""
     findings = sorted(examine(flags, environment), key=lambda finding: PARTS.index(finding.part))
     sys.stdout.write((report(findings) if not as_json else _json(findings)) + "\n")
     return 0 if would_start(findings) else 1
@@ -40,7 +40,7 @@ def examine(
     environment: Mapping[str, str],
     ask_worker: Callable[[ServeConfig], Sequence[Finding]] | None = None,
 ) -> Iterator[Finding]:
-    """Every part; `ask_worker`: what a worker's process finds, None: it is started and asked."""
+    """Yield the findings of every part. `ask_worker`: returns those of a worker process; None starts one."""
     try:
         config = build(flags, environment)
     except ConfigError as error:
@@ -64,7 +64,7 @@ def examine(
 
 
 def _served(config: ServeConfig) -> tuple[ServeConfig, Finding | None]:
-    """What would be served, and what is to be said of a default model that is not here."""
+    """Return the config that would be served, and a finding if the default model is not downloaded yet."""
     from space_router.text.model_text import hub_of
 
     if config.model != default_model.NAME:
@@ -106,13 +106,13 @@ def _ports(config: ServeConfig) -> Iterator[Finding]:
                 bound.listen(1)
                 is_open = is_open_to_others(bound)
         except (ConfigError, OSError) as error:
-            cure = f"End who listens there (`ss -ltnp` shows it), or choose another {flag}."
+            cure = f"End the process that listens there (`ss -ltnp` shows it), or choose another {flag}."
             yield Finding("ports", "fail", str(error), cure)
             continue
         where = config.host if config.host.startswith(UNIX) else f"{config.host} {flag} {port}"
         yield Finding("ports", "ok", f"{where} is free")
         if is_open and flag == "--port" and not config.api_keys:
-            fact = f"Whoever reaches {config.host} may use the server: it asks for no key."
+            fact = f"Any client that reaches {config.host} may use the server: it asks for no key."
             yield Finding("ports", "note", fact, GUARD)
 
 
@@ -127,19 +127,19 @@ def _open_files(num_connections: int) -> Finding:
 
 
 def _reachable(address: str) -> Finding:
-    """A worker elsewhere: whether somebody listens there."""
+    """Check that a remote worker's address accepts connections."""
     try:
         connected(address, 5.0).close()
     except (OSError, ValueError) as error:
         return Finding(
-            "workers", "fail", f"Nobody answers at {address}: {error}.",
+            "workers", "fail", f"No worker answers at {address}: {error}.",
             "Start `spaceserve worker --listen …` there, and open the port between the machines.",
         )  # fmt: skip
     return Finding("workers", "ok", f"{address} answers")
 
 
 def _worker(config: ServeConfig) -> Sequence[Finding]:
-    """What the worker's own process finds: only it may import torch."""
+    """Return the findings of a worker process, because only it may import torch."""
     command = worker_command(config, "unix:/nowhere", module="space_server.startup.doctor")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS, env=safe_environment())
@@ -153,7 +153,7 @@ def _worker(config: ServeConfig) -> Sequence[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """One page."""
+    """Return the findings as one page of text."""
     width = max(60, min(shutil.get_terminal_size((120, 40)).columns, 120))
     lines = []
     for part in PARTS:
@@ -166,8 +166,8 @@ def report(findings: Sequence[Finding]) -> str:
                 lines += _paragraph(" " * 19 + "→ ", finding.cure, width)
     num = sum(finding.state == "fail" for finding in findings)
     things = "one thing" if num == 1 else f"{num} things"
-    verification = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
-    return "\n".join([*lines, "", verification])
+    conclusion = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
+    return "\n".join([*lines, "", conclusion])
 
 
 def _paragraph(head: str, text: str, width: int) -> list[str]:
@@ -178,5 +178,5 @@ def _paragraph(head: str, text: str, width: int) -> list[str]:
 
 
 def _json(findings: Sequence[Finding]) -> str:
-    told = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
-    return json.dumps({"version": version(), **told}, indent=1)
+    result = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
+    return json.dumps({"version": version(), **result}, indent=1)

@@ -1,7 +1,7 @@
-"""Whether the server of a container is well: what Docker asks by `entrypoint.sh healthcheck`.
+"""The container health check, run by Docker as `entrypoint.sh healthcheck`.
 
-It asks where the server was told to listen: by the words that the container's first process was started with, and by
-the container's variables. `entrypoint.sh healthcheck router --port 9000` says it instead.
+The address is taken from the command line of the container's first process and from the environment, or from arguments
+such as `entrypoint.sh healthcheck router --port 9000`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from space_router.http_server.listening import UNIX, connected
 from space_router.output import say
 
 PATIENCE = 4.0
-"""Seconds that an answer may take; Docker waits 5."""
+"""Timeout in seconds; Docker's is 5."""
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
-"""Where a server that listens on all addresses is asked."""
+"""Address to ask if the server listens on all addresses."""
 OWN = ("spaceserve", "entrypoint.sh")
-"""Scripts whose first argument is a program of ours."""
+"""Scripts whose first argument is a subcommand of `spaceserve`."""
 
 
 class Unwell(Exception):
-    """The server does not answer, or says that it is not ready."""
+    """The server does not answer or is not ready."""
 
 
 def main(words: Sequence[str], environment: Mapping[str, str], first: Path = Path("/proc/1/cmdline")) -> int:
-    """The exit code: 0 where the server is ready, or none was started; else 1.
+    """Return the exit code: 0 if the server is ready or none was started, else 1.
 
-    `words`: a program and its flags; none: those of the process whose command line is `first`.
+    `words`: a subcommand and its flags; empty: those of the process whose command line is in `first`.
     """
     program, *flags = words or started(first.read_text(encoding="utf-8", errors="replace").split("\0")[:-1]) or ["none"]
     try:
@@ -52,9 +52,9 @@ def main(words: Sequence[str], environment: Mapping[str, str], first: Path = Pat
 
 
 def started(command: Sequence[str]) -> list[str]:
-    """The program of ours that a command line starts, and its flags; empty where it starts none.
+    """Return the subcommand that a command line starts, and its flags; empty if none.
 
-    Before it there may be an interpreter, or the init that `docker run --init` puts there.
+    It may follow an interpreter, or the init of `docker run --init`.
     """
     modules = {program.module: name for name, program in PROGRAMS.items()}
     for place, word in enumerate(command):
@@ -67,9 +67,9 @@ def started(command: Sequence[str]) -> list[str]:
 
 
 def ask_router(flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Is it ready? Raises Unwell, OSError or HTTPException.
+    """Check that a router is ready. Raises Unwell, OSError or HTTPException.
 
-    The certificate is not looked at: it names the server as clients know it.
+    The certificate is not verified, because it has the server's public name.
     """
     host, port, certificate = (_setting(name, flags, environment) for name in ("host", "port", "tls_cert"))
     if host.startswith(UNIX):
@@ -99,9 +99,9 @@ def ask_router(flags: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def ask_worker(flags: Sequence[str]) -> None:
-    """Does it listen? It does once its weights are read; a word more would take it from its router.
+    """Check that a worker listens, which it does once its weights are loaded. Raises Unwell or OSError.
 
-    Raises Unwell or OSError.
+    Nothing is sent: a session would take the worker from its router.
     """
     if (listen := _given(flags, "listen")["listen"]) is None:
         raise Unwell("the worker was given no --listen")
@@ -109,7 +109,7 @@ def ask_worker(flags: Sequence[str]) -> None:
 
 
 def _connected(place: str) -> socket.socket:
-    """To unix:PATH or HOST:PORT. Raises Unwell."""
+    """Connect to unix:PATH or HOST:PORT. Raises Unwell."""
     host, _, port = place.rpartition(":")
     try:
         return connected(f"{EVERYWHERE[host]}:{port}" if host in EVERYWHERE else place, PATIENCE)
@@ -118,13 +118,13 @@ def _connected(place: str) -> socket.socket:
 
 
 def _setting(name: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Its text; empty where it has none."""
+    """Return a setting's text; empty if it has none."""
     given = _given(flags, name)[name]
     return given or environment.get(ENVIRONMENT_PREFIX + name.upper()) or str(settings()[name][0].default or "")
 
 
 def _given(flags: Sequence[str], *names: str) -> dict[str, str | None]:
-    """The texts of these flags; None where one is not there."""
+    """Return the texts of these flags; None for one that is absent."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument("--" + name.replace("_", "-"))

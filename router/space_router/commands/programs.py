@@ -1,4 +1,4 @@
-"""The subcommands of `spaceserve` that are programs of their own."""
+"""The subcommands of `spaceserve` that are separate programs."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Program:
-    """A subcommand that is another `python -m`."""
+    """A subcommand that runs `python -m MODULE`."""
 
     module: str
     help: str

@@ -1,4 +1,4 @@
-"""`spaceserve workers`: the workers of a running server, and their rolling restart."""
+"""`spaceserve workers`: lists the workers of a running server, or restarts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 where a restart failed, 2 where the server cannot be asked."""
+    """Return the exit code: 0, 1 if a restart failed, 2 if the server cannot be reached."""
     options = _parser().parse_args(argv)
     try:
         server = ServerClient(options.url, own_key(options.api_key_file, os.environ))
@@ -46,7 +46,7 @@ def restart(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Begin, and say how far it is until it is over. Raises ChatError."""
+    """Start a rolling restart and print its progress until it ends; return the exit code. Raises ChatError."""
     body: dict[str, Any] = {}
     if numbers is not None:
         body["workers"] = numbers
@@ -69,7 +69,7 @@ def restart(
 
 
 def table(told: Mapping[str, Any]) -> str:
-    """One line per worker, and one for a restart that is under way or failed."""
+    """Return one line per worker, and one for a restart that is running or has failed."""
     rows = [("", "worker", "state", "starts", "running", "free blocks", "address")]
     for one in told["workers"]:
         numbers = (one["num_incarnations"], one["num_running"], one["num_available_blocks"])
@@ -86,7 +86,7 @@ def table(told: Mapping[str, Any]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Raises ValueError, which argparse words."""
+    """Parse worker numbers. Raises ValueError, which argparse reports."""
     return [int(word) for word in text.split(",")]
 
 

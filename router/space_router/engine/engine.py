@@ -1,4 +1,4 @@
-"""All requests of this router, from the door to the last token."""
+"""The engine: all requests of this router, from submission to the last token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from space_router.engine.errors import (
 )
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.admission import Admitted, QueueAdmission
-from space_router.engine.queueing.admission_limits import LoadFigures, allowed_tokens, worth_waiting
+from space_router.engine.queueing.admission_limits import LoadFigures, resolve_max_tokens, should_follow
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.queueing.throughput_estimator import ThroughputEstimator
 from space_router.engine.request.report_result import SequenceUpdate
@@ -31,7 +31,7 @@ from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.timer import CallLater, on_the_loop
+from space_router.engine.timer import CallLater, call_later_on_loop
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
 from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.worker_command import worker_command
@@ -41,19 +41,19 @@ from space_router.engine.workers.worker_pool import WorkerPool
 from space_router.engine.workers.worker_sources import worker_sources
 from space_router.metrics import Metrics
 
-MAX_LAG = 128  # tokens a reader may be behind before its request gets no more pages
-NEAR = 2.0  # a deadline is near once no more is left than so many times what the request will take
+MAX_LAG = 128  # unread tokens after which a request gets no more pages
+NEAR_DEADLINE_FACTOR = 2.0  # a deadline is near once the time left is below this multiple of the expected run time
 
 
 class Engine:
-    """Queue, pages, workers and streams.
+    """Queues requests, schedules them on workers and streams their tokens.
 
         async with Engine(config, metrics) as engine:
             async with engine.submit(request) as stream:
                 async for delta in stream: ...
 
-    Entering starts the workers and does not wait for them: see `ready` and `wait_ready`. `submit` is synchronous and
-    either queues the request or raises `errors.Refused`.
+    Entering starts the workers without waiting for them; see `ready` and `wait_ready`. `submit` is synchronous: it
+    queues the request or raises `errors.Refused`.
     """
 
     def __init__(
@@ -68,24 +68,27 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         call_later: CallLater | None = None,
     ) -> None:
-        """`tokenizer_hash`: what a worker's Hello must say (sha256 of tokenizer.json), None to take any;
-        `worker_argv`: how a worker is started on an address; `sources`: of workers, None for those that the config
-        names, none at all for those that `worker_pool.follow` will; `max_lag`: tokens a reader may be behind; `clock`:
-        seconds; `call_later`: does something so many seconds later on that clock, None for the running loop's.
+        """Create an engine that is not started yet.
+
+        `tokenizer_hash`: sha256 of tokenizer.json that a worker's Hello must have, None accepts any.
+        `worker_argv`: returns the argument list that starts a worker on an address.
+        `sources`: of workers; None uses those of the config, an empty sequence waits for `worker_pool.follow`.
+        `max_lag`: unread tokens after which a request gets no more pages.
+        `clock`: returns seconds. `call_later`: schedules a call on that clock; None uses the running loop.
         """
-        self.facts: WorkerModelFacts | None = None  # what the workers said about the model; None until the first Hello
+        self.facts: WorkerModelFacts | None = None  # None until the first Hello
         self.config = config
         self._clock = clock
-        self._call_later = call_later or on_the_loop
+        self._call_later = call_later or call_later_on_loop
         self._max_lag = max_lag
-        self._observer = EngineMetrics(metrics)
+        self._engine_metrics = EngineMetrics(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
         self.full = self._queue.refusal
-        self._pace = ThroughputEstimator(config.max_prefill_rows)
-        self._admission = QueueAdmission(self._queue, self._pace)
-        self._trials = CrashQuarantine(self._queue, self._admission)
-        self._open: dict[Stream, RequestState] = {}  # not ended yet
-        self._by_name: dict[str, set[RequestState]] = {}  # of these
+        self._throughput = ThroughputEstimator(config.max_prefill_rows)
+        self._admission = QueueAdmission(self._queue, self._throughput)
+        self._quarantine = CrashQuarantine(self._queue, self._admission)
+        self._open: dict[Stream, RequestState] = {}  # requests that have not ended
+        self._by_name: dict[str, set[RequestState]] = {}  # the same, by request id
         self._num_submitted = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -97,13 +100,13 @@ class Engine:
         self.worker_pool = WorkerPool(
             worker_sources(config, worker_argv) if sources is None else sources,
             connection_for=self._new_connection,
-            engaged=self,
+            listener=self,
             on_start_failed=self._give_up,
         )
         self.connections = self.worker_pool.connections
 
     def new_scheduler(self, facts: WorkerModelFacts) -> Scheduler:
-        """For a worker that has come."""
+        """Return an empty scheduler for a newly connected worker."""
         return Scheduler(
             facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
         )
@@ -127,56 +130,60 @@ class Engine:
     ) -> None:
         self._draining = True
         for live in list(self._open.values()):
-            self._break_off(live, RequestFailed("The server has stopped before this request was done."))
+            self._terminate(live, RequestFailed("The server has stopped before this request was done."))
         await self.worker_pool.__aexit__(kind, error, traceback)
 
-    # What the HTTP face asks.
+    # For the HTTP and gRPC APIs.
 
     @property
     def ready(self) -> bool:
-        """At least one worker is up, none of those that crash again and again, and the engine is not draining."""
-        return not self._draining and any(connection.steady for connection in self.connections)
+        """Whether the engine takes requests: it is not draining, and a worker is up that is not in a crash loop."""
+        return not self._draining and any(connection.is_steady for connection in self.connections)
 
     async def wait_ready(self) -> WorkerModelFacts:
-        """Wait for the first worker. Raises WorkerStartFailed with the worker's own last words."""
+        """Wait for the first worker. Raises WorkerStartFailed with the end of the worker's stderr."""
         await self._up.wait()
         if self.facts is None:
             raise self._start_failure or WorkerStartFailed("No worker came up.")
         return self.facts
 
     async def failed(self) -> None:
-        """Return never, or raise WorkerStartFailed once no worker can be started any more."""
+        """Wait until no worker can be started any more, then raise WorkerStartFailed; never returns."""
         await self._given_up.wait()
         raise self._start_failure or WorkerStartFailed("No worker is left.")
 
     def submit(self, request: ValidRequest, *, leader: Stream | None = None) -> Stream:
-        """Queue a request, or raise PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, or DeadlineExceeded
-        where its time is too short for it even if it began now.
+        """Queue a request and return its stream.
 
-        `leader`: a stream with the same prompt (choice 0); this request waits until the leader's prompt is computed,
-        and shares its blocks.
+        `leader`: a stream with the same prompt (choice 0). This request waits until the leader's prompt is computed,
+        then shares its blocks.
+
+        Raises PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, or DeadlineExceeded if the deadline could
+        not be met even if the request began now.
         """
         if self._draining:
             raise Draining("The server is stopping and takes no new requests.")
         if self.facts is None:
             raise NotReady("No worker is up yet. Try again when /health says so.")
-        max_tokens = allowed_tokens(request, self.facts)
+        max_tokens = resolve_max_tokens(request, self.facts)
         live = RequestState(request, max_tokens, self._num_submitted, self._clock())
         if unmeetable_deadline := self._admission.unmeetable_deadline(
             live, 1, live.submitted
-        ):  # all but one prompt id may be cached
+        ):  # 1: at best, all prompt ids but the last are cached
             raise unmeetable_deadline
-        live.near_at = live.deadline_at - NEAR * self._pace.seconds(live.num_prompt, self._queue.expected_answer(live))
+        live.near_at = live.deadline_at - NEAR_DEADLINE_FACTOR * self._throughput.seconds(
+            live.num_prompt, self._queue.expected_answer(live)
+        )
         self._num_submitted += 1
         stream = live.stream = Stream(
             request,
             live.statistics,
             max_lag=self._max_lag,
             on_leave=lambda: self._leave(live),
-            on_caught_up=lambda: self._caught_up(live),
+            on_caught_up=lambda: self._reader_caught_up(live),
         )
         first = self._open.get(leader) if leader is not None else None
-        parked = first is not None and worth_waiting(first, live, self.facts.block_size)
+        parked = first is not None and should_follow(first, live, self.facts.block_size)
         self._open[stream] = live
         self._by_name.setdefault(request.request_id, set()).add(live)
         self._idle.clear()
@@ -185,30 +192,33 @@ class Engine:
             live.awaited_ids = live.num_prompt
             first.followers.append(live)
         self._schedule()
-        if leader is None and self._queue.overfull and live in self._queue:  # choices of one prompt wait as one
+        if leader is None and self._queue.overfull and live in self._queue:  # the bound counts a prompt's choices once
             self._queue.remove(live)
             self._forget(live)
             raise self._queue.full()
         if request.deadline is not None and stream in self._open:
             too_late = DeadlineExceeded(request.deadline)
             live.deadline = self._call_later(request.deadline, lambda: self._end(live, too_late))
-        self._settle()
+        self._flush()
         return stream
 
     def cancel(self, request_id: str, key: str | None = None) -> bool:
-        """End requests of this name (and key, None: of any) with RequestCancelled; False where there is none."""
+        """End the requests with this id with RequestCancelled; return False if there is none.
+
+        `key`: name of the API key they must have; None matches any.
+        """
         found = [live for live in self._by_name.get(request_id, ()) if key in (None, live.request.key)]
         for live in sorted(found, key=lambda live: live.age):
             self._end(live, RequestCancelled(f"Request {request_id} was cancelled."))
         return bool(found)
 
     def load(self) -> LoadFigures:
-        """How busy the engine is now."""
+        """Return how busy the engine is now."""
         pools = [scheduler.pool for scheduler in self._schedulers()]
         return LoadFigures.of(pools, num_queued=len(self._queue), num_open=len(self._open), draining=self._draining)
 
     async def drain(self, seconds: float) -> bool:
-        """Take no new work; wait until every stream has ended, at most so many seconds; True if all did."""
+        """Refuse new requests and wait up to `seconds` for the streams to end; return whether all did."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -217,110 +227,112 @@ class Engine:
         return True
 
     def check(self) -> None:
-        """Raise ValueError unless free + held + cached == all pages, everywhere: for tests."""
+        """Raise ValueError unless free + held + cached pages add up on every worker. For tests."""
         for scheduler in self._schedulers():
             scheduler.check()
 
-    # What the seats say.
+    # Callbacks of the worker pool and of its connections (WorkerListener).
 
     def _give_up(self, error: WorkerStartFailed) -> None:
-        """No worker can be had any more: the waiting requests end with it."""
+        """End all requests, because no worker can be started any more."""
         self._start_failure = error
         self._given_up.set()
         self._up.set()
         for live in list(self._open.values()):
-            self._break_off(live, WorkerFailed("No worker can be started any more."))
-        self._settle()
+            self._terminate(live, WorkerFailed("No worker can be started any more."))
+        self._flush()
 
-    def expect(self, facts: WorkerModelFacts) -> None:
-        """Every worker may have to go on where another has stopped."""
+    def check_compatible(self, facts: WorkerModelFacts) -> None:
+        """Raise WorkerMismatch unless this worker can continue the requests of the workers before it."""
         if self.facts is not None and (difference := facts.difference(self.facts)):
             raise WorkerMismatch(difference)
 
     def worker_up(self, connection: WorkerConnection) -> None:
-        """A worker has said hello, and is empty."""
+        """Use a worker that has connected; its cache is empty."""
         present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is connection.scheduler))
-        if present:  # the largest one's, and the last one's of equals: what fits it is taken
+        if (
+            present
+        ):  # requests are accepted if they fit the largest worker; among equal ones the newest describes the model
             self.facts = present[-1].facts
         if connection.was_lost:
-            self._observer.worker_restarted()
-        self._observer.workers(len(self._schedulers()))
+            self._engine_metrics.worker_restarted()
+        self._engine_metrics.workers(len(self._schedulers()))
         self._up.set()
         self._schedule()
-        self._settle()
+        self._flush()
 
     def worker_report(self, connection: WorkerConnection, report: worker_pb2.StepReport) -> None:
-        """A worker has done something."""
+        """Apply one report of a worker, then schedule and send commands."""
         if connection.scheduler is None:
             return
         num_preemptions = connection.scheduler.num_preemptions
         outcome = connection.scheduler.report(report)
         now = self._clock()
-        for advance in outcome.advances:
-            self._deliver(advance, now)
-            self._trials.advanced(advance.live, connection.scheduler, now)
+        for update in outcome.updates:
+            self._deliver(update, now)
+            self._quarantine.update(update.live, connection.scheduler, now)
         for live in outcome.readmit:
-            self._wait_again(live)
-        self._pace.learn(report, outcome.decoded, now)
-        self._observer.step(report, outcome, connection)
+            self._requeue(live)
+        self._throughput.learn(report, outcome.decoded, now)
+        self._engine_metrics.step(report, outcome, connection)
         self._schedule()
         if connection.scheduler.num_preemptions > num_preemptions:
-            self._observer.preempted(connection.scheduler.num_preemptions - num_preemptions)
-        self._settle()
+            self._engine_metrics.preempted(connection.scheduler.num_preemptions - num_preemptions)
+        self._flush()
 
-    def worker_away(self, connection: WorkerConnection) -> None:
-        """A worker is lost; why is yet to be found out."""
-        self._observer.workers(len(self._schedulers()))
+    def worker_disconnected(self, connection: WorkerConnection) -> None:
+        """Count out a worker whose connection ended; `worker_lost` follows once the cause is known."""
+        self._engine_metrics.workers(len(self._schedulers()))
 
     def worker_lost(self, connection: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
-        """A worker is gone with all its pages; its requests start again elsewhere with what they have emitted."""
+        """Requeue a lost worker's requests with the tokens they have emitted; end the one that crashed it."""
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
-            if guilty := self._trials.lost(live, cause, num_given=lost.num_given(live)):
-                self._break_off(live, guilty)
+            if failure := self._quarantine.worker_lost(live, cause, num_given=lost.num_given(live)):
+                self._terminate(live, failure)
             else:
-                self._wait_again(live)
-        self._observer.worker_lost(connection, len(self._schedulers()))
+                self._requeue(live)
+        self._engine_metrics.worker_lost(connection, len(self._schedulers()))
         self._schedule()
-        self._settle()
+        self._flush()
 
-    # What follows.
+    # Scheduling and delivery.
 
     def _schedulers(self) -> list[Scheduler]:
         return [connection.scheduler for connection in self.connections if connection.scheduler is not None]
 
     def _schedule(self) -> None:
-        """Admit whom there is room for, in the queue's order."""
+        """Admit waiting requests in the queue's order, as far as there is room."""
         now, schedulers = self._clock(), self._schedulers()
-        for gone in self._trials.admit(schedulers, now, complete=len(schedulers) == len(self.connections)):
-            live = gone.live
-            if not isinstance(gone, Admitted):
-                self._break_off(live, gone.error)
+        for decision in self._quarantine.admit(schedulers, now, complete=len(schedulers) == len(self.connections)):
+            live = decision.live
+            if not isinstance(decision, Admitted):
+                self._terminate(live, decision.error)
             elif live.statistics.queue_seconds is None:
                 live.statistics.queue_seconds = now - live.submitted
-                live.statistics.num_cached = gone.num_cached
-                self._observer.admitted(live)
+                live.statistics.num_cached = decision.num_cached
+                self._engine_metrics.admitted(live)
 
-    def _settle(self) -> None:
-        """The end of every moment: pages to those that want them, commands sent, gauges set."""
+    def _flush(self) -> None:
+        """Grant pages, send the collected commands and set the gauges. Ends every change of state."""
         for connection in self.connections:
             if connection.scheduler is not None:
-                connection.scheduler.feed()
+                connection.scheduler.grant_pages()
                 connection.flush()
         pools = (scheduler.pool for scheduler in self._schedulers())
-        self._observer.state(pools, len(self._queue), len(self._open) - len(self._queue))
+        self._engine_metrics.state(pools, len(self._queue), len(self._open) - len(self._queue))
 
-    def _deliver(self, advance: SequenceUpdate, now: float) -> None:
-        """Hand a reader what a report says, unless its request has ended."""
-        live, delta, part = advance
+    def _deliver(self, update: SequenceUpdate, now: float) -> None:
+        """Push a report's tokens to the request's stream, unless the request has ended."""
+        live, delta, part = update
         stream = live.stream
         if stream is None or stream not in self._open:
             return
         if part.finish == worker_pb2.FINISH_ERROR:
-            self._break_off(live, RequestFailed(part.error or "The worker could not go on with this request."))
+            self._terminate(live, RequestFailed(part.error or "The worker could not go on with this request."))
             return
         if delta.tokens:
-            self._observer.tokens(live, len(delta.tokens), now)
+            self._engine_metrics.tokens(live, len(delta.tokens), now)
             live.last_token = now
         live.statistics.add(delta, now - live.submitted)
         if delta.tokens or delta.prompt_logprobs or delta.finish:
@@ -331,7 +343,7 @@ class Engine:
             self._forget(live)
 
     def _release_followers(self, live: RequestState, num_computed: int | None = None) -> None:
-        """Let those go on that wait for no more than `num_computed` ids of this request; None: all of them."""
+        """Unpark the requests that wait for at most `num_computed` ids of this one; None unparks all."""
         followers, live.followers = live.followers, []
         for follower in followers:
             if num_computed is not None and follower.awaited_ids > num_computed:
@@ -339,32 +351,32 @@ class Engine:
             elif follower in self._queue:
                 self._queue.unpark(follower)
 
-    def _wait_again(self, live: RequestState) -> None:
-        """Back into the queue, with what it has emitted."""
-        self._queue.push(live, parked=live.lagging or self._trials.holds(live))
+    def _requeue(self, live: RequestState) -> None:
+        """Put a request back into the queue with the tokens it has emitted."""
+        self._queue.push(live, parked=live.lagging or self._quarantine.is_holding(live))
         self._release_followers(live)
 
-    def _caught_up(self, live: RequestState) -> None:
-        """A reader that lagged reads again."""
-        if live in self._queue and not self._trials.holds(live):
+    def _reader_caught_up(self, live: RequestState) -> None:
+        """Resume a request whose reader lagged and reads again."""
+        if live in self._queue and not self._quarantine.is_holding(live):
             self._queue.unpark(live)
         for scheduler in self._schedulers():
             scheduler.caught_up(live)
         self._schedule()
-        self._settle()
+        self._flush()
 
     def _leave(self, live: RequestState) -> None:
-        """The reader has left its block."""
+        """Cancel a request whose stream was left."""
         self._end(live, RequestCancelled(f"Request {live.request.request_id} was left by its reader."))
 
     def _end(self, live: RequestState, error: EngineError) -> None:
-        """End a request that is not done, wherever it is, and let others take its place."""
-        if self._break_off(live, error):
+        """End an unfinished request with an error and schedule others in its place."""
+        if self._terminate(live, error):
             self._schedule()
-            self._settle()
+            self._flush()
 
-    def _break_off(self, live: RequestState, error: EngineError) -> bool:
-        """The same, without what follows for others; False, and nothing happens, if the request is done."""
+    def _terminate(self, live: RequestState, error: EngineError) -> bool:
+        """End a request with an error without rescheduling; return False if it has ended already."""
         if live.stream is None or live.stream not in self._open:
             return False
         live.stream.fail(error)
@@ -376,7 +388,7 @@ class Engine:
         return True
 
     def _forget(self, live: RequestState) -> None:
-        """A request has ended, one way or the other."""
+        """Remove an ended request from all tables."""
         if live.stream is not None:
             del self._open[live.stream]
             named = self._by_name[live.request.request_id]
@@ -384,7 +396,7 @@ class Engine:
             if not named:
                 del self._by_name[live.request.request_id]
         self._queue.ended(live)
-        self._trials.forget(live)
+        self._quarantine.forget(live)
         if live.deadline is not None:
             live.deadline.cancel()
         self._release_followers(live)

@@ -1,4 +1,4 @@
-"""Turns what happens into the series an operator sees."""
+"""Records engine events in the Prometheus series."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from space_router.engine.request.request_state import RequestState
 from space_router.engine.workers.energy import EnergyShare
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
 
-SPEEDUP_MEMORY = 0.98  # weight of the past per step: the gauge follows about the last 50 steps
+SPEEDUP_MEMORY = 0.98  # decay per step: the gauge averages about the last 50 steps
 
 
 class EngineMetrics:
-    """Observes for the engine; times are seconds and arguments."""
+    """Records engine events. Times are in seconds and passed in; this class reads no clock."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -32,46 +32,44 @@ class EngineMetrics:
         self._queued = metrics.requests.labels(state="queued")
         self._running = metrics.requests.labels(state="running")
         self._energy = EnergyShare()
-        self._plain_seconds = 0.0  # what the recent tokens would have cost one by one, fading
-        self._spent_seconds = 0.0  # what their steps did cost, fading
+        self._plain_seconds = 0.0  # decayed sum: cost of the recent tokens with plain decoding
+        self._spent_seconds = 0.0  # decayed sum: cost of the steps that gave them
 
     def step(self, report: worker_pb2.StepReport, outcome: ReportResult, worker: object = None) -> None:
-        """One report of a worker, and what it meant: rows, seconds, what speculation brought, and the energy that was
-        drawn.
-        """
+        """Record one report of a worker: rows, phase times, speculation and energy."""
         metrics = self._metrics
         if report.energy:
             for device, joules in self._energy.counted(worker, report.energy):
                 metrics.energy_joules_total.labels(device=device).inc(joules)
         for number in outcome.decoded:
             metrics.tokens_per_step.observe(number)
-        if drafting := [advance for advance in outcome.advances if advance.delta.decoded and advance.delta.drafted]:
+        if drafting := [update for update in outcome.updates if update.delta.decoded and update.delta.drafted]:
             self._drafts(drafting)
-        if num_tokens := sum(len(advance.delta.tokens) for advance in outcome.advances):
+        if num_tokens := sum(len(update.delta.tokens) for update in outcome.updates):
             metrics.generated_tokens_total.inc(num_tokens)
         if report.stepped:
             self._stats(report.stats)
             self._speedup(report.stats, len(outcome.decoded), sum(outcome.decoded))
 
     def _drafts(self, drafting: Sequence[SequenceUpdate]) -> None:
-        """What came of the drafts of one step."""
+        """Record drafted and accepted tokens of one step, by position and by source."""
         accepted = [0] * len(self._positions)
         num_drafted = num_accepted = 0
-        for advance in drafting:
-            num_drafted += advance.delta.drafted
-            num_accepted += advance.delta.accepted
-            for i in range(min(advance.delta.accepted, len(accepted))):
+        for update in drafting:
+            num_drafted += update.delta.drafted
+            num_accepted += update.delta.accepted
+            for i in range(min(update.delta.accepted, len(accepted))):
                 accepted[i] += 1
         for series, number in zip(self._positions, accepted, strict=True):
             if not number:
-                break  # who accepted no draft here accepted none behind it
+                break  # a draft is accepted only if all drafts before it are
             series.inc(number)
         self._metrics.drafted_tokens_total.inc(num_drafted)
         self._metrics.accepted_tokens_total.inc(num_accepted)
-        self._by_source([advance.part for advance in drafting])
+        self._by_source([update.part for update in drafting])
 
     def _by_source(self, drafting: Iterable[worker_pb2.SequenceReport]) -> None:
-        """Drafts of masks, lookup and predictions; a chain may begin with masks' and go on with another's."""
+        """Record drafts by source. A chain may begin with the masks' drafts and continue with another source's."""
         drafted, accepted = [0] * len(SOURCES), [0] * len(SOURCES)
         for part in drafting:
             source, masks = int(part.draft_source), part.num_mask_drafts
@@ -100,7 +98,7 @@ class EngineMetrics:
         self._metrics.step_host_seconds.observe(stats.host_seconds)
 
     def _speedup(self, stats: worker_pb2.StepStats, num_sequences: int, num_tokens: int) -> None:
-        """Tokens per sequence and step, times the cost of a plain step, over the cost of this one."""
+        """Set the speedup: tokens per sequence and step, times the cost of a plain step, over this step's cost."""
         if not num_sequences or stats.prefill_rows or stats.plain_step_seconds <= 0:
             return
         spent = step_seconds(stats)
@@ -111,13 +109,13 @@ class EngineMetrics:
             self._metrics.speculation_speedup.set(self._plain_seconds / self._spent_seconds)
 
     def admitted(self, live: RequestState) -> None:
-        """A first admission."""
+        """Record a request's first admission."""
         self._metrics.queue_seconds.observe(live.statistics.queue_seconds or 0.0)
         self._metrics.prompt_tokens_total.inc(live.num_prompt)
         self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
 
     def tokens(self, live: RequestState, num_tokens: int, now: float) -> None:
-        """A request got tokens; the gap since its last ones is shared among them, and observed once per step."""
+        """Record new tokens of a request: the gap since its last ones, per token, observed once per step."""
         if live.last_token is None:
             self._metrics.time_to_first_token_seconds.observe(now - live.submitted)
         else:
@@ -137,7 +135,7 @@ class EngineMetrics:
         self._metrics.worker_restarts_total.inc()
 
     def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
-        """How things stand now."""
+        """Set the gauges of cache blocks and requests."""
         free = held = cached = 0
         for pool in pools:
             free, held, cached = free + pool.num_free, held + pool.num_held, cached + pool.num_cached

@@ -1,30 +1,30 @@
-"""What can go wrong with a request between the door and its last token.
+"""Errors of a request between submission and its last token.
 
 EngineError
-├── Refused                 at the door: raised by Engine.submit, nothing was queued
+├── Refused                 raised by Engine.submit; nothing was queued
 │   ├── PromptTooLong       prompt (and max_tokens) do not fit the window
 │   ├── CacheTooSmall       prompt and max_tokens do not fit all pages together
-│   ├── QueueFull           come back later
+│   ├── QueueFull           too many requests or prompt tokens wait: retry later
 │   ├── NotReady            no worker has said hello yet
 │   └── Draining            the router is stopping
-├── Broken                  later: raised out of the stream's iterator
-│   ├── WorkerFailed        workers died of this request, or none can be started any more
-│   ├── DeadlineExceeded    the request's own time is over, or too short (then also raised by Engine.submit)
+├── Broken                  raised by the stream's iterator
+│   ├── WorkerFailed        this request crashed workers, or no worker can be started any more
+│   ├── DeadlineExceeded    the request's deadline has passed or cannot be met (then also raised by Engine.submit)
 │   ├── RequestFailed       this request alone failed in the worker
-│   └── RequestCancelled    somebody cancelled it by its name
-├── RestartRefused          an operator's wish that cannot be granted now
-└── WorkerStartFailed       no worker can be started at all (a bad model path, for example)
+│   └── RequestCancelled    cancelled by its id, or its stream was left
+├── RestartRefused          workers cannot be restarted as requested
+└── WorkerStartFailed       no worker can be started (a bad model path, for example)
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Anything the engine says no to."""
+    """Base class of the engine's errors."""
 
 
 class Refused(EngineError):
-    """The request was refused at the door; nothing was queued."""
+    """The request was refused on submission; nothing was queued."""
 
 
 class PromptTooLong(Refused):
@@ -34,10 +34,10 @@ class PromptTooLong(Refused):
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
         self.window = window
-        super().__init__(self.told("max_tokens"))
+        super().__init__(self.message_for("max_tokens"))
 
-    def told(self, limit: str) -> str:
-        """To a client that knows max_tokens by another name."""
+    def message_for(self, limit: str) -> str:
+        """Return the message for an API that calls max_tokens `limit`."""
         if self.max_tokens is None or self.num_prompt >= self.window:
             return (
                 f"The prompt has {self.num_prompt} tokens; this model takes {self.window} with the answer, "
@@ -65,7 +65,7 @@ class CacheTooSmall(Refused):
 
 
 class QueueFull(Refused):
-    """As many requests, or prompt tokens, wait as may wait."""
+    """The limit of waiting requests or prompt tokens is reached."""
 
     def __init__(self, waiting: str, *, retry_after: float) -> None:
         super().__init__(f"{waiting} are waiting already. Try again in about {retry_after:.0f} s.")
@@ -73,26 +73,26 @@ class QueueFull(Refused):
 
 
 class NotReady(Refused):
-    """No worker is up yet, so nothing is known about the model."""
+    """No worker is up yet, so the model's limits are not known."""
 
 
 class Draining(Refused):
-    """The router is stopping and takes no new work."""
+    """The router is stopping and takes no new requests."""
 
 
 class Broken(EngineError):
-    """The request was taken, and ends without its last token."""
+    """The request was queued and ended before its last token."""
 
 
 class WorkerFailed(Broken):
-    """A worker ended by itself with this request among others, and another with this one alone; or none is left."""
+    """Workers crashed running this request, the last one running it alone; or no worker is left."""
 
 
 class DeadlineExceeded(Broken):
-    """The request's own time is over, or too short for what is still to be done."""
+    """The request's deadline has passed, or cannot be met."""
 
     def __init__(self, seconds: float, *, least: float | None = None) -> None:
-        """`least`: seconds it would take at least from now on, where it is refused before it has begun."""
+        """`seconds`: the deadline; `least`: minimum seconds the request needs, if it is refused before it began."""
         if least is None:
             message = f"The request did not finish within its {seconds:g} s. Ask for less or raise `timeout`."
         else:
@@ -106,23 +106,23 @@ class DeadlineExceeded(Broken):
 
 
 class RequestFailed(Broken):
-    """This request alone failed; every other goes on."""
+    """This request failed; others are not affected."""
 
 
 class RequestCancelled(Broken):
-    """The request was cancelled by its name."""
+    """The request was cancelled by its id, or its stream was left."""
 
 
 class WorkerStartFailed(EngineError):
-    """No worker can be started: its own last words are in the message."""
+    """No worker can be started; the message has the end of its stderr."""
 
 
 class ProtocolViolation(EngineError):
-    """A worker contradicted the contract; it is not trusted any more and is started again."""
+    """A worker violated the protocol; it is restarted."""
 
 
 class RestartRefused(EngineError):
-    """Workers cannot be restarted as it was wished."""
+    """Workers cannot be restarted as requested."""
 
     def __init__(self, message: str, *, is_busy: bool = False) -> None:
         super().__init__(message)

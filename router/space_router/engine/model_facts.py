@@ -1,4 +1,4 @@
-"""What a worker says about its model and its cache."""
+"""A worker's model and cache, as its Hello describes them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from space_proto import worker_pb2
 
 @dataclass(frozen=True)
 class WorkerModelFacts:
-    """The Hello of a worker, as the router uses it."""
+    """The fields of a worker's Hello that the router uses."""
 
     model_name: str
     model_hash: str
-    tokenizer_hash: str  # "" where the worker has no tokenizer.json
-    incarnation: str  # fresh at every start of the process
+    tokenizer_hash: str  # "" if the worker has no tokenizer.json
+    incarnation: str  # unique to each start of the process
     vocab_size: int
-    window: int  # most positions of one sequence, prompt and answer
+    window: int  # maximum positions of one sequence, prompt and output
     block_size: int  # slots per block
     num_blocks: int
-    max_sequences: int  # most sequences running at once
+    max_sequences: int  # maximum concurrent sequences
     max_draft_length: int
     num_masks: int  # 0: a plain checkpoint
     mask_ids: tuple[int, ...]
@@ -30,8 +30,8 @@ class WorkerModelFacts:
     device: str
     attention: str
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
-    takes_grammars: bool = False  # the worker knows which bytes its ids stand for
-    synthetic_acceptance: tuple[float, ...] = ()  # not empty: drafts come true by decree, to measure with
+    takes_grammars: bool = False  # the worker knows the bytes of its token ids
+    synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
     step_cost_reason: str = ""  # why they are learned
 
@@ -42,16 +42,16 @@ class WorkerModelFacts:
 
     @property
     def text_depends_on(self) -> tuple[str, ...]:
-        """What two workers must have in common for one to go on where the other has stopped."""
+        """Properties that two workers must share for one to continue the other's requests with the same text."""
         return (self.model_hash, self.dtype, self.device.partition(":")[0])
 
     @property
     def fingerprint(self) -> str:
-        """A name for all of that."""
+        """The `system_fingerprint` of responses: a short hash of `text_depends_on`."""
         return "fp_" + hashlib.sha256("\n".join(self.text_depends_on).encode()).hexdigest()[:12]
 
     def difference(self, before: WorkerModelFacts) -> str | None:
-        """Why this worker cannot take over the requests of one that was there before it; None: it can."""
+        """Return why this worker cannot continue the requests of `before`, or None if it can."""
         if self.text_depends_on != before.text_depends_on:
             theirs, ours = (" ".join(one.text_depends_on) for one in (self, before))
             return f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype."

@@ -1,4 +1,4 @@
-"""Time as the engine sees it: something is done so many seconds later."""
+"""Delayed calls, by the event loop or by a test's clock."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol, TypeAlias
 
 
 class Timer(Protocol):
-    """Something that is to be done."""
+    """A scheduled call."""
 
     def cancel(self) -> None: ...
 
 
 CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
-"""Seconds from now, what to do then."""
+"""Takes a delay in seconds and the function to call then."""
 
 
-def on_the_loop(seconds: float, action: Callable[[], None]) -> Timer:
-    """By the running event loop."""
+def call_later_on_loop(seconds: float, action: Callable[[], None]) -> Timer:
+    """Call `action` in `seconds` on the running event loop."""
     return asyncio.get_running_loop().call_later(seconds, action)

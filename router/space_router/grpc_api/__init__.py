@@ -1,6 +1,6 @@
-"""The gRPC face: `spaceserve.v1.Generate`, health and reflection, in front of the same engine as HTTP.
+"""The gRPC API: `spaceserve.v1.Generate`, health and reflection, on the same engine as HTTP.
 
-A client needs nothing but the address (and grpcio-reflection), for the server tells its contract:
+A client needs only the address and grpcio-reflection, because the server describes its messages:
 
     import grpc
     from google.protobuf.descriptor_pool import DescriptorPool

@@ -1,4 +1,4 @@
-"""Who may come in: the same keys as over HTTP, in the call's metadata."""
+"""Authentication: the same API keys as over HTTP, in the call's metadata."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from space_router.grpc_api.status import Context, refuse
 from space_router.metrics import Metrics
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-"""What probes reach without a key."""
+"""Service that needs no key, for probes."""
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 
 def authorization(metadata: Metadata | None) -> str:
-    """The `authorization` of a call; "" without one."""
+    """Return the `authorization` of a call's metadata, or ""."""
     return next((str(value) for key, value in metadata or () if key == "authorization"), "")
 
 
 class GrpcAccess(grpc.aio.ServerInterceptor):
-    """Refuses calls without a known key before their request is read."""
+    """Refuses calls without a valid key before their request is read."""
 
     def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
         self._keys = keys
@@ -42,7 +42,7 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
         return self._refusing(handler)
 
     def _refusing(self, handler: Handler) -> Handler:
-        """A handler of the same kind that refuses."""
+        """Return a handler of the same kind that refuses every call."""
 
         async def unauthorized(request: Any, context: Context) -> None:
             self._metrics.rejected_total.labels(reason="unauthorized").inc()

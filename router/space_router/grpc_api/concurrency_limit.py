@@ -1,4 +1,4 @@
-"""No more calls at once than the server may have."""
+"""The limit of concurrent calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from space_router.grpc_api.status import Context, refuse
 from space_router.metrics import Metrics
 
 NUM_GUESTS = 32
-"""Connections and calls beyond the most: probes are answered, calls told to go. Beyond these gRPC itself says no."""
+"""Extra connections and calls beyond the limit, so that probes are answered and calls get an error with a reason.
+Beyond these gRPC itself refuses.
+"""
 
 
 class ConcurrencyLimit(grpc.aio.ServerInterceptor):
-    """Counts calls with one request, whatever connections they come by, and refuses those beyond `most`."""
+    """Refuses calls beyond `most` concurrent ones, over all connections."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""From what a step made certain to the events that say so."""
+"""Conversion of generated deltas to GenerateEvent messages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
 
 PROMPT_IDS_PER_EVENT = 256
-"""With 20 alternatives each about half a MiB: gRPC's clients take 4 MiB unless they are told otherwise."""
+"""About half a MiB with 20 alternatives each; gRPC clients accept 4 MiB by default."""
 
 _REASONS = {
     None: generate_pb2.FINISH_REASON_UNSPECIFIED,
@@ -29,7 +29,7 @@ _REASONS = {
 
 @dataclass
 class Events:
-    """How the answer to one call is written."""
+    """Builds the events of one call."""
 
     asked: Asked
     model: str
@@ -45,7 +45,7 @@ class Events:
         return self.asked.request
 
     def of(self, one: Shown, running: Generation) -> Iterator[generate_pb2.GenerateEvent]:
-        """The events of one delta: more than one where it brings much of a prompt."""
+        """Yield the events of one delta: more than one if it has many prompt logprobs."""
         known = one.delta.prompt_logprobs
         while len(known) > PROMPT_IDS_PER_EVENT:
             yield self._event(one.index, known[:PROMPT_IDS_PER_EVENT])
@@ -56,7 +56,7 @@ class Events:
             self._begin(event, one.progress.choice.prompt)
         if self.plan.answered:
             self._add(event, one, first=first)
-        elif one.delta.finish is not None:  # the engine's one token is not wanted: it is the limit of 0 that ends it
+        elif one.delta.finish is not None:  # max_tokens is 0: the engine's one token is dropped
             event.finish_reason = generate_pb2.FINISH_REASON_LENGTH
         if one.last or self.request.continuous_usage_stats:
             event.usage.CopyFrom(_usage(self.plan, running.choices))
@@ -75,7 +75,7 @@ class Events:
         )
 
     def _begin(self, event: generate_pb2.GenerateEvent, prompt: Prompt) -> None:
-        """What only the first event of a choice says."""
+        """Add the fields that only the first event of a choice has."""
         self._begun.add(event.index)
         if self.request.echo:
             event.text = prompt.text
@@ -83,13 +83,13 @@ class Events:
             event.prompt_token_ids.extend(prompt.ids)
 
     def _add(self, event: generate_pb2.GenerateEvent, one: Shown, *, first: bool) -> None:
-        """What the choice has gained, and why it ended."""
+        """Add the delta's text and tokens, and the finish reason."""
         delta = one.delta
         event.finish_reason = _REASONS[delta.finish]
         if self.asked.shape is None:
             event.text += delta.text
         else:
-            self._say(event, self.asked.shape.piece(one.progress, delta, first=first))
+            self._add_chat_piece(event, self.asked.shape.piece(one.progress, delta, first=first))
         event.token_ids.extend(token.span.id for token in delta.tokens)
         event.token_steps.extend(token.step for token in delta.tokens)
         event.token_drafts.extend(token.draft for token in delta.tokens)
@@ -101,8 +101,8 @@ class Events:
         elif delta.stop_reason is not None:
             event.stop_token_id = delta.stop_reason
 
-    def _say(self, event: generate_pb2.GenerateEvent, piece: dict[str, Any]) -> None:
-        """A piece of a conversation's answer, as HTTP would stream it."""
+    def _add_chat_piece(self, event: generate_pb2.GenerateEvent, piece: dict[str, Any]) -> None:
+        """Add a chunk of a chat completion, in the form that HTTP streams."""
         event.text += piece["delta"].get("content") or ""
         for call in piece["delta"].get("tool_calls", ()):
             event.tool_calls.add(index=call["index"], id=call.get("id", ""), **call["function"])

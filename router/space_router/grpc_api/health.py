@@ -1,6 +1,6 @@
-"""`grpc.health.v1.Health`: what `/readyz` says, for gRPC's own probes."""
+"""`grpc.health.v1.Health`: the same status as `/readyz`, for gRPC probes."""
 
-from __future__ import annotations  # packages before 1.85 have no `List` and none of its messages
+from __future__ import annotations  # grpcio-health-checking before 1.85 has no messages of `List`
 
 import asyncio
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from space_router.api.service import Service
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 WATCH_SECONDS = 0.1
-"""How late a watcher may learn of a change."""
+"""Maximum delay of a change for watchers."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """SERVING when new work is taken; the whole server ("") and each service by its name are so together."""
+    """SERVING while new requests are accepted; the whole server ("") and each service have the same status."""
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -28,11 +28,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._closed = asyncio.Event()
 
     def close(self) -> None:
-        """Let every watcher go: none of them may hold up the end."""
+        """End all watches, so that they do not delay shutdown."""
         self._closed.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
-        """The status now."""
+        """Return the current status."""
         if request.service not in self._names:
             names = ", ".join(filter(None, self._names))
             await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service of this name; there are {names}.")
@@ -41,17 +41,17 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def List(
         self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> health_pb2.HealthListResponse:
-        """The status of everything."""
+        """Return the status of all services."""
         return health_pb2.HealthListResponse(statuses={name: self._now(name) for name in self._names})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status now and at every change."""
-        told: health_pb2.HealthCheckResponse | None = None
+        """Send the current status and every change."""
+        sent: health_pb2.HealthCheckResponse | None = None
         while not self._closed.is_set():
             now = self._now(request.service)
-            if now != told:
+            if now != sent:
                 await context.write(now)
-                told = now
+                sent = now
             try:
                 await asyncio.wait_for(self._closed.wait(), WATCH_SECONDS)
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""Requests that are no message of their kind: refused as a wrong field is, where gRPC itself would say `unknown`."""
+"""Undecodable requests are refused as INVALID_ARGUMENT; gRPC itself would answer `unknown`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from space_router.metrics import Metrics
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of a request."""
+    """Stands for a request that could not be decoded."""
 
     reason: str
 
 
 class Readable(grpc.aio.ServerInterceptor):
-    """Looks at every call with one request before its method does."""
+    """Refuses undecodable requests before the method is called."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

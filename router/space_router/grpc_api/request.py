@@ -1,4 +1,4 @@
-"""From a GenerateRequest to a plan, through the bodies and checks that HTTP requests go through."""
+"""Conversion of a GenerateRequest to a plan, with the validation of HTTP requests."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,20 @@ from space_router.http_server.body import Body, validate
 from space_router.http_server.connection import beside
 
 MAX_TIMEOUT = 1e9
-"""Seconds; a deadline beyond it is none."""
+"""Seconds; a longer deadline counts as none."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One call, checked."""
+    """One validated call."""
 
     request: generate_pb2.GenerateRequest
     plan: GenerationPlan
-    shape: chat.ChatShape | None  # how the answer to a conversation is read: calls apart from text
+    shape: chat.ChatShape | None  # separates tool calls from text in chats; None: no chat
 
 
 class Scores(Body):
-    """`logprobs` as a number, for conversations too."""
+    """`logprobs` as a number, also for chats."""
 
     logprobs: Count20 | None = None
 
@@ -40,7 +40,7 @@ class Scores(Body):
 async def read(
     service: Service, builder: RequestBuilder, request: generate_pb2.GenerateRequest, time_left: float | None
 ) -> Asked:
-    """What a call asks. `time_left`: seconds until its deadline. Raises ApiError."""
+    """Validate a call. `time_left`: seconds until its deadline, None: no deadline. Raises ApiError."""
     if time_left == 0:
         raise TimedOut("The call's deadline had passed before it was read. Give it more time.")
     refuse_unknown(request)
@@ -52,7 +52,7 @@ async def read(
         tools = chat.tools_of(builder, talk)
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
         made = await beside(size, chat.plan, builder, talk, tools)
-        unscored = talk.model_copy(update={"logprobs": None})  # events write them in another form
+        unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
         return Asked(request, made, chat.ChatShape(service.text.tokenizer, unscored, made, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
@@ -60,7 +60,7 @@ async def read(
 
 
 def refuse_unknown(message: Message, place: str = "") -> None:
-    """Raises InvalidRequest for a field of a later protocol, here or further down: it would change the answer."""
+    """Raise InvalidRequest for an unknown field at any depth, because ignoring it would change the result."""
     if unknown := UnknownFieldSet(message):
         raise InvalidRequest(
             f"{message.DESCRIPTOR.name}{place} has a field numbered {unknown[0].field_number}, which this server does "
@@ -74,6 +74,6 @@ def refuse_unknown(message: Message, place: str = "") -> None:
 
 
 def _of_chat(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as a conversation's body has them: there `logprobs` is two fields."""
+    """Return the values in the form of a chat body, where `logprobs` is two fields."""
     wanted = validate(Scores, {"logprobs": values.pop("logprobs", None)}, {}).logprobs
     return values if wanted is None else values | {"logprobs": True, "top_logprobs": wanted}

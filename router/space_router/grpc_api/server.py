@@ -1,4 +1,4 @@
-"""The gRPC server beside the HTTP server: its port, its limits, its services."""
+"""The gRPC server: its port, limits and services."""
 
 import logging
 from types import TracebackType
@@ -23,19 +23,19 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["Generate"].full_name
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 * 1024**2
-"""Largest event, in bytes; those with much of a prompt's log-probabilities are split long before."""
+"""Maximum size of an event in bytes; events with many prompt logprobs are split long before."""
 
 
 class GrpcServer:
-    """Listens from its making on, answers inside its block.
+    """Listens from construction on, serves inside its block.
 
     async with GrpcServer(service, "127.0.0.1", 50051) as face:
         face.address
-        await face.stop(5.0)    # to be gentle; leaving the block ends what is left at once
+        await face.stop(5.0)    # lets calls finish; leaving the block ends them at once
     """
 
     def __init__(self, service: Service, host: str, port: int) -> None:
-        """`port` 0: any that is free. Raises ConfigError for one that cannot be had."""
+        """`port` 0: any free port. Raises ConfigError if the address cannot be bound."""
         keys, config = service.keys, service.config
         unread_ms = round(1000 * config.slow_reader_timeout)
         self._server = grpc.aio.server(
@@ -47,11 +47,11 @@ class GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", config.max_body),
                 ("grpc.max_send_message_length", MAX_MESSAGE),
-                ("grpc.so_reuseport", 0),  # or two servers would share a port, and clients would find either
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # keep a quiet stream alive if you like
+                ("grpc.so_reuseport", 0),  # otherwise two servers could share a port
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # allow clients to ping idle streams
                 ("grpc.max_allowed_incoming_connections", config.max_connections + NUM_GUESTS),
                 ("grpc.max_concurrent_streams", config.max_connections + NUM_GUESTS),
-                # A connection whose other end takes nothing any more is cut, a little later than its streams.
+                # A connection whose client does not read is closed, a little later than its streams.
                 ("grpc.keepalive_time_ms", unread_ms),
                 ("grpc.keepalive_timeout_ms", 2 * unread_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -91,6 +91,6 @@ class GrpcServer:
         await self.stop(0.0)
 
     async def stop(self, seconds: float) -> None:
-        """Take no more calls, give those that run so long to end, then end them."""
+        """Accept no more calls; end running calls after `seconds`."""
         self._health.close()
         await self._server.stop(seconds)

@@ -1,4 +1,4 @@
-"""`spaceserve.v1.Generate`: one way through door, engine and text with HTTP, written as messages."""
+"""`spaceserve.v1.Generate`: the same validation, engine and text processing as HTTP, with protobuf messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateReque
 
 
 ROUNDED = 0.02
-"""What is left here, of all of it, of a deadline that has passed where it was set: gRPC rounds it up on its way."""
+"""Share of a deadline that may be left here when it has passed at the client, because gRPC rounds it up."""
 
 
 class GenerateService(generate_pb2_grpc.GenerateServicer):
@@ -40,13 +40,13 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         self._keys = keys
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
-        """Admitted before anything is sent; left, by its end or its client's, it holds nothing any more."""
+        """Stream the events of one generation. Its resources are freed when it ends or the client leaves."""
         with call_span(self._service.tracer, "spaceserve.v1.Generate/Generate", context.invocation_metadata()):
             await self._generate(request, context)
 
     async def _generate(self, request: generate_pb2.GenerateRequest, context: GenerateContext) -> None:
         service = self._service
-        async with answering(context, service.metrics), self._let_in(context):
+        async with answering(context, service.metrics), self._admitted(context):
             seconds = context.time_remaining()
             asked = await read(service, self._builder(context), request, seconds)
             events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
@@ -57,14 +57,14 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
                         async for one in deltas:
                             for event in events.of(one, running):
                                 await self._write(context, event)
-                except (asyncio.CancelledError, grpc.aio.InternalError):  # the second: what was written cannot be sent
+                except (asyncio.CancelledError, grpc.aio.InternalError):  # InternalError: an event could not be sent
                     left = context.time_remaining()
                     if left is not None and left <= ROUNDED * seconds:
                         running.overdue()
                     raise
 
     async def _write(self, context: GenerateContext, event: generate_pb2.GenerateEvent) -> None:
-        """Returns when the client's window has room for it. Raises SlowReader where it has none for too long."""
+        """Send an event once the client's flow control window has room. Raises SlowReader after a timeout."""
         seconds = self._service.config.slow_reader_timeout
         try:
             async with asyncio.timeout(seconds):
@@ -74,7 +74,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             raise SlowReader(f"Nothing was read for {seconds:g} s (`--slow-reader-timeout`).") from None
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeReply:
-        """Ids as a prompt would have them."""
+        """Return the token ids of a text or chat."""
         reply = generate_pb2.TokenizeReply()
         async with answering(context, self._service.metrics):
             builder = self._builder(context)
@@ -85,7 +85,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     async def Detokenize(
         self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeReply:
-        """The text of ids."""
+        """Return the text of token ids."""
         reply = generate_pb2.DetokenizeReply()
         async with answering(context, self._service.metrics):
             refuse_unknown(request)
@@ -95,7 +95,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         return reply
 
     async def Info(self, request: generate_pb2.InfoRequest, context: Context) -> generate_pb2.InfoReply:
-        """What is known by now."""
+        """Return the model's properties; those of the workers only once one is up."""
         service, facts = self._service, self._service.engine.facts
         reply = generate_pb2.InfoReply(
             model=service.text.name,
@@ -114,14 +114,14 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         return reply
 
     @asynccontextmanager
-    async def _let_in(self, context: Context) -> AsyncIterator[None]:
-        """The time of a call that generates, if its key may still make one and there is room. Raises ApiError."""
+    async def _admitted(self, context: Context) -> AsyncIterator[None]:
+        """Count a generating call while the block runs. Raises ApiError if the queue or the key's limit is full."""
         self._service.check_room()
         with self._service.allowances.of(self._key(context)).request():
             yield
 
     def _builder(self, context: Context) -> RequestBuilder:
-        """For the key that the call came with."""
+        """Return a request builder for the call's API key."""
         return self._service.builder(self._key(context))
 
     def _key(self, context: Context) -> str:
@@ -129,7 +129,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
 
 
 def _ids(builder: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list[int]:
-    """Of a text, or of a conversation as the template writes it, special tokens and all."""
+    """Return the ids of a text, or of a chat rendered by the chat template. Raises InvalidRequest."""
     refuse_unknown(request)
     if request.HasField("text") == bool(request.messages):
         raise InvalidRequest("Give one of `text` and `messages`.", param="text")

@@ -1,4 +1,4 @@
-"""What of a running request is answered, and in which order."""
+"""The deltas of a generation that are sent, and their order."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ from space_router.text.text_stream import TextDelta
 
 @dataclass(frozen=True)
 class Shown:
-    """A delta of a choice that is answered."""
+    """A delta of a returned choice."""
 
-    index: int  # of the choice in the answer
+    index: int  # of the choice in the response
     progress: ChoiceState
     delta: TextDelta
-    last: bool  # no delta of any choice comes behind it
+    last: bool  # no other delta of any choice follows
 
 
 async def shown(running: Generation) -> AsyncGenerator[Shown]:
-    """Every delta as it comes; with `best_of`, those of the most probable choices, once all have ended."""
+    """Yield every delta as it arrives; with `best_of`, those of the most probable choices once all have ended."""
     if running.plan.per_prompt > running.plan.num_shown:
         for one in await _best(running):
             yield one
@@ -33,7 +33,9 @@ async def shown(running: Generation) -> AsyncGenerator[Shown]:
 
 
 async def _best(running: Generation) -> list[Shown]:
-    """The best come first; the first has its prompt's log-probabilities, whichever choice computed them."""
+    """Return the deltas of the best choices, most probable first. The first choice of each prompt gets the prompt's
+    logprobs, whichever choice computed them.
+    """
     kept: list[list[TextDelta]] = [[] for _ in running.choices]
     known: list[list[TokenLogprobs]] = [[] for _ in running.plan.prompts]
     async for step in running.steps():

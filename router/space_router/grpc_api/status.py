@@ -1,4 +1,4 @@
-"""How a call ends that could not be done: gRPC's status, our message, and trailing metadata that say the rest."""
+"""Errors of calls: gRPC status, message, and details in trailing metadata."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ CODES = {
     499: grpc.StatusCode.CANCELLED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-"""By HTTP's status; every other is INTERNAL."""
+"""gRPC status by HTTP status; all others are INTERNAL."""
 
 GONE = "499, the client has cancelled its call, or its deadline has passed"
 
@@ -33,24 +33,24 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def metadata(error: ApiError) -> tuple[tuple[str, str], ...]:
-    """What HTTP says in headers and in the fields of its error object."""
+    """Return the trailing metadata of an error: the fields of HTTP's error object, and its headers."""
     known = {"error-type": error.kind, "error-code": error.code, "error-param": error.param, **error.details}
     fields = {key: str(value) for key, value in known.items() if value is not None}
     return tuple((fields | {name.lower(): value for name, value in error.headers.items()}).items())
 
 
 async def refuse(context: Context, error: ApiError) -> None:
-    """End the call with an error's status. Raises what ends its handler."""
+    """Abort the call with an error's status. Always raises, which ends the handler."""
     await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, metadata(error))
 
 
 @asynccontextmanager
 async def answering(context: Context, metrics: Metrics) -> AsyncIterator[None]:
-    """The work of one call: whatever is raised inside becomes its status, counted as HTTP counts it."""
+    """Run one call: exceptions from the block become its status, and are logged and counted as for HTTP."""
     try:
         yield
         return
-    except grpc.aio.InternalError:  # what was written cannot be sent: nobody is there any more
+    except grpc.aio.InternalError:  # a write failed: the client is gone
         log.info(GONE)
         return
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The span of a gRPC call: taken up from the `traceparent` of its metadata."""
+"""The span of a gRPC call, a child of the `traceparent` in its metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def call_span(tracer: Tracer | None, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Iterator[None]:
-    """Current within the block; nothing without a tracer. `method`: package.Service/Method."""
+    """Run the block in a span; no effect without a tracer. `method`: package.Service/Method."""
     if tracer is None:
         yield
         return

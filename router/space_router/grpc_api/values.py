@@ -1,4 +1,4 @@
-"""The fields of a GenerateRequest that are set, as the JSON body of the HTTP API has them."""
+"""Conversion of a GenerateRequest's set fields to the HTTP API's JSON body."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,10 +10,10 @@ from space_router.errors import InvalidRequest
 from space_router.http_server.body import shown
 
 PROMPTS = ("prompt", "prompt_token_ids", "prompts", "messages")
-"""Fields that say what to go on from."""
+"""Fields that give the prompt; exactly one must be set."""
 
 OURS = frozenset({*PROMPTS, "return_prompt_token_ids", "continuous_usage_stats"})
-"""Fields without a twin of that name and type in a body."""
+"""Fields that have no counterpart of the same name and type in the JSON body."""
 
 _MODES = {
     generate_pb2.TOOL_MODE_AUTO: "auto",
@@ -23,7 +23,7 @@ _MODES = {
 
 
 def values_of(request: generate_pb2.GenerateRequest) -> dict[str, Any]:
-    """Raises InvalidRequest for texts that are no JSON, and where there is not exactly one kind of prompt."""
+    """Return the JSON body's fields. Raises InvalidRequest for invalid JSON, or not exactly one kind of prompt."""
     values: dict[str, Any] = {}
     for field, value in request.ListFields():
         if field.name not in OURS:
@@ -44,7 +44,7 @@ def values_of(request: generate_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def conversation(messages: Iterable[generate_pb2.ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as JSON has them."""
+    """Return chat messages in the JSON form."""
     found = []
     for message in messages:
         values = {field.name: value for field, value in message.ListFields()}
@@ -55,7 +55,7 @@ def conversation(messages: Iterable[generate_pb2.ChatMessage]) -> list[dict[str,
 
 
 def _prompt(request: generate_pb2.GenerateRequest) -> dict[str, Any]:
-    """`prompt` or `messages`."""
+    """Return `prompt` or `messages` of the body. Raises InvalidRequest."""
     given = [field.name for field, _ in request.ListFields() if field.name in PROMPTS]
     if len(given) != 1:
         names = "`prompt`, `prompt_token_ids`, `prompts` and `messages`"
@@ -105,7 +105,7 @@ def _call(call: generate_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """A field that is a JSON object as text."""
+    """Parse a field that is a JSON object as text. Raises InvalidRequest."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:

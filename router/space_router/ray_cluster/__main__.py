@@ -1,4 +1,4 @@
-"""`spaceserve ray`: the Serve config file of a cluster, checked, on stdout."""
+"""`spaceserve ray`: prints the checked Serve config file of a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Needs `pip install 'spaceserve[ray]'` on every machine of the cluster; this comm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 for arguments that make no sense."""
+    """Return the exit code: 0, or 2 for invalid arguments."""
     options = _parser().parse_args(argv)
     words = [word.partition("=") for word in options.arguments]
     try:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_file(arguments: dict[str, str], *, host: str, port: int) -> str:
-    """What `serve deploy` takes. Raises ConfigError for arguments that the application would refuse."""
+    """Return the config file for `serve deploy`. Raises ConfigError for arguments that the application would refuse."""
     Cluster.of(arguments)
     lines = [f"  {name}: {json.dumps(text)}" for name, text in arguments.items()]
     return "\n".join(
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arguments() -> str:
-    """Those of the cluster, a line each."""
+    """Return the help text of the cluster's arguments."""
     known: list[Any] = [one for one in fields(Cluster) if "setting" in one.metadata]
     lines = [f"  {one.name:<22}{one.metadata['setting'].help} [default: {one.default}]" for one in known]
     return "\n".join(["arguments, beside the flags of `spaceserve serve` (as kv_memory=0.8):", *lines])

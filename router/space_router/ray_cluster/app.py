@@ -23,12 +23,12 @@ except ImportError as error:
     ) from error
 
 HEALTH_SECONDS = 2.0
-ANSWER_SECONDS = 5.0  # that workers have to say where they are
-MORE_THAN_QUEUED = 1_000_000  # the router has a queue with a bound of its own, and answers 429 beyond it
+ANSWER_SECONDS = 5.0  # for workers to answer with their addresses
+MORE_THAN_QUEUED = 1_000_000  # no limit in Ray: the router's own queue is bounded and answers 429
 
 
 class Worker:
-    """A replica is a worker process."""
+    """A deployment whose replicas are worker processes."""
 
     async def __init__(self, cluster: Cluster) -> None:  # type: ignore[misc]  # Serve awaits it
         config = cluster.config()
@@ -46,13 +46,13 @@ class Worker:
         return self._replica.record_autoscaling_stats()
 
     async def __del__(self) -> None:
-        """Serve awaits it when the replica is to go."""
+        """Stop the replica; Serve awaits this."""
         if hasattr(self, "_replica"):
             await self._replica.stop()
 
 
 class Router:
-    """The one replica is the router: a worker serves one at a time."""
+    """A deployment with the router as its only replica, because a worker serves one router at a time."""
 
     async def __init__(self, cluster: Cluster, workers: Any) -> None:  # type: ignore[misc]
         config = cluster.config()
@@ -71,13 +71,13 @@ class Router:
         return Present(addresses, is_complete=len(addresses) == len(answers))
 
     async def __del__(self) -> None:
-        """Serve awaits it when the replica is to go, and its requests have ended or their time is up."""
+        """Stop the replica; Serve awaits this after the requests have ended or timed out."""
         if hasattr(self, "_replica"):
             await self._replica.stop()
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """What `import_path` names. `args`: see `spaceserve ray --help`. Raises ConfigError."""
+    """Build the application for `import_path`. `args`: see `spaceserve ray --help`. Raises ConfigError."""
     cluster = Cluster.of(args)
     drain = cluster.config().drain_timeout
     workers = serve.deployment(Worker).options(

@@ -1,4 +1,4 @@
-"""What the Ray Serve application is told: how many workers of what size, and the flags of `spaceserve serve`."""
+"""Arguments of the Ray Serve application: number and size of workers, and the flags of `spaceserve serve`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ELSEWHERE = {
     "worker_tls_cert": _PLAIN,
     "worker_tls_key": _PLAIN,
 }
-"""Flags of `spaceserve serve` that do nothing here, and what does it instead."""
+"""Flags of `spaceserve serve` that have no effect on a Ray cluster -> what replaces them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cluster:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Cluster:
-        """From the `args` of a Serve config file, or the words behind `serve run`. Raises ConfigError."""
+        """Parse the `args` of a Serve config file or of `serve run`. Raises ConfigError."""
         own = {f.name: f.metadata["setting"] for f in fields(cls) if "setting" in f.metadata}
         values: dict[str, Any] = {}
         flags: dict[str, str] = {}
@@ -114,12 +114,12 @@ class Cluster:
         return cluster
 
     def config(self) -> ServeConfig:
-        """Of the router, and of each worker, on the machine where this is called. Raises ConfigError."""
+        """Return the configuration of the router and the workers, for the calling machine. Raises ConfigError."""
         return build(self.flags, {})
 
 
 def _text(given: object) -> str:
-    """As on a command line. YAML reads on and off as true and false."""
+    """Return a value as on a command line. YAML reads on and off as true and false."""
     if isinstance(given, bool):
         return "on" if given else "off"
     if isinstance(given, list):

@@ -1,4 +1,4 @@
-"""The router in Ray's process: engine and web application, and a list of workers that is asked for every second."""
+"""The router in a Ray replica: engine, web application, and a list of workers refreshed every second."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Present:
     """The workers that answered."""
 
     addresses: frozenset[str]
-    is_complete: bool  # every worker did: one that is missing is to go, or has gone
+    is_complete: bool  # all workers answered, so a missing one is gone or shutting down
 
 
 Meet = Callable[[int], Awaitable[Present]]
-"""Tells every worker how many requests there are."""
+"""Sends the number of requests to every worker and returns those that answered."""
 
 
 class RouterReplica:
-    """Owns queue, pages and streams; the workers are others', who come and go."""
+    """Owns queue, pages and streams. The workers are other replicas, which come and go."""
 
     def __init__(self, config: ServeConfig, meet: Meet, *, meet_seconds: float = MEET_SECONDS) -> None:
         self.config = config
@@ -49,13 +49,13 @@ class RouterReplica:
 
     @property
     def service(self) -> Service:
-        """Once it is started."""
+        """The running service. Raises RuntimeError before `start`."""
         if self._service is None:
             raise RuntimeError("RouterReplica.start has not been awaited yet")
         return self._service
 
     async def start(self) -> DocumentedApp:
-        """The application; /health says 503 until the first worker has been met. Raises ConfigError."""
+        """Start and return the application; /health is 503 until the first worker is up. Raises ConfigError."""
         text = await asyncio.to_thread(ModelText.load, self.config)
         metrics = Metrics()
         engine = Engine(self.config, metrics, tokenizer_hash=text.tokenizer.content_hash, sources=())
@@ -68,7 +68,7 @@ class RouterReplica:
         return create_app(self._service)
 
     async def stop(self) -> None:
-        """Ray has waited for the requests already."""
+        """Stop at once; Ray has waited for the requests already."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,7 +83,7 @@ class RouterReplica:
             load = self.service.engine.load()
             try:
                 present = await self._meet(load.num_queued + load.num_running)
-            except Exception as error:  # whatever Ray has: those who are known go on working
+            except Exception as error:  # whatever Ray raises, the known workers continue
                 logger.warning("the workers cannot be asked where they are: %s", error)
             else:
                 known = present.addresses if present.is_complete else known | present.addresses

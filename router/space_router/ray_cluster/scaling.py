@@ -1,6 +1,6 @@
-"""How many workers a load wants: a policy for Ray Serve's autoscaler.
+"""The policy of Ray Serve's autoscaler.
 
-Serve pickles this file by itself and runs it in its controller: it imports nothing of ours.
+Serve pickles this module alone and runs it in its controller, so it must not import other modules of the project.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 FIGURE = "requests"
-"""What each worker reports: the requests that the router told it of, running and queued, of all workers together."""
+"""Metric that each worker reports: all running and queued requests of the router, as last sent to the worker."""
 
 
 class Seen(Protocol):
-    """What the policy needs of Serve's AutoscalingContext."""
+    """The part of Serve's AutoscalingContext that the policy uses."""
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """A figure's name -> replica -> its mean over the window."""
+        """Metric name -> replica -> mean over the window."""
 
     @property
     def target_num_replicas(self) -> int:
-        """That were wanted last."""
+        """The current target."""
 
 
 class Scaling:
-    """One worker for every so many requests. Bounds and delays are Serve's own."""
+    """Wants one worker per `requests_per_worker` requests. Bounds and delays are Serve's own."""
 
     def __init__(self, requests_per_worker: int) -> None:
         self.requests_per_worker = requests_per_worker
 
     def __call__(self, seen: Seen) -> tuple[int, dict[str, Any]]:
-        """The number wanted, and no state. Without any figure: as many as there are."""
+        """Return the number of workers wanted and an empty state. Without reports the target is unchanged."""
         figures = (seen.aggregated_metrics or {}).get(FIGURE, {})
         if not figures:
             return seen.target_num_replicas, {}

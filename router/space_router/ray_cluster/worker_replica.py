@@ -1,4 +1,4 @@
-"""One worker process, kept alive on the machine where Ray has placed it."""
+"""One worker process in a Ray replica."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from space_router.ray_cluster.scaling import FIGURE
 
 logger = logging.getLogger(__name__)
 
-STEADY_SECONDS = 10.0  # that a process has to be up for the next one to be started at once
-HANDOVER_SECONDS = 5.0  # beyond the drain time, for the router to take back what still runs
+STEADY_SECONDS = 10.0  # seconds up after which the next process starts without backoff
+HANDOVER_SECONDS = 5.0  # seconds beyond the drain time for the router to take back running requests
 
 
 class WorkerReplica:
-    """Owns the process: starts it, starts it again where it ends, and ends it when the replica is to go.
-
-    Its address stays the same for as long as the replica lives.
-    """
+    """Starts the process, restarts it when it ends, and ends it with the replica. Its address never changes."""
 
     def __init__(
         self, config: ServeConfig, host: str, argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command
     ) -> None:
-        """`host`: of this machine, as the router reaches it; `argv`: how a worker is started on an address."""
+        """`host`: this machine, as the router reaches it; `argv`: returns a worker's argument list for an address."""
         self.address = f"{host}:{_free_port(host)}"
-        self.num_requests = 0  # that the router has, with all workers
+        self.num_requests = 0  # all requests of the router
         self._supervisor = Supervisor(
             lambda _: argv(config, self.address),
             name=f"worker at {self.address}",
@@ -41,11 +38,11 @@ class WorkerReplica:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker, while it lives."""
+        """Process id of the worker while it runs."""
         return self._supervisor.pid
 
     async def start(self) -> None:
-        """Over once the worker listens. Raises WorkerDidNotStart with its last words."""
+        """Start the worker and wait until it listens. Raises WorkerDidNotStart with the end of its stderr."""
         await self._supervisor.__aenter__()
         try:
             await self._supervisor.start()
@@ -55,23 +52,23 @@ class WorkerReplica:
         self._keeping = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """The worker finishes what it runs; what the router has not taken back after the drain time is lost to it."""
+        """End the worker after the drain time and `HANDOVER_SECONDS` at most."""
         if self._keeping is not None:
             self._keeping.cancel()
         await self._supervisor.__aexit__(None, None, None)
 
     def meet(self, num_requests: int) -> str:
-        """The router says what it has to do, and learns where this worker is."""
+        """Store the router's number of requests and return this worker's address."""
         self.num_requests = num_requests
         return self.address
 
     def check_health(self) -> None:
-        """Raises WorkerDidNotStart once the worker cannot be had here any more: Ray then makes another replica."""
+        """Raise WorkerDidNotStart if the worker could not be restarted; Ray then replaces the replica."""
         if self._trouble:
             raise WorkerDidNotStart(self._trouble)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `scaling.Scaling`."""
+        """Return the metric that `scaling.Scaling` uses."""
         return {FIGURE: float(self.num_requests)}
 
     async def _keep(self) -> None:
@@ -80,7 +77,7 @@ class WorkerReplica:
             begun = clock()
             await self._supervisor.ended()
             if clock() - begun > STEADY_SECONDS:
-                self._supervisor.proved_itself()
+                self._supervisor.reset_backoff()
             logger.warning("the worker at %s has ended: it is started again", self.address)
             try:
                 await self._supervisor.start()
@@ -90,7 +87,7 @@ class WorkerReplica:
 
 
 def _free_port(host: str) -> int:
-    """For the worker, which listens later: should somebody take it meanwhile, the replica does not start."""
+    """Return a free port. If another process takes it before the worker listens, the replica fails to start."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

@@ -1,4 +1,4 @@
-"""How connections are held and bounded: a part of the group `HTTP and gRPC` of `ServeConfig`."""
+"""Connection limits: part of the group `HTTP and gRPC` of `ServeConfig`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _GROUP = "HTTP and gRPC"
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """Sizes, times and encryption of a client's connection."""
+    """Limits of sizes and times of client connections."""
 
     max_connections: int = setting(
         4096,

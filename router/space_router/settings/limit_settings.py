@@ -1,4 +1,4 @@
-"""How much may be asked of this server: the group `limits` of `ServeConfig`."""
+"""The group `limits` of `ServeConfig`."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _GROUP = "limits"
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """Bounds of the queue, of one request, and of one API key."""
+    """Limits of the queue, of one request, and of one API key."""
 
     max_queue: int = setting(
         256,

@@ -1,4 +1,4 @@
-"""What is served: the first group of `ServeConfig`."""
+"""The group `model` of `ServeConfig`."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ _GROUP = "model"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model, in which format, under which name."""
+    """The model, its formats and its name."""
 
     model: str = setting(
         default_model.NAME,
@@ -172,12 +172,12 @@ class ModelSettings:
         "auto|off",
     )
 
-    model_is_named: bool = field(default=False)  # by flag or variable, so that nothing else may be served in its place
-    model_fallback: str | None = field(default=None)  # why `model` is not the default one, which could not be had
+    model_is_named: bool = field(default=False)  # by flag or variable; then no fallback is served
+    model_fallback: str | None = field(default=None)  # why `model` was replaced by the fallback; None: it was not
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """The model's name in the APIs."""
         if self.served_model_name is not None:
             return self.served_model_name
         if self.model == "demo":

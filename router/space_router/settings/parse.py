@@ -1,14 +1,14 @@
-"""From the text of a flag or environment variable to its value. Each parser raises ValueError("must be ...")."""
+"""Parsers of flags and environment variables. Each raises ValueError("must be ...") for an invalid text."""
 
 import math
 import re
 from collections.abc import Callable
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
-_SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction of a byte is no size
+_SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction needs a unit
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MAX_DRAFT_LENGTH = 16
-"""Largest K of `speculation`: beyond it no known checkpoint gains anything."""
+"""Maximum K of `speculation`; no known checkpoint gains from more."""
 
 
 def text(value: str) -> str:
@@ -18,7 +18,7 @@ def text(value: str) -> str:
 
 
 def chances(value: str) -> str:
-    """What the worker's --synthetic-acceptance takes."""
+    """Check the acceptance probabilities of --synthetic-acceptance; returned as text for the worker."""
     words = value.split(",")
     try:
         numbers = [float(word) for word in words]
@@ -76,7 +76,7 @@ def seconds(low: float) -> Callable[[str], float]:
 
 
 def seconds_or_off(value: str) -> str:
-    """`off`, or a time span above 0; returned as it came, for the worker reads it."""
+    """`off`, or a time span above 0; returned as text for the worker."""
     if value != "off" and not seconds(0)(value):
         raise ValueError("must be off, or a number of seconds above 0")
     return value
@@ -95,7 +95,7 @@ def size(value: str) -> int:
 
 
 def memory(value: str) -> str:
-    """`auto`, a fraction in (0, 1], or a size; returned as it came, for the worker reads it."""
+    """`auto`, a fraction in (0, 1], or a size; returned as text for the worker."""
     if value == "auto":
         return value
     try:

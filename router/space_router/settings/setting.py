@@ -1,4 +1,4 @@
-"""What the command line knows about one field of the configuration."""
+"""Metadata that turns a configuration field into a flag."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line knows about one field."""
+    """Metadata of one field's flag."""
 
     group: str
-    help: str  # what it is, its unit, and why the default is what it is
+    help: str  # meaning, unit, and reason of the default
     parse: Callable[[str], object]  # raises ValueError("must be ...")
     metavar: str
-    own_workers: bool  # only for workers that this server starts: those at --worker-address have flags of their own
-    repeatable: bool  # the flag may be given several times; in the variable the values are separated by commas
+    own_workers: bool  # applies only to workers that this server starts; others have their own flags
+    repeatable: bool  # the flag may be repeated; the variable has the values separated by commas
 
 
 def setting(
@@ -27,5 +27,5 @@ def setting(
     own_workers: bool = False,
     repeatable: bool = False,
 ) -> Any:
-    """A config field that is also a flag."""
+    """Return a dataclass field that is also a flag."""
     return field(default=default, metadata={"setting": Setting(group, help, parse, metavar, own_workers, repeatable)})

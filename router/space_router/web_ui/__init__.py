@@ -1,1 +1,1 @@
-"""The page at `/`: a prompt, and its tokens in the colours of the steps that gave them."""
+"""The page at `/`: generates from a prompt and colours tokens by the step that produced them."""

@@ -1,4 +1,4 @@
-"""The files of the web page, read once: no build step, nothing from another server."""
+"""The files of the web page, read once at import. There is no build step, and nothing comes from other servers."""
 
 import hashlib
 import importlib.resources
@@ -12,7 +12,7 @@ CONTENT_TYPES = {
     ".mjs": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""What is served, by ending; other files of the folder are not."""
+"""Content type by file extension; files with other extensions are not served."""
 
 POLICY = "; ".join(
     (
@@ -26,12 +26,12 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-"""The browser is to load nothing but these files, and to talk to nobody but this server."""
+"""The page may load only these files and connect only to this server."""
 
 
 @dataclass(frozen=True)
 class PageFile:
-    """One file, as it is answered."""
+    """One served file."""
 
     path: str  # of the URL
     content_type: str
@@ -39,10 +39,10 @@ class PageFile:
     tag: str  # ETag
 
     def answer(self, known_tags: str | None) -> Response:
-        """The file, or 304 for a client that has it (`known_tags`: its If-None-Match)."""
+        """Return the file, or 304 if the client has it. `known_tags`: the request's If-None-Match."""
         headers = {
             "etag": self.tag,
-            "cache-control": "no-cache",  # kept, and asked for again: a new version is seen at once
+            "cache-control": "no-cache",  # cached but always revalidated, so that a new version is seen at once
             "content-security-policy": POLICY,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
@@ -54,7 +54,7 @@ class PageFile:
 
 
 def _read() -> dict[str, PageFile]:
-    """Every file of the page by its path: index.html is `/`, the others are beside each other in `/page/`."""
+    """Read the page's files by URL path: index.html is `/`, the others are in `/page/`."""
     found = {}
     for file in importlib.resources.files(__package__).iterdir():
         content_type = CONTENT_TYPES.get("." + file.name.rpartition(".")[2])

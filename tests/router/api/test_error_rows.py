@@ -14,7 +14,7 @@ from doubles.tokenizers import FIRST_BYTE_ID
 from space_router.api.request_builder import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.engine.queueing.throughput_estimator import KNOWN
+from space_router.engine.queueing.throughput_estimator import MIN_STEPS
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 State = Callable[[Start], AbstractAsyncContextManager[Any]]
@@ -38,8 +38,8 @@ async def slow(start: Start) -> AsyncIterator[Any]:
     """Nothing is done in 0.2 s, and the engine knows."""
     async with start("yes", step_seconds=0.05) as router:
         engine = router.service.engine
-        for _ in range(KNOWN):
-            engine._pace.tokens.learn(1.0, 1, engine._clock())
+        for _ in range(MIN_STEPS):
+            engine._throughput.tokens.learn(1.0, 1, engine._clock())
         yield router
 
 

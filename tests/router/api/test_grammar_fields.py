@@ -17,7 +17,7 @@ from space_proto import worker_pb2
 from space_router.api.grammar_fields import TgiGrammar, of_rules, tgi_grammar
 from space_router.api.openai import completions
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody
-from space_router.engine.request import worker_messages as wire
+from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Grammar, SamplingOptions
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import validate
@@ -69,11 +69,11 @@ def test_gbnf_is_taken_as_the_same_in_lark() -> None:
 
 
 def test_a_grammar_goes_to_the_worker_with_the_law() -> None:
-    for kind, number in wire.GRAMMAR.items():
-        told = wire.sampling(SamplingOptions(seed=1, grammar=Grammar(kind, "source")))  # type: ignore[arg-type]
+    for kind, number in worker_messages.GRAMMAR.items():
+        told = worker_messages.sampling(SamplingOptions(seed=1, grammar=Grammar(kind, "source")))  # type: ignore[arg-type]
         assert (told.grammar.kind, told.grammar.source) == (number, "source")
         assert worker_pb2.GrammarKind.Name(number) == f"GRAMMAR_KIND_{kind.upper()}"
-    assert not wire.sampling(SamplingOptions(seed=1)).HasField("grammar")
+    assert not worker_messages.sampling(SamplingOptions(seed=1)).HasField("grammar")
 
 
 async def test_every_choice_of_a_plan_has_the_grammar(router: Any) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from space_common.tracing import parent_of
 from space_proto import worker_pb2
-from space_router.engine.request import worker_messages as wire
+from space_router.engine.request import worker_messages
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -54,14 +54,14 @@ def followed() -> Followed:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The traceparent of each Admit."""
     said: list[str] = []
-    admit = wire.admit
+    admit = worker_messages.admit
 
     def noted(*arguments: Any) -> worker_pb2.Command:
         command = admit(*arguments)
         said.append(command.admit.traceparent)
         return command
 
-    monkeypatch.setattr(wire, "admit", noted)
+    monkeypatch.setattr(worker_messages, "admit", noted)
     return said
 
 

@@ -16,7 +16,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request import worker_messages as wire
+from space_router.engine.request import worker_messages
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
@@ -35,7 +35,7 @@ def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **
 def answer_to(request: ValidRequest, script: Script) -> tuple[int, ...]:
     """What the scripted language says to a request, asked one id at a time."""
     ids = list(request.prompt_ids)
-    sampling = wire.sampling(request.sampling)
+    sampling = worker_messages.sampling(request.sampling)
     assert request.max_tokens is not None
     while len(ids) - len(request.prompt_ids) < request.max_tokens:
         ids.append(script.language.next_id(ids, len(request.prompt_ids), sampling))
@@ -80,7 +80,7 @@ class Lockstep:
         while (live := self.queue.head()) is not None and (placement := self.scheduler.placement(live)):
             self.queue.admitted(live, 0.0)
             self.scheduler.admit(live, placement)
-        self.scheduler.feed()
+        self.scheduler.grant_pages()
         self.messages.append(self.scheduler.take_commands())
         for command in self.messages[-1]:
             self.batch.apply(command)

@@ -160,12 +160,12 @@ def test_who_was_admitted_before_is_not_charged_again_and_goes_first(request_of:
     for age in range(1, 4):
         waiting(queue, request_of(key="b"), age)
     queue.admitted(preempted, 0.0, 6)
-    charged = queue._lines["a"].finish
+    charged = queue._tenants["a"].finish
     served(queue)
     queue.push(preempted)
     assert queue.head() is preempted
     queue.admitted(preempted, 0.0, 6)
-    assert queue._lines["a"].finish == charged
+    assert queue._tenants["a"].finish == charged
 
 
 def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:

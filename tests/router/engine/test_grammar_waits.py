@@ -25,9 +25,9 @@ def test_a_step_is_due_of_those_alone_whose_grammar_is_known(lockstep: type[Any]
     house = lockstep(Script(num_blocks=200), delay=1)
     house.submit(request_of(9, 4, sampling=BOUND))
     house.step()
-    assert (house.scheduler.awaits, house.scheduler.awaits_grammar) == (False, True)
+    assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (False, True)
     house.step()  # reported: it is compiled
-    assert (house.scheduler.awaits, house.scheduler.awaits_grammar) == (True, False)
+    assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (True, False)
 
 
 def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due(
@@ -37,9 +37,9 @@ def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due(
     house.submit(request_of(9, 4, sampling=BOUND))
     other = house.submit(request_of(8, 4))
     house.step()
-    assert house.scheduler.awaits
+    assert house.scheduler.is_step_due
     house.cancel(other)
-    assert house.scheduler.awaits
+    assert house.scheduler.is_step_due
 
 
 def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(
@@ -53,7 +53,7 @@ def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(
         assert len(await text) == 20
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     in_house(body, compiles(), worker_timeout=0.2)
 
 
@@ -66,6 +66,6 @@ def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
         house.worker.script.stall_after_steps = None
         assert len(await text) == 20
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
     in_house(body, compiles(), worker_timeout=0.2)

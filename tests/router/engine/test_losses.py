@@ -97,7 +97,7 @@ def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(
         house.worker.script.stall_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
 
 
@@ -114,7 +114,7 @@ def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(
         house.worker.script.stall_after_steps = None
         assert await house.text(request_of(6, 40)) == answer(request_of(6, 40), house.worker.script)
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
 
 
@@ -124,7 +124,7 @@ def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse, mon
         assert house.engine.ready
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.3)
 
 
@@ -266,8 +266,8 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
 @pytest.mark.parametrize(
     ("script", "cause"),
     [
-        (Script(garbage="computed"), ExitCause.ITSELF),
-        (Script(stall_after_steps=4, heartbeat_seconds=0.01), ExitCause.ITSELF),
+        (Script(garbage="computed"), ExitCause.CRASHED),
+        (Script(stall_after_steps=4, heartbeat_seconds=0.01), ExitCause.CRASHED),
         (Script(hang_after_steps=4), ExitCause.UNKNOWN),
         (Script(die_after_steps=4), ExitCause.UNKNOWN),
     ],
@@ -290,7 +290,7 @@ def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
         assert len(await text) == 40
         assert causes == [cause]
 
-    monkeypatch.setattr(watchdog, "SILENT_STEPS", 1)
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
     monkeypatch.setattr(Engine, "worker_lost", noted)
     in_house(body, script, worker_timeout=0.3)
 

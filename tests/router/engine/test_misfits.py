@@ -9,7 +9,7 @@ from doubles.router import Script
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import RequestFailed
-from space_router.engine.queueing.oversized_requests import ABSENCE
+from space_router.engine.queueing.oversized_requests import MAX_ABSENCE
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.exit_cause import ExitCause
@@ -58,7 +58,7 @@ class House:
 
 def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_it_is_back(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.connections[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.EXTERNAL)
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
     house.until(small, 20)
     assert not house.num_tokens[large]
@@ -68,14 +68,14 @@ def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_
 
 def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take(request_of: Make) -> None:
     house = House(LARGE, SMALL)
-    house.top.connections[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.EXTERNAL)
     house.come_back(1, SMALL)
     house.until(house.submit(request_of(6, 500)), 500)
 
 
 def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.connections[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.EXTERNAL)
     large = house.submit(request_of(6, 500))
     house.turn()
     assert large.error is None
@@ -85,12 +85,12 @@ def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) ->
 
 def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make) -> None:
     house = House(SMALL, LARGE)
-    house.top.connections[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.EXTERNAL)
     large = house.submit(request_of(6, 500))
     house.turn()
-    house.top.tick(0.9 * ABSENCE)
+    house.top.tick(0.9 * MAX_ABSENCE)
     assert large.error is None
-    house.top.tick(0.1 * ABSENCE)
+    house.top.tick(0.1 * MAX_ABSENCE)
     assert isinstance(large.error, RequestFailed)
 
 
@@ -101,9 +101,9 @@ def test_who_fits_only_a_worker_that_ends_lets_others_go_first(request_of: Make)
     scheduler.closing = True
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
     house.until(small, 20)
-    house.top.tick(1.1 * ABSENCE)
+    house.top.tick(1.1 * MAX_ABSENCE)
     assert large.error is None, "it may run elsewhere once that one has ended"
-    house.top.connections[1].die(ExitCause.OUTSIDE)
+    house.top.connections[1].die(ExitCause.EXTERNAL)
     house.come_back(1, LARGE)
     house.until(large, 500)
 
@@ -118,7 +118,7 @@ def test_a_suspect_empties_no_worker_that_it_does_not_fit(request_of: Make) -> N
         1,
         1,
     ]
-    house.top.connections[2].die(ExitCause.ITSELF)
+    house.top.connections[2].die(ExitCause.CRASHED)
     while any(house.num_tokens[stream] < 100 for stream in others):
         before = [house.num_tokens[stream] for stream in others]
         house.turn()
@@ -139,7 +139,7 @@ def test_of_two_suspects_the_one_that_fits_is_tried_and_the_other_waits(request_
     assert scheduler is not None
     house.turn(2)
     for number in (0, 1):
-        house.top.connections[number].die(ExitCause.ITSELF)
+        house.top.connections[number].die(ExitCause.CRASHED)
     house.come_back(0, SMALL)
     house.until(small, 20)
     assert not large.error

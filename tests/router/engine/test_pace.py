@@ -8,7 +8,7 @@ import pytest
 from space_proto import worker_pb2
 from space_router.engine.queueing.admission import QueueAdmission
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.queueing.throughput_estimator import FADING, KNOWN, RECENT, ThroughputEstimator
+from space_router.engine.queueing.throughput_estimator import HALF_LIFE, MIN_STEPS, RECENT, ThroughputEstimator
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
 
@@ -62,7 +62,7 @@ def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: M
     pace = ThroughputEstimator(512)
     pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
-    for _ in range(KNOWN):
+    for _ in range(MIN_STEPS):
         pace.learn(decode_step(1, 0.01), [1], 0.0)
     pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
@@ -71,9 +71,9 @@ def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: M
 
 def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever(request_of: Make) -> None:
     pace, asked = ThroughputEstimator(512), request_of(9, 200, deadline=20.0)
-    for _ in range(KNOWN):
+    for _ in range(MIN_STEPS):
         pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert is_hopeless(pace, asked, 1.0)
     for second in range(1, 300):
         pace.learn(prompt_step(9, 0.015), [1], float(second))
-    assert not is_hopeless(pace, asked, 10 * FADING)
+    assert not is_hopeless(pace, asked, 10 * HALF_LIFE)

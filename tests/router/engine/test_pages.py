@@ -16,9 +16,9 @@ def test_a_known_block_is_found_until_room_is_needed() -> None:
     pool.publish(block, b"a")
     pool.give_back([block, other])
     assert (pool.num_free, pool.num_held, pool.num_cached) == (1, 0, 1)
-    assert pool.known([b"a", b"b"]) == [block]
+    assert pool.lookup_prefix([b"a", b"b"]) == [block]
     pool.take(2)
-    assert pool.known([b"a"]) == []
+    assert pool.lookup_prefix([b"a"]) == []
     pool.check()
 
 
@@ -30,10 +30,10 @@ def test_the_longest_unused_content_goes_first_and_deep_blocks_before_their_root
         pool.publish(pages[1], name + b" deep")
         pool.give_back(pages)
     pool.take(1)
-    assert len(pool.known([b"old root", b"old deep"])) == 1
+    assert len(pool.lookup_prefix([b"old root", b"old deep"])) == 1
     pool.take(1)
-    assert pool.known([b"old root"]) == []
-    assert len(pool.known([b"new root", b"new deep"])) == 2
+    assert pool.lookup_prefix([b"old root"]) == []
+    assert len(pool.lookup_prefix([b"new root", b"new deep"])) == 2
 
 
 def test_a_shared_block_comes_back_with_its_last_holder() -> None:
@@ -52,7 +52,7 @@ def test_content_that_is_known_already_keeps_its_block() -> None:
     [first, second] = pool.take(2)
     pool.publish(first, b"a")
     pool.publish(second, b"a")
-    assert pool.known([b"a"]) == [first]
+    assert pool.lookup_prefix([b"a"]) == [first]
     pool.give_back([first, second])
     assert (pool.num_free, pool.num_cached) == (1, 1)
     pool.check()
@@ -65,10 +65,10 @@ def test_more_than_there_is_cannot_be_taken() -> None:
 
 def test_keys_depend_on_salt_and_on_everything_before() -> None:
     ids = [1, 2, 3, 4]
-    keys = BlockKeys("", 2).upto(ids, 2)
-    assert BlockKeys("", 2).upto([1, 2, 3, 4, 5], 2) == keys
-    assert BlockKeys("salt", 2).upto(ids, 2)[0] != keys[0]
-    changed = BlockKeys("", 2).upto([1, 9, 3, 4], 2)
+    keys = BlockKeys("", 2).first_keys(ids, 2)
+    assert BlockKeys("", 2).first_keys([1, 2, 3, 4, 5], 2) == keys
+    assert BlockKeys("salt", 2).first_keys(ids, 2)[0] != keys[0]
+    changed = BlockKeys("", 2).first_keys([1, 9, 3, 4], 2)
     assert changed[0] != keys[0]
     assert changed[1] != keys[1]
 
@@ -99,7 +99,7 @@ class AnyTraffic(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def share(self, which: int) -> None:
-        blocks = self.pool.known([b"%d %d" % (which, i) for i in range(3)])
+        blocks = self.pool.lookup_prefix([b"%d %d" % (which, i) for i in range(3)])
         if blocks:
             self.pool.hold(blocks)
             self.holders.append(blocks)

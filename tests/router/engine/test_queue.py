@@ -88,7 +88,7 @@ def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -
         refused = RequestState(request_of(), 1, age, 0.0)
         queue.push(refused)
         queue.remove(refused)
-    assert len(queue._lines[""]._by_due) < 100
+    assert len(queue._tenants[""]._by_due) < 100
     assert drained(queue) == [0]
 
 

@@ -16,7 +16,7 @@ from space_router.engine.errors import EngineError, WorkerFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.stream import Stream
-from space_router.engine.workers.crash_quarantine import GROWTH, HOLD, PATIENCE
+from space_router.engine.workers.crash_quarantine import MAX_HOLD, SUSPECT_WAIT, TRIAL_GROWTH
 from space_router.engine.workers.exit_cause import ExitCause
 from space_router.engine.workers.remote_worker import RemoteWorker
 
@@ -28,7 +28,7 @@ SCRIPT = Script(block_size=16, num_blocks=512, window=2048, eos_ids=(), max_sequ
 
 def elsewhere() -> ExitCause:
     """What the router knows of the end of a worker that it has not started."""
-    return asyncio.run(RemoteWorker("gpu1:50051").inquest())
+    return asyncio.run(RemoteWorker("gpu1:50051").find_exit_cause())
 
 
 class Reader:
@@ -101,7 +101,7 @@ def some(request_of: Make, number: int, max_tokens: int = 200) -> list[ValidRequ
 def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(request_of: Make, answer: Answer) -> None:
     requests = some(request_of, 12)
     table = Table(3, requests)
-    table.until_all_have(GROWTH)
+    table.until_all_have(TRIAL_GROWTH)
     assert len(table.names_at(0)) == 4
     table.connections[0].die(elsewhere())
     table.finish()
@@ -114,7 +114,7 @@ def test_those_that_had_just_begun_there_are_tried_alone_and_at_once(request_of:
     table.until_all_have(1)
     table.connections[0].die(elsewhere())
     num_trials = 0
-    while any(len(reader.tokens) < GROWTH for reader in table.readers):
+    while any(len(reader.tokens) < TRIAL_GROWTH for reader in table.readers):
         table.turn()
         for lives in map(table.lives_at, range(3)):
             num_trials += any(live.is_suspect for live in lives)
@@ -142,7 +142,7 @@ def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_oth
         if deadly.error and all(reader.is_whole for reader in others):
             break
     assert isinstance(deadly.error, WorkerFailed)
-    assert num_deaths == (3 if at_token >= GROWTH else 2)
+    assert num_deaths == (3 if at_token >= TRIAL_GROWTH else 2)
     assert [tuple(reader.tokens) for reader in others] == [answer(request, SCRIPT) for request in requests[1:]]
 
 
@@ -167,7 +167,7 @@ def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(
     assert num_deaths <= 5
 
 
-@pytest.mark.parametrize("cause", [ExitCause.ITSELF, elsewhere()], ids=["by itself", "elsewhere"])
+@pytest.mark.parametrize("cause", [ExitCause.CRASHED, elsewhere()], ids=["by itself", "elsewhere"])
 def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside_their_trial(
     request_of: Make, cause: ExitCause
 ) -> None:
@@ -175,7 +175,7 @@ def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside
     table.until_all_have(4)
     table.connections[0].die(cause)
     table.finish()
-    assert max(reader.longest_pause for reader in table.readers) < 0.05 * PATIENCE
+    assert max(reader.longest_pause for reader in table.readers) < 0.05 * SUSPECT_WAIT
 
 
 def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missing_one_has_had_its_time(
@@ -185,7 +185,7 @@ def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missi
     table.until_all_have(4)
     suspects, others = table.readers_of(table.names_at(0)), table.readers_of(table.names_at(1))
     assert suspects
-    table.connections[0].die(ExitCause.ITSELF)
+    table.connections[0].die(ExitCause.CRASHED)
     table.turn(int(1.0 / STEP))
     assert max(reader.longest_pause for reader in others) <= 2 * STEP
     table.connections[0].start()
@@ -201,12 +201,12 @@ def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) ->
     for live in suspects:
         live.num_suspicions = 2  # so that each is tried for many tokens
     names = [table.names_at(number) for number in range(3)]
-    table.connections[0].die(ExitCause.ITSELF)
+    table.connections[0].die(ExitCause.CRASHED)
     (emptied,) = [number for number in (1, 2) if not names[number] & table.names_at(number)]
     in_the_way = table.readers_of(names[emptied])
-    table.turn(int((HOLD + 0.5) / STEP))
+    table.turn(int((MAX_HOLD + 0.5) / STEP))
     assert any(live.is_suspect for live in suspects), "trials are still going on"
-    assert all(HOLD <= reader.longest_pause < HOLD + 0.3 for reader in in_the_way)
+    assert all(MAX_HOLD <= reader.longest_pause < MAX_HOLD + 0.3 for reader in in_the_way)
     table.finish()
 
 
@@ -221,9 +221,9 @@ def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(
         live.num_suspicions = 2  # so that each is tried for many tokens
     deaf = table.readers[0]
     deaf.is_deaf = True
-    table.connections[0].die(ExitCause.ITSELF)
+    table.connections[0].die(ExitCause.CRASHED)
     table.connections[0].start()
-    table.turn(int(PATIENCE / STEP))
+    table.turn(int(SUSPECT_WAIT / STEP))
     if not others_are_suspects:
         assert table.names_at(0) == {"0"}, "nobody else wants the worker"
         table.readers += [Reader(table.top.engine.submit(request)) for request in requests[1:]]

@@ -120,7 +120,7 @@ def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) ->
 
 
 def test_a_server_that_others_reach_and_that_asks_for_no_key_says_so(start_server: StartServer) -> None:
-    asks_nobody = "WARNING .*whoever reaches 0.0.0.0 may use this server: it asks for no key"
+    asks_nobody = "WARNING .*any client that reaches 0.0.0.0 may use this server: it asks for no key"
     with start_server("--host", "0.0.0.0", worker=REPLY) as server:
         server.router.wait_for(asks_nobody)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
 
-SOMEBODY, ITSELF = ExitCause.OUTSIDE, ExitCause.ITSELF
+SOMEBODY, ITSELF = ExitCause.EXTERNAL, ExitCause.CRASHED
 
 
 @pytest.mark.parametrize(

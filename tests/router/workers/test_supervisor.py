@@ -117,7 +117,7 @@ def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> None:
 def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
     async def body(supervisor: Supervisor) -> None:
         first, pid = await supervisor.start(), supervisor.pid
-        supervisor.proved_itself()
+        supervisor.reset_backoff()
         assert await supervisor.start() != first
         assert pid is not None
         assert not alive(pid)
@@ -178,7 +178,7 @@ def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("number", "cause"),
-    [(signal.SIGKILL, ExitCause.OUTSIDE), (signal.SIGSTOP, ExitCause.OUTSIDE), (signal.SIGSEGV, ExitCause.ITSELF)],
+    [(signal.SIGKILL, ExitCause.EXTERNAL), (signal.SIGSTOP, ExitCause.EXTERNAL), (signal.SIGSEGV, ExitCause.CRASHED)],
 )
 def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: ExitCause) -> None:
     async def body(supervisor: Supervisor) -> None:
@@ -187,7 +187,7 @@ def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause
         assert pid is not None
         os.kill(pid, number)
         await until(lambda: state(pid) in "TZX")
-        assert await supervisor.inquest() is cause
+        assert await supervisor.find_exit_cause() is cause
 
     if count_oom_kills() is None:
         pytest.skip("this kernel does not count whom it kills for want of memory")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from space_router.engine.workers.watchdog import FLOOR, KNOWN_STEPS, Watchdog
+from space_router.engine.workers.watchdog import FLOOR, MIN_STEPS, Watchdog
 
 
 def test_five_seconds_are_forgiven_where_steps_and_start_are_short() -> None:
@@ -30,7 +30,7 @@ def test_nobody_is_waited_for_longer_than_was_set() -> None:
 
 def test_a_worker_may_compile_for_long_before_its_steps_are_known() -> None:
     watchdog = Watchdog(30.0)
-    for _ in range(KNOWN_STEPS - 1):
+    for _ in range(MIN_STEPS - 1):
         watchdog.stepped(0.01)
     assert watchdog.stall == 300.0
     watchdog.stepped(0.01)
@@ -39,7 +39,7 @@ def test_a_worker_may_compile_for_long_before_its_steps_are_known() -> None:
 
 def test_slow_steps_are_waited_for_though_no_longer_than_ten_times_what_was_set() -> None:
     watchdog = Watchdog(30.0)
-    for seconds in (*[0.01] * KNOWN_STEPS, 5.0):
+    for seconds in (*[0.01] * MIN_STEPS, 5.0):
         watchdog.stepped(seconds)
     assert watchdog.stall == pytest.approx(100.0)
     watchdog.stepped(500.0)

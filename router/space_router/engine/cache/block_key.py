@@ -1,4 +1,4 @@
-"""The name of a block's content: a hash chained over everything before it."""
+"""Keys of the prefix cache: a hash of each block's ids, chained over all blocks before it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 class BlockKeys:
-    """Keys of the whole blocks of one growing run of ids, computed once each.
+    """Keys of the full blocks of one growing sequence of ids, each computed once.
 
-    key[i] = H(key[i-1], ids of block i), key[-1] = H(salt): two blocks have the same key only if the salt and all ids
-    up to their end are the same.
+    key[i] = H(key[i-1], ids of block i) with key[-1] = H(salt), so two blocks have the same key only if the salt and
+    all ids up to their end are equal.
     """
 
     def __init__(self, salt: str, block_size: int) -> None:
@@ -19,8 +19,8 @@ class BlockKeys:
         self._root = hashlib.blake2b(salt.encode(), digest_size=32).digest()
         self._keys: list[bytes] = []
 
-    def upto(self, ids: Sequence[int], num_blocks: int) -> list[bytes]:
-        """At least the first `num_blocks` keys; `ids` must continue those of earlier calls."""
+    def first_keys(self, ids: Sequence[int], num_blocks: int) -> list[bytes]:
+        """Return at least the first `num_blocks` keys; `ids` must extend the ids of earlier calls."""
         size = self._block_size
         for i in range(len(self._keys), num_blocks):
             parent = self._keys[i - 1] if i else self._root

@@ -1,4 +1,4 @@
-"""The blocks of one worker's cache: who holds them, and which content they are known for."""
+"""The KV cache blocks of one worker, with reference counts and the prefix cache."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Every block is exactly one of
+    """Allocates blocks. Every block is in exactly one state:
 
-        free     content means nothing
-        held     one or more sequences refer to it (known content may be shared)
-        cached   nobody refers to it, but its content is known: the oldest use goes first when room is needed
+        free     its content is meaningless
+        held     one or more sequences refer to it
+        cached   no sequence refers to it, but its content has a key; evicted in LRU order
 
-    so that free + held + cached == num_blocks always. Only whole computed blocks become known; they are immutable.
+    so free + held + cached == num_blocks. Only full, computed blocks get a key ("known" blocks); they are immutable
+    and may be shared.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # Arrays, because the garbage collector does not look into them: a list of a million it would.
-        self._free = array("q", range(num_blocks - 1, -1, -1))  # a stack: the last given back is taken first
+        # Arrays, because the garbage collector does not traverse them, unlike a list of a million ints.
+        self._free = array("q", range(num_blocks - 1, -1, -1))  # a stack: last in, first out
         self._num_holders = array("q", bytes(8 * num_blocks))
         self._num_held = 0
-        self._key: dict[int, bytes] = {}  # of known blocks
+        self._key: dict[int, bytes] = {}  # known block -> key
         self._block: dict[bytes, int] = {}  # key -> block
-        # Known blocks without holder; the first is the longest unused. Of a dict, the first is found only behind the
-        # places of all that were first before it.
+        # Known blocks without holder, least recently used first. A plain dict would scan the slots of its deleted
+        # first entries to find the next one.
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -43,11 +44,11 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: the free ones and those that are only cached."""
+        """Blocks that `take` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
-    def known(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `keys`. They are not held by this: see `hold`."""
+    def lookup_prefix(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the longest known prefix of `keys`, without holding them (see `hold`)."""
         blocks = []
         for key in keys:
             block = self._block.get(key)
@@ -57,15 +58,15 @@ class PagePool:
         return blocks
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds: by so many does holding them lower `num_available`."""
+        """Return how many of `blocks` have no holder: holding them lowers `num_available` by as many."""
         return sum(self._num_holders[block] == 0 for block in blocks)
 
     def num_sole(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` have one holder: by so many does giving them back raise `num_available`."""
+        """Return how many of `blocks` have one holder: giving them back raises `num_available` by as many."""
         return sum(self._num_holders[block] == 1 for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more holder for known blocks."""
+        """Add a holder to known blocks."""
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._cached[block]
@@ -73,9 +74,9 @@ class PagePool:
             self._num_holders[block] += 1
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks for one new holder to write; the longest unused cached ones are forgotten where free ones run out.
+        """Return blocks for one new holder to write; evict cached ones in LRU order if too few are free.
 
-        The caller asks for at most `num_available`.
+        Raises ValueError if fewer than `num_blocks` are available.
         """
         if num_blocks > self.num_available:
             raise ValueError(f"{num_blocks} blocks asked for, {self.num_available} available")
@@ -90,7 +91,7 @@ class PagePool:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One holder less. Blocks come in order of position, so that deep ones are forgotten before their roots."""
+        """Remove a holder. `blocks` are in order of position, so that later ones are evicted before their prefixes."""
         for block in reversed(blocks):
             self._num_holders[block] -= 1
             if self._num_holders[block]:
@@ -102,12 +103,12 @@ class PagePool:
                 self._cached[block] = None
 
     def publish(self, block: int, key: bytes) -> None:
-        """Make a held, whole, computed block known. A content known already keeps its block; this one stays private."""
+        """Give a held, full, computed block its key. If the key has a block already, this one stays private."""
         if self._block.setdefault(key, block) == block:
             self._key[block] = key
 
     def check(self) -> None:
-        """Raise ValueError unless the books balance."""
+        """Raise ValueError if the invariants are violated."""
         free, cached, known = set(self._free), set(self._cached), set(self._key)
         held = {block for block, num_holders in enumerate(self._num_holders) if num_holders}
         numbers = (self.num_free, self.num_held, self.num_cached)

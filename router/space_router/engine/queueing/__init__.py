@@ -1,1 +1,1 @@
-"""Requests that wait: order, admission, and the choice of a worker."""
+"""Waiting requests: their order, admission, and the choice of a worker."""

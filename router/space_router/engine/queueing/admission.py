@@ -1,4 +1,4 @@
-"""From the queue to the workers: who goes next, who cannot go any more, and who had better wait a moment."""
+"""Admission: which waiting requests go to which worker, which are rejected, and which wait for a shared prefix."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from space_router.engine.queueing.throughput_estimator import ThroughputEstimato
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 
-MAX_WAITS = 4  # times one request lets others compute a prefix that it could share
+MAX_WAITS = 4  # times that one request waits for another to compute a shared prefix
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request has gone to a worker."""
+    """A request was sent to a worker."""
 
     live: RequestState
-    num_cached: int  # ids that need not be computed there
+    num_cached: int  # prompt ids found in the worker's prefix cache
 
 
 @dataclass(frozen=True)
@@ -33,40 +33,42 @@ class Rejected:
 
 
 class QueueAdmission:
-    """Admits from the head of the queue as long as there is room; nobody overtakes in the queue's order, but where the
-    head fits only a worker that is not there.
+    """Admits from the head of the queue while there is room, strictly in the queue's order.
 
-    Whose prefix is being computed by a running request is parked as its follower, and comes back with the blocks to
-    share as soon as they are there. Workers compute prompts in the order in which they come, so it would not have been
-    first; and it waits so `MAX_WAITS` times at most.
+    Only a head that fits none of the present workers is set aside (see `OversizedRequests`).
+
+    A request whose prefix is being computed by a running request is parked as its follower and unparked once the shared
+    blocks are computed. This does not delay it, because workers compute prompts in order of arrival; and it happens
+    at most `MAX_WAITS` times.
     """
 
-    def __init__(self, queue: RequestQueue, pace: ThroughputEstimator) -> None:
+    def __init__(self, queue: RequestQueue, throughput: ThroughputEstimator) -> None:
         self._queue = queue
-        self._pace = pace
+        self._throughput = throughput
         self.oversized = OversizedRequests(queue)
 
     def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | Rejected]:
-        """All that can go now. Whoever is turned away must be out of the queue before the next is asked for.
+        """Yield all admissions and rejections that are possible now.
 
-        `complete`: no worker is missing, so that what fits none of them fits nowhere.
+        The caller must remove a rejected request from the queue before it asks for the next item. `complete`: no
+        worker is missing, so a request that fits none of them can never run.
         """
         while schedulers and (live := self._queue.head(now)) is not None:
             if self._follows(live, schedulers):
                 continue
-            gone = self.place(live, schedulers, now, complete=complete)
-            if gone is None and self.oversized.takes(live, schedulers, now):
+            decision = self.place(live, schedulers, now, complete=complete)
+            if decision is None and self.oversized.set_aside(live, schedulers, now):
                 continue
-            if gone is None:
+            if decision is None:
                 for scheduler in schedulers:
                     scheduler.preempt_stalled()
                 return
-            yield gone
+            yield decision
 
     def place(
         self, live: RequestState, schedulers: Sequence[Scheduler], now: float, *, complete: bool
     ) -> Admitted | Rejected | None:
-        """Where this request goes of those that wait; None: it goes on waiting."""
+        """Admit one waiting request to the best worker, or reject it; None if it must go on waiting."""
         best = best_placement(live, schedulers)
         if best is None:
             if unmeetable_deadline := self.unmeetable_deadline(live, 1, now):
@@ -81,28 +83,31 @@ class QueueAdmission:
         return Admitted(live, min(sequence.computed, live.num_prompt))
 
     def unmeetable_deadline(self, live: RequestState, num_prefill: int, now: float) -> DeadlineExceeded | None:
-        """What to say to a request that cannot meet its deadline any more and has not begun; None to others."""
+        """Return the error for a request that has not begun and cannot meet its deadline; else None.
+
+        `num_prefill`: prompt ids to compute; `now`: seconds on the engine's clock.
+        """
         if live.request.deadline is None or live.num_generated:
             return None
-        least = self._pace.least_seconds(num_prefill, live.least_left, now)
+        least = self._throughput.least_seconds(num_prefill, live.least_left, now)
         return None if now + least <= live.deadline_at else DeadlineExceeded(live.request.deadline, least=least)
 
     def _follows(self, live: RequestState, schedulers: Sequence[Scheduler]) -> bool:
-        """Park a request behind the one that is computing its prefix, if there is one."""
+        """Park a request behind the one that is computing its prefix; False if there is none."""
         if live.num_waits >= MAX_WAITS:
             return False
-        asked = (scheduler.pending_prefixes.to(live) for scheduler in schedulers if not scheduler.is_blocked(live))
-        pending_prefixes = [promise for promise in asked if promise is not None]
-        if not pending_prefixes:
+        asked = (scheduler.pending_prefixes.find(live) for scheduler in schedulers if not scheduler.is_blocked(live))
+        prefixes = [prefix for prefix in asked if prefix is not None]
+        if not prefixes:
             return False
-        promise = max(pending_prefixes, key=lambda p: p.num_ids)
+        prefix = max(prefixes, key=lambda p: p.num_ids)
         live.num_waits += 1
-        live.awaited_ids = promise.num_ids
-        promise.leader.followers.append(live)
+        live.awaited_ids = prefix.num_ids
+        prefix.leader.followers.append(live)
         self._queue.park(live)
         return True
 
 
 def too_large() -> RequestFailed:
-    """What to say to a request that fits no worker, and none is to come."""
+    """Return the error for a request that fits no worker when none is missing."""
     return RequestFailed("The workers came back with less cache, or a shorter window, than this request needs.")

@@ -1,4 +1,4 @@
-"""What is decided about a request before it waits."""
+"""Checks of a request before it is queued, and the engine's load figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadFigures:
 
     @classmethod
     def of(cls, pools: Sequence[PagePool], *, num_queued: int, num_open: int, draining: bool) -> LoadFigures:
-        """`pools`: of the workers that are up; `num_open`: requests that have not ended, those that wait included."""
+        """`pools`: of the workers that are up; `num_open`: requests that have not ended, including waiting ones."""
         return cls(
             num_queued=num_queued,
             num_running=num_open - num_queued,
@@ -38,8 +38,8 @@ class LoadFigures:
         )
 
 
-def allowed_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
-    """`max_tokens`; where none was asked for, what fits. Raises PromptTooLong or CacheTooSmall."""
+def resolve_max_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
+    """Return `max_tokens`, or if none was given, as many as fit. Raises PromptTooLong or CacheTooSmall."""
     num_prompt, max_tokens = len(request.prompt_ids), request.max_tokens
     least = 1 if max_tokens is None else max_tokens
     if num_prompt + least > facts.window:
@@ -51,7 +51,7 @@ def allowed_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
     return min(facts.window - num_prompt, facts.num_slots - num_prompt - 1)
 
 
-def worth_waiting(leader: RequestState, follower: RequestState, block_size: int) -> bool:
-    """The leader's prompt has whole blocks to share, and they are not computed yet."""
+def should_follow(leader: RequestState, follower: RequestState, block_size: int) -> bool:
+    """Whether the leader's prompt has full blocks to share that are not computed yet."""
     shares = leader.request.share_prefix and follower.request.share_prefix
     return shares and not leader.num_generated and leader.num_prompt > block_size

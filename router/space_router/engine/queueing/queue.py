@@ -1,4 +1,4 @@
-"""Requests that wait, in the order in which they will be admitted."""
+"""The queue of waiting requests, in order of admission."""
 
 from __future__ import annotations
 
@@ -17,41 +17,39 @@ ANSWER_WITHOUT_EXPERIENCE = 128.0  # tokens
 
 
 class RequestQueue:
-    """A bounded queue with priorities that age, and fairness among keys.
+    """A bounded queue with ageing priorities, and fairness among API keys.
 
-    Level: a request's priority, the lowest number first; it gains one level per `ageing` seconds of waiting, up to the
-    most urgent that anybody waiting asked for. So everybody reaches the first level, and only that is served.
+    Between levels: a request's level is its priority, lowest number first. It gains one level per `ageing` seconds of
+    waiting, up to the most urgent priority that is waiting. Only that level is served, and every request reaches it.
 
-    Within the level, start-time fair queueing: the key goes next that was served the fewest tokens, on a clock that
-    stands where the last one served began; a key that comes back after a pause gets no credit for it. A request is
-    charged, at its first admission, for the prompt ids to be computed and for an answer of average length; when it has
-    ended, for what it really got. Requests without a key share one.
+    Within a level, between keys: start-time fair queueing. The key that was served the fewest tokens goes next, on a
+    virtual clock that stands at the start tag of the last request served, so an idle key earns no credit. At its first
+    admission a request is charged for the prompt ids to compute and an output of average length; when it ends, the
+    charge is corrected to the actual counts. Requests without a key share one.
 
-    Within a key, the oldest by arrival plus `ageing` seconds per level; before them the earliest of near deadlines, of
-    requests that came less than `ageing` seconds after it.
+    Within a key: the earliest arrival plus `ageing` seconds per level. Requests whose deadline is near go before, the
+    earliest deadline first, if they arrived less than `ageing` seconds after the head.
 
-    A request that was admitted before (preempted, or its worker died) keeps its age and stands in front of the level.
-    Parked requests count as waiting, but are not in the order until they are unparked. Every move costs O(log n).
+    A request that was admitted before (preempted, or its worker was lost) keeps its age and goes to the front of its
+    level. Parked requests count as waiting but are not in the order. Every operation is O(log n).
     """
 
     def __init__(self, max_waiting: int, *, ageing: float = AGEING_SECONDS, max_tokens: float = math.inf) -> None:
-        """`ageing`: seconds of waiting per level; `max_tokens`: prompt tokens that may wait."""
+        """`max_waiting`: requests; `ageing`: seconds of waiting per level; `max_tokens`: waiting prompt tokens."""
         self.max_waiting = max_waiting
         self.max_tokens = max_tokens
-        self._num_tokens = 0  # of the prompts of those that wait
+        self._num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
         self._waiting: set[RequestState] = set()
-        self._now = -math.inf  # the latest time known
-        self._priorities: Counter[int] = Counter()  # of those in the order
-        self._by_priority: list[int] = []  # a heap of every priority in the counter, and of some that were
-        self._lines: dict[str, TenantQueue] = {}
-        self._returning = TenantQueue("returning", patience=ageing)  # those that were admitted before, of all keys
-        self._ready: list[tuple[float, int, TenantQueue]] = []  # start tag, turn: lines whose first may be due
-        self._later: list[
-            tuple[float, int, TenantQueue]
-        ] = []  # due, turn: lines whose first was not due when last looked at
+        self._now = -math.inf  # latest known time
+        self._priorities: Counter[int] = Counter()  # of the requests in the order
+        self._by_priority: list[int] = []  # heap of the priorities in the counter; may have stale ones
+        self._tenants: dict[str, TenantQueue] = {}
+        self._returning = TenantQueue("returning", patience=ageing)  # requests admitted before, of all keys
+        self._ready: list[tuple[float, int, TenantQueue]] = []  # start tag, turn: tenants whose head may be due
+        self._later: list[tuple[float, int, TenantQueue]] = []  # due, turn: tenants whose head was not due when checked
         self._num_turns = 0
-        self._clock = 0.0  # tokens: where the last request served began
+        self._clock = 0.0  # virtual clock in tokens: start tag of the last request served
         self._answer = ANSWER_WITHOUT_EXPERIENCE  # tokens, moving average
         self._seconds_per_request = SECONDS_WITHOUT_EXPERIENCE
         self._last_admission: float | None = None
@@ -63,7 +61,7 @@ class RequestQueue:
         return live in self._waiting
 
     def push(self, live: RequestState, *, parked: bool = False) -> None:
-        """Let a request wait; bounds are `check`ed by the caller, at the door only."""
+        """Add a request. The bounds are not checked here; see `overfull`."""
         self._waiting.add(live)
         self._num_tokens += live.num_prompt
         live.phase = Phase.PARKED
@@ -71,12 +69,12 @@ class RequestQueue:
             self.unpark(live)
 
     def park(self, live: RequestState) -> None:
-        """Take a waiting request out of the order, until it is unparked."""
-        self._step_out(live)
+        """Take a waiting request out of the order until it is unparked."""
+        self._leave_order(live)
         live.phase = Phase.PARKED
 
     def unpark(self, live: RequestState) -> None:
-        """Give a waiting request its place in the order."""
+        """Put a parked request into the order."""
         if live.phase is not Phase.PARKED:
             return
         live.phase = Phase.QUEUED
@@ -85,16 +83,17 @@ class RequestQueue:
         if priority not in self._priorities:
             heapq.heappush(self._by_priority, priority)
         self._priorities[priority] += 1
-        line = self._line(live)
+        tenant = self._tenant_of(live)
         due = live.submitted + priority * self._ageing
-        goes_first = due < line.due
-        line.add(live, due)
+        goes_first = due < tenant.due
+        tenant.add(live, due)
         if goes_first:
-            self._give_turn(line)
+            self._schedule_tenant(tenant)
 
     def head(self, now: float | None = None) -> RequestState | None:
-        """The next to admit; None where nobody is ready. `now`: seconds on the clock of the arrivals; None: the latest
-        that is known.
+        """Return the next request to admit, or None.
+
+        `now`: seconds on the clock of the arrivals; None uses the latest known time.
         """
         if now is not None:
             self._now = max(self._now, now)
@@ -103,110 +102,111 @@ class RequestQueue:
             return None
         latest_due = self._now + top * self._ageing
         while self._later and self._later[0][0] <= latest_due:
-            _, turn, line = heapq.heappop(self._later)
-            if turn == line.turn:
-                self._give_turn(line)
+            _, turn, tenant = heapq.heappop(self._later)
+            if turn == tenant.turn:
+                self._schedule_tenant(tenant)
         while self._ready:
-            _, turn, line = self._ready[0]
-            if turn == line.turn and (live := line.head(self._now, latest_due)) is not None:
+            _, turn, tenant = self._ready[0]
+            if turn == tenant.turn and (live := tenant.head(self._now, latest_due)) is not None:
                 return live
             heapq.heappop(self._ready)
-            if turn == line.turn and len(line):
-                heapq.heappush(self._later, (line.due, turn, line))
+            if turn == tenant.turn and len(tenant):
+                heapq.heappush(self._later, (tenant.due, turn, tenant))
         return None
 
     def remove(self, live: RequestState) -> None:
-        """A request waits no longer; nothing happens if it did not."""
+        """Remove a request; no effect if it does not wait here."""
         if live in self._waiting:
-            self._step_out(live)
+            self._leave_order(live)
             self._waiting.remove(live)
             self._num_tokens -= live.num_prompt
 
     def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
-        """Remove a request because it goes to a worker, to compute `num_prefill` ids of its prompt there; `now` in
-        seconds teaches how fast the queue moves.
+        """Remove a request that goes to a worker, and charge its key.
+
+        `num_prefill`: prompt ids to compute; `now`: seconds, from which the queue's speed is estimated.
         """
         self.remove(live)
         if live.num_charged is None:
-            line = self._line(live)
+            tenant = self._tenant_of(live)
             live.num_charged = num_prefill + self.expected_answer(live)
-            self._clock = line.finish = max(self._clock, line.finish)
-            self._charge(line, live.num_charged)
+            self._clock = tenant.finish = max(self._clock, tenant.finish)
+            self._charge(tenant, live.num_charged)
         if self._last_admission is not None:
             self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
-        self._last_admission = now if self._waiting else None  # how long nobody came says nothing about the next wait
+        self._last_admission = now if self._waiting else None  # time with an empty queue is not waiting time
 
     def ended(self, live: RequestState) -> None:
-        """A request is over: its key is charged for what it got instead of what was expected."""
+        """Correct the charge of an ended request's key to the tokens it really used."""
         if live.num_charged is not None:
             self._answer += 0.05 * (live.num_generated - self._answer)
-            line = self._line_of(live.request.key)
-            self._charge(line, live.num_prompt - live.statistics.num_cached + live.num_generated - live.num_charged)
-            if not len(line) and line.finish <= self._clock:
-                del self._lines[line.key]  # a new one would stand at the same place
+            tenant = self._tenant_of_key(live.request.key)
+            self._charge(tenant, live.num_prompt - live.statistics.num_cached + live.num_generated - live.num_charged)
+            if not len(tenant) and tenant.finish <= self._clock:
+                del self._tenants[tenant.key]  # a new queue would get the same start tag
 
     def expected_answer(self, live: RequestState) -> float:
-        """Tokens that a request which has not begun will probably get: as many as others got, within its own bounds."""
+        """Return the expected output tokens of a request: the average of others, within its own bounds."""
         return min(max(self._answer, live.least_left), live.max_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that wait."""
+        """Prompt tokens of the waiting requests."""
         return self._num_tokens
 
     @property
     def overfull(self) -> bool:
-        """More wait than may. One request alone may be of any length."""
+        """Whether more requests or tokens wait than allowed. A single request may be of any length."""
         return len(self) > self.max_waiting or (self._num_tokens > self.max_tokens and len(self) > 1)
 
     def refusal(self) -> QueueFull | None:
-        """What anybody will hear who comes now and must wait; None: one more may wait, or might not have to."""
+        """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
         full = len(self) >= self.max_waiting or self._num_tokens >= self.max_tokens
         return self.full() if full and self._waiting else None
 
     def full(self) -> QueueFull:
-        """What to tell somebody for whom there is no room."""
+        """Return the error for a request that finds no room, with an estimated delay to retry after."""
         seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
         if len(self._waiting) < self.max_waiting:
             return QueueFull(f"{self._num_tokens} prompt tokens", retry_after=seconds)
         return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
 
-    def _line(self, live: RequestState) -> TenantQueue:
-        """Where a request stands."""
-        return self._returning if live.num_charged is not None else self._line_of(live.request.key)
+    def _tenant_of(self, live: RequestState) -> TenantQueue:
+        """Return the queue that a request belongs to."""
+        return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)
 
-    def _line_of(self, key: str) -> TenantQueue:
-        if key not in self._lines:
-            self._lines[key] = TenantQueue(key, patience=self._ageing)
-        return self._lines[key]
+    def _tenant_of_key(self, key: str) -> TenantQueue:
+        if key not in self._tenants:
+            self._tenants[key] = TenantQueue(key, patience=self._ageing)
+        return self._tenants[key]
 
-    def _give_turn(self, line: TenantQueue) -> None:
-        """A line's place among the others: its start tag, which never lies before the clock."""
+    def _schedule_tenant(self, tenant: TenantQueue) -> None:
+        """Order a tenant among the others by its start tag, which is never before the virtual clock."""
         self._num_turns += 1
-        line.turn = self._num_turns
-        tag = -math.inf if line is self._returning else max(self._clock, line.finish)
-        heapq.heappush(self._ready, (tag, line.turn, line))
-        most = 2 * len(self._lines) + 64
+        tenant.turn = self._num_turns
+        tag = -math.inf if tenant is self._returning else max(self._clock, tenant.finish)
+        heapq.heappush(self._ready, (tag, tenant.turn, tenant))
+        most = 2 * len(self._tenants) + 64
         for heap in (self._ready, self._later):
             if len(heap) > most:
                 heap[:] = [entry for entry in heap if entry[1] == entry[2].turn]
                 heapq.heapify(heap)
 
-    def _charge(self, line: TenantQueue, num_tokens: float) -> None:
-        line.finish += num_tokens
-        if len(line):
-            self._give_turn(line)
+    def _charge(self, tenant: TenantQueue, num_tokens: float) -> None:
+        tenant.finish += num_tokens
+        if len(tenant):
+            self._schedule_tenant(tenant)
 
-    def _step_out(self, live: RequestState) -> None:
-        line, priority = self._line(live), live.request.priority
-        if live in line:
-            line.remove(live)
+    def _leave_order(self, live: RequestState) -> None:
+        tenant, priority = self._tenant_of(live), live.request.priority
+        if live in tenant:
+            tenant.remove(live)
             self._priorities[priority] -= 1
             if not self._priorities[priority]:
                 del self._priorities[priority]
 
     def _top_priority(self) -> int | None:
-        """The most urgent that anybody in the order asked for."""
+        """Return the most urgent priority in the order."""
         while self._by_priority and self._by_priority[0] not in self._priorities:
             heapq.heappop(self._by_priority)
         return self._by_priority[0] if self._by_priority else None

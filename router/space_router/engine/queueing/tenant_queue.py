@@ -1,4 +1,4 @@
-"""The waiting requests of one key."""
+"""The waiting requests of one API key."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import math
 
 from space_router.engine.request.request_state import RequestState
 
-MAX_STALE = 64  # entries of a heap that may be of requests that have left, besides as many as wait
+MAX_STALE = 64  # stale heap entries that are kept, in addition to as many as requests wait
 
 
 class TenantQueue:
-    """Requests of one key, in the order in which they go.
+    """Requests of one key, in order of admission.
 
-    The one that is due first goes first; due is when it would have come to have, at the most urgent level, the place
-    that it has now. Requests whose deadlines are near go before, within their priority the earliest deadline first;
-    but not once the first is due `patience` seconds before such a one: a stream of them holds up nobody for ever.
+    The request with the smallest `due` time goes first: its arrival plus `ageing` seconds per priority level. Requests
+    whose deadlines are near go before it, by priority and earliest deadline, unless they are due more than `patience`
+    seconds after it; so a steady flow of near deadlines cannot starve the others.
     """
 
     def __init__(self, key: str, *, patience: float) -> None:
         self.key = key
         self._patience = patience
-        self.finish = 0.0  # tokens its requests have been served, on the clock of all keys (see RequestQueue)
-        self.turn = 0  # number of its place among the lines: a place with another number is stale
+        self.finish = 0.0  # finish tag: tokens served, on the virtual clock of all keys (see RequestQueue)
+        self.turn = 0  # number of its current heap entry in RequestQueue; entries with other numbers are stale
         self._waiting: dict[RequestState, float] = {}  # -> due
         self._by_due: list[tuple[float, int, RequestState]] = []
-        self._coming: list[tuple[float, int, RequestState]] = []  # by when their deadlines are near
+        self._coming: list[tuple[float, int, RequestState]] = []  # by the time from which their deadlines are near
         self._near: list[tuple[int, float, int, RequestState]] = []  # by priority and deadline
 
     def __len__(self) -> int:
@@ -35,17 +35,17 @@ class TenantQueue:
         return live in self._waiting
 
     def add(self, live: RequestState, due: float) -> None:
-        """A request stands in this line."""
+        """Add a request."""
         self._waiting[live] = due
         heapq.heappush(self._by_due, (due, live.age, live))
         if live.near_at < math.inf:
             heapq.heappush(self._coming, (live.near_at, live.age, live))
 
     def remove(self, live: RequestState) -> None:
-        """A request stands here no longer; nothing happens if it did not."""
+        """Remove a request; no effect if it is not here."""
         self._waiting.pop(live, None)
         most = 2 * len(self._waiting) + MAX_STALE
-        # Those that left would stay, with their prompts, until the line has come to them.
+        # Stale entries would keep their requests' prompts in memory until they reach the top of the heap.
         if len(self._by_due) > most:
             self._by_due = [entry for entry in self._by_due if entry[-1] in self._waiting]
             heapq.heapify(self._by_due)
@@ -58,13 +58,13 @@ class TenantQueue:
 
     @property
     def due(self) -> float:
-        """When the first is due; infinity for an empty line."""
+        """Due time of the first request; infinity if empty."""
         while self._by_due and self._by_due[0][-1] not in self._waiting:
             heapq.heappop(self._by_due)
         return self._by_due[0][0] if self._by_due else math.inf
 
     def head(self, now: float, latest_due: float) -> RequestState | None:
-        """Who goes next of those that are due by `latest_due`."""
+        """Return the next request that is due by `latest_due`, or None."""
         while self._coming and self._coming[0][0] <= now:
             live = heapq.heappop(self._coming)[-1]
             if live in self._waiting:

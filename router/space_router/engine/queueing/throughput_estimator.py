@@ -1,4 +1,4 @@
-"""How fast the workers are, as their reports tell."""
+"""Estimates of prefill and decode times from the workers' step reports."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from collections.abc import Sequence
 
 from space_proto import worker_pb2
 
-MEMORY = 0.95  # weight of the past per step
-SURELY = 0.5  # of the time that things take now: nothing is called impossible that a faster hour could do
-RECENT = 32  # steps, the fastest of which says what is possible: a slow one among them says nothing
-KNOWN = 5  # steps without which nothing is called impossible
-FADING = 30.0  # seconds without a step of its kind, in which half of what was sure is forgotten
+PAST_WEIGHT = 0.95  # decay of the averages per step
+SAFETY_FACTOR = 0.5  # minimum times are this share of the measured ones, so that a faster phase is not ruled out
+RECENT = 32  # steps of which the fastest gives the minimum time
+MIN_STEPS = 5  # measured steps before a minimum time is claimed
+HALF_LIFE = 30.0  # seconds without a step of the kind in which its minimum time halves
 
 
 class Rate:
-    """Seconds per id in steps of one kind: on average, and in the fastest of the last ones; 0 while unknown."""
+    """Seconds per id in steps of one kind: the average and the recent minimum; 0 while unknown."""
 
     def __init__(self) -> None:
-        self._seconds = self._num_ids = 0.0  # decayed sums: a step counts by the ids that it computes
-        self._recent: deque[float] = deque(maxlen=RECENT)  # least seconds per id
+        self._seconds = self._num_ids = 0.0  # decayed sums, so a step is weighted by its ids
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds per id
         self._learnt_at = 0.0
 
     def learn(self, seconds: float, num_ids: float, now: float, *, full: float = 0.0) -> None:
-        """One more step, that took so long for so many ids. `full`: most ids that fit into one: what a small step
-        takes is mostly what any step does, so for many ids it only tells that a full one takes no less.
+        """Add a step that took `seconds` for `num_ids` ids.
+
+        `full`: maximum ids of a step. A small step takes mostly fixed time, so as a minimum its time is divided by
+        `full`: a full step takes at least as long.
         """
-        self._seconds = MEMORY * self._seconds + seconds
-        self._num_ids = MEMORY * self._num_ids + num_ids
+        self._seconds = PAST_WEIGHT * self._seconds + seconds
+        self._num_ids = PAST_WEIGHT * self._num_ids + num_ids
         self._recent.append(seconds / max(num_ids, full))
         self._learnt_at = now
 
@@ -37,41 +39,44 @@ class Rate:
         return self._seconds / self._num_ids if self._num_ids else 0.0
 
     def least(self, now: float) -> float:
-        """It fades with time: who is refused on it runs no step, from which something else could be learnt."""
-        if len(self._recent) < KNOWN:
+        """Return the minimum seconds per id.
+
+        It decays with time: requests rejected because of it run no steps that could correct it.
+        """
+        if len(self._recent) < MIN_STEPS:
             return 0.0
-        return min(self._recent) * math.exp2((self._learnt_at - now) / FADING)
+        return min(self._recent) * math.exp2((self._learnt_at - now) / HALF_LIFE)
 
 
 class ThroughputEstimator:
-    """Seconds that prompts and answers take, learnt from steps."""
+    """Estimates the seconds that prompts and outputs take."""
 
     def __init__(self, max_prefill_rows: int) -> None:
-        """`max_prefill_rows`: prompt ids that a step computes at most."""
+        """`max_prefill_rows`: maximum prompt ids per step."""
         self.prompts = Rate()
-        self.tokens = Rate()  # of one stream
+        self.tokens = Rate()  # per output token of one sequence
         self._max_prefill_rows = max_prefill_rows
 
     def learn(self, report: worker_pb2.StepReport, decoded: Sequence[int], now: float) -> None:
-        """One more step; `decoded`: tokens of each that decodes in it; `now` in seconds on the engine's clock."""
+        """Add a step. `decoded`: tokens of each decoding sequence; `now`: seconds on the engine's clock."""
         if not report.stepped:
             return
         stats, seconds = report.stats, step_seconds(report.stats)
         if stats.prefill_rows > stats.chain_rows + stats.mask_rows:
             num_rows = stats.prefill_rows + stats.chain_rows + stats.mask_rows
             self.prompts.learn(seconds, num_rows, now, full=self._max_prefill_rows)
-        elif given := [number for number in decoded if number]:  # who failed got none
+        elif given := [number for number in decoded if number]:  # a failed sequence has no tokens
             self.tokens.learn(seconds, sum(given) / len(given), now)
 
     def seconds(self, num_prompt_ids: int, num_tokens: float) -> float:
-        """What computing a prompt and generating so many ids takes at this pace."""
+        """Return the expected seconds to prefill `num_prompt_ids` and generate `num_tokens`."""
         return num_prompt_ids * self.prompts.average + num_tokens * self.tokens.average
 
     def least_seconds(self, num_prompt_ids: int, num_tokens: int, now: float) -> float:
-        """What it surely takes."""
-        return SURELY * (num_prompt_ids * self.prompts.least(now) + num_tokens * self.tokens.least(now))
+        """Return the minimum seconds for the same work."""
+        return SAFETY_FACTOR * (num_prompt_ids * self.prompts.least(now) + num_tokens * self.tokens.least(now))
 
 
 def step_seconds(stats: worker_pb2.StepStats) -> float:
-    """How long a step took, all its phases together."""
+    """Return the duration of a step, all phases together."""
     return stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds

@@ -1,4 +1,4 @@
-"""What a worker's report means for the requests."""
+"""The effects of a worker's report on its requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from space_router.engine.request.request_state import RequestState
 
 
 class SequenceUpdate(NamedTuple):
-    """What one report says about one request."""
+    """One report's news of one request."""
 
     live: RequestState
-    delta: Delta  # without the prompt's logprobs that the reader has from an earlier admission
-    part: worker_pb2.SequenceReport  # the message, for what is seldom asked
+    delta: Delta  # without prompt logprobs that were delivered in an earlier admission
+    part: worker_pb2.SequenceReport  # the message, for rarely used fields
 
 
 @dataclass
 class ReportResult:
-    """What one report means for the requests."""
+    """The effects of one report."""
 
-    advances: list[SequenceUpdate] = field(default_factory=list)
-    decoded: list[int] = field(default_factory=list)  # tokens of each advance that is a decode step
-    readmit: list[RequestState] = field(default_factory=list)  # preempted and acknowledged: may be queued again
+    updates: list[SequenceUpdate] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)  # number of tokens of each update that is a decode step
+    readmit: list[RequestState] = field(default_factory=list)  # preempted and released: to be queued again

@@ -1,4 +1,4 @@
-"""A request as it stands behind the door, and what comes back of it, step by step."""
+"""A validated request, and the deltas that its steps produce."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an output must be: nothing else is sampled, whoever drafted it."""
+    """A constraint on the output; only ids that it allows are sampled."""
 
     kind: GrammarKind
-    source: str  # a JSON schema as JSON text; nothing; a regular expression; a JSON list of strings; a Lark grammar
+    source: str  # by kind: a JSON schema as JSON text; ""; a regular expression; a JSON list of strings; a Lark grammar
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The law by which ids are chosen (SPACE §3). The defaults are neutral: the model's own distribution."""
+    """Sampling parameters (SPACE §3). The defaults leave the model's distribution unchanged."""
 
     seed: int  # 0 .. 2^64-1, the effective one
     choice: int = 0  # choice index of n and best_of; choice 0 uses the plain seed
@@ -45,7 +45,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """What one caller wants, checked: only valid requests exist behind the door."""
+    """One request, validated; the engine accepts no other."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
@@ -53,28 +53,28 @@ class ValidRequest:
     max_tokens: int | None = None  # None: up to the window, cut to what fits the cache
     eos_ids: tuple[int, ...] = ()  # empty: EOS is ignored
     stop_ids: tuple[int, ...] = ()
-    max_draft_length: int | None = None  # bound on drafts per step; None: the worker chooses; 0: plain decoding
+    max_draft_length: int | None = None  # maximum drafts per step; None: the worker chooses; 0: plain decoding
     want_logprobs: bool = False
     num_logprobs: int = 0  # alternatives per emitted id, 0..20
     num_prompt_logprobs: int | None = None  # alternatives per prompt id; None: no logprobs of the prompt
-    priority: int = 0  # the lower goes first; first come, first served within one
+    priority: int = 0  # lower goes first
     deadline: float | None = None  # seconds from submit to the last token
-    cache_salt: str = ""  # prefixes are shared only among requests of the same salt
-    prediction: tuple[int, ...] | None = None  # ids the output is expected to have, to draft from; None: not said
-    adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. No text and no cache depends on it
-    share_prefix: bool = True  # False: neither reads nor feeds the prefix cache
-    key: str = ""  # whose it is: the name of an API key, never the key; "": nobody's. Keys share the server fairly
-    stops_on_text: bool = False  # its reader may leave before max_tokens, because a stop string appeared
-    trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: nobody follows it
+    cache_salt: str = ""  # prefixes are shared only among requests with the same salt
+    prediction: tuple[int, ...] | None = None  # expected output ids to draft from; None: none given
+    adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. Affects neither text nor KV cache
+    share_prefix: bool = True  # False: neither reads nor fills the prefix cache
+    key: str = ""  # name of the API key, never the key itself; "": none. Keys share the server fairly
+    stops_on_text: bool = False  # a stop string may end it before max_tokens
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: not traced
 
     @property
     def can_end_early(self) -> bool:
-        """It may be done before its last token is."""
+        """Whether it may end before max_tokens."""
         return bool(self.eos_ids or self.stop_ids) or self.stops_on_text
 
 
 class Finish(Enum):
-    """Why a stream ended by itself."""
+    """Why a request ended normally."""
 
     EOS = "eos"  # an EOS id is the last token
     STOP_ID = "stop_id"  # a stop id is the last token
@@ -83,7 +83,7 @@ class Finish(Enum):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Float32 log-softmax of the raw logits, for one id and the most probable ones."""
+    """Float32 log-softmax of the raw logits for one id and for the most probable ids."""
 
     id: int
     logprob: float
@@ -93,22 +93,22 @@ class TokenLogprobs:
 class Delta(NamedTuple):
     """What one step added to one request."""
 
-    tokens: tuple[int, ...]  # may be empty where only prompt logprobs arrived
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt ids, in order; the first prompt id has none
+    tokens: tuple[int, ...]  # empty if only prompt logprobs arrived
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt ids in order; the first prompt id has none
     finish: Finish | None = None  # set in the last delta
     drafted: int = 0  # drafts verified in this step
-    accepted: int = 0  # of these, accepted and inside the cut
-    decoded: bool = False  # a decode step; False: the prefill, whose token counts as no step
-    predicted: tuple[int, ...] = ()  # ids of the request's prediction that appeared with each token; empty: none
+    accepted: int = 0  # of these, accepted and not cut off by a stop condition
+    decoded: bool = False  # True: a decode step; False: prefill
+    predicted: tuple[int, ...] = ()  # per token, ids of the request's prediction that were matched; empty: none
 
 
 @dataclass
 class Statistics:
-    """What one request has cost so far; final once its stream has ended."""
+    """Counts and times of one request; final once its stream has ended."""
 
     num_prompt: int
-    num_cached: int = 0  # prompt ids that were not computed, because their blocks were shared (first admission)
+    num_cached: int = 0  # prompt ids found in the prefix cache at the first admission
     num_generated: int = 0
     num_steps: int = 0  # decode steps
     num_decoded: int = 0  # tokens emitted by decode steps
@@ -121,7 +121,7 @@ class Statistics:
     seconds: float = 0.0  # from submit to the latest token
 
     def add(self, delta: Delta, seconds: float) -> None:
-        """One more step, so many seconds after submit."""
+        """Add a step that ended `seconds` after submit."""
         num_tokens = len(delta.tokens)
         if num_tokens:
             self.num_generated += num_tokens
@@ -136,5 +136,5 @@ class Statistics:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean of tokens emitted per decode step; None before the first."""
+        """Mean tokens emitted per decode step; None before the first."""
         return self.num_decoded / self.num_steps if self.num_steps else None

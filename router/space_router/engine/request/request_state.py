@@ -1,4 +1,4 @@
-"""A request on its way: everything the router must remember to run it again from the start on any worker."""
+"""The engine's state of one request: everything needed to run it again on any worker."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from space_router.engine.timer import Timer
 
 
 class Phase(Enum):
-    """Where a request is."""
+    """A request's place in its life cycle."""
 
-    PARKED = "parked"  # waits for a prefix that another computes, or for its reader, outside the queue's order
+    PARKED = "parked"  # waits outside the queue's order, for a shared prefix or for its reader
     QUEUED = "queued"
     RUNNING = "running"  # admitted to a worker
-    LEAVING = "leaving"  # preempted: admitted again once the worker has acknowledged the release
-    ENDED = "ended"  # nothing more will be said to its reader
+    LEAVING = "leaving"  # preempted: queued again once the worker has acknowledged the release
+    ENDED = "ended"
 
 
 class RequestState:
-    """One request from the door to its last token, over all its admissions."""
+    """One request from submission to its last token, over all its admissions."""
 
     def __init__(self, request: ValidRequest, max_tokens: int, age: int, submitted: float) -> None:
         self.request = request
         self.num_prompt = len(request.prompt_ids)
-        self.max_tokens = max_tokens  # cut to what fits
+        self.max_tokens = max_tokens  # resolved: never None, and it fits
         self.age = age  # order of arrival: the lowest is the oldest
         self.submitted = submitted  # seconds on the engine's clock
-        self.ids = list(request.prompt_ids)  # prompt, then what was emitted
+        self.ids = list(request.prompt_ids)  # prompt, then emitted ids
         self.phase = Phase.QUEUED
-        self.followers: list[RequestState] = []  # parked until this one has computed what they wait for
-        self.awaited_ids = 0  # how many ids the one it follows is to compute first
-        self.num_waits = 0  # times it has waited for a prefix that another was computing
-        self.near_at = math.inf  # seconds on the engine's clock: its deadline counts from then on
-        self.num_charged: float | None = None  # tokens that its key was charged for; None before its first admission
-        self.num_suspicions = 0  # workers that ended by themselves while they ran it
-        self.cleared_at: int | None = None  # ids to be generated before it is no suspect any more; None: it is none
-        self.num_prompt_logprobs = 0  # prompt ids whose logprobs the reader has
+        self.followers: list[RequestState] = []  # parked until this one has computed the prefix they share
+        self.awaited_ids = 0  # as a follower: ids that its leader must have computed
+        self.num_waits = 0  # times it has waited for a shared prefix
+        self.near_at = math.inf  # seconds on the engine's clock from which its deadline is near
+        self.num_charged: float | None = None  # tokens charged to its key; None before its first admission
+        self.num_suspicions = 0  # workers that crashed while running it
+        self.probation_until: int | None = None  # suspect until it has generated so many ids; None: not a suspect
+        self.num_prompt_logprobs = 0  # prompt ids whose logprobs were delivered
         self.last_token: float | None = None  # seconds on the engine's clock
         self.deadline: Timer | None = None
         self.statistics = Statistics(num_prompt=self.num_prompt)
-        self.stream: Stream | None = None  # the reader's end; None only in tests of the schedule
+        self.stream: Stream | None = None  # None only in tests of the scheduler
         self._keys: dict[int, BlockKeys] = {}
 
     @property
@@ -57,38 +57,38 @@ class RequestState:
 
     @property
     def is_suspect(self) -> bool:
-        """It may be what a worker died of: it runs alone."""
-        return self.cleared_at is not None
+        """Whether it may have crashed a worker and must run alone."""
+        return self.probation_until is not None
 
     @property
     def num_left(self) -> int:
-        """Most ids that may still be generated."""
+        """Maximum ids that may still be generated."""
         return self.max_tokens - self.num_generated
 
     @property
     def least_left(self) -> int:
-        """Fewest ids that must still be generated before it is done."""
+        """Minimum ids that must still be generated before it can end."""
         if not self.request.can_end_early:
             return self.num_left
         return max(1, self.request.sampling.min_tokens - self.num_generated)
 
     @property
     def final_slots(self) -> int:
-        """Most slots this request can ever use: prompt, answer, and one more."""
+        """Maximum cache slots of this request: prompt, output and one more."""
         return self.num_prompt + self.max_tokens + 1
 
     @property
     def lagging(self) -> bool:
-        """Its reader is too far behind for more to be produced."""
+        """Whether its reader is so far behind that it gets no more pages."""
         return self.stream is not None and self.stream.lagging
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Some prompt ids still lack the logprobs that were asked for; the first prompt id has none."""
+        """Whether requested prompt logprobs are still missing; the first prompt id has none."""
         return self.request.num_prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
 
     def keys(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Keys of at least the first `num_blocks` whole blocks of `ids`."""
+        """Return the prefix cache keys of at least the first `num_blocks` full blocks of `ids`."""
         if block_size not in self._keys:
             self._keys[block_size] = BlockKeys(self.request.cache_salt, block_size)
-        return self._keys[block_size].upto(self.ids, num_blocks)
+        return self._keys[block_size].first_keys(self.ids, num_blocks)

@@ -1,4 +1,4 @@
-"""Two spans of one choice: how long it waited, and how it was generated. None holds a word of prompt or output."""
+"""The two spans of one choice, `queue` and `generate`. They hold no text of prompt or output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class RequestTrace:
-    """`queue` from its making to the first admission, then `generate` to `ended`; both under the span that is current
-    where it is made.
+    """A `queue` span from construction to the first admission, then a `generate` span until `ended`.
+
+    Both are children of the span that is current at construction.
     """
 
     def __init__(self, tracer: Tracer, request_id: str) -> None:
@@ -28,7 +29,7 @@ class RequestTrace:
         self._request_id = request_id
 
     def admitted(self) -> str:
-        """A worker is about to be told of it, perhaps not for the first time; the traceparent for the worker's span."""
+        """Record an admission (the first or a later one) and return the traceparent for the worker's span."""
         if self._queue is not None:
             self._queue.end()
             self._queue, self._generate = None, self._start("generate", self._request_id)
@@ -37,7 +38,7 @@ class RequestTrace:
         return "" if self._generate is None else traceparent_of(self._generate)
 
     def ended(self, outcome: str, statistics: Statistics) -> None:
-        """How it ended, and what it took. Only the first word counts."""
+        """End the span with its outcome and statistics. Later calls have no effect."""
         from opentelemetry.trace import StatusCode
 
         span = self._generate or self._queue

@@ -6,13 +6,13 @@ from enum import Enum
 
 from space_router.engine.request.request_state import RequestState
 
-MAX_BLOCKS_AHEAD = 4  # bounds what a worker can produce for a reader that does not read
-STEPS_AHEAD = 8  # steps that fit the granted slots, so that a router that is late does not shorten the drafts
-SCARCE_SHARE = 4  # of the slots ahead at ease, one in so many where pages are scarce
+MAX_BLOCKS_AHEAD = 4  # blocks granted beyond the known ids; bounds the output for a reader that does not read
+STEPS_AHEAD = 8  # steps that fit into the granted slots, so that a late router does not shorten the drafts
+SCARCE_SHARE = 4  # divides the slots granted ahead when pages are scarce
 
 
 class SequenceStep(Enum):
-    """What a sequence does in the worker, as far as reports tell."""
+    """State of a sequence in the worker, according to its reports."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -20,10 +20,10 @@ class SequenceStep(Enum):
 
 
 class WorkerSequence:
-    """Ids are the request's; pages and computed length are this admission's.
+    """The pages and computed length of one admission; the ids belong to the request.
 
     [0 ..... computed) [computed ..... num_slots)
-     keys and values    free slots: at 0 the worker pauses the sequence
+     keys and values    free slots; without any the worker pauses the sequence
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class WorkerSequence:
         num_drafted: int,
         most_slots: int,
     ) -> None:
-        """`num_drafted`: drafts it will probably lay out in a step; `most_slots`: more it can never use."""
+        """`num_drafted`: expected drafts per step; `most_slots`: maximum slots that it can use."""
         self.seq_id = seq_id
         self.live = live
         self.pages = pages
         self.computed = num_cached
-        self.num_published = num_cached // block_size  # leading blocks that are known to the pool
-        self.num_promised = self.num_published  # leading blocks that are known or being computed by its prefill
-        self.num_admitted = len(live.ids)  # ids at admission: computed once the first token is there
+        self.num_published = num_cached // block_size  # leading blocks that are in the prefix cache
+        self.num_pending = self.num_published  # leading blocks that are in the prefix cache or being prefilled
+        self.num_admitted = len(live.ids)  # ids at admission; all computed when the first token arrives
         self.step = SequenceStep.PREFILL
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
-        self.awaits_grammar = False  # the worker may still have to compile it: nothing is computed meanwhile
-        self.finished = False  # the worker says it has ended
-        self.num_expected = 0  # once released: blocks that will come back with the acknowledgement
+        self.awaits_grammar = False  # the worker may be compiling its grammar, and computes nothing meanwhile
+        self.finished = False  # the worker has reported its end
+        self.num_expected = 0  # once released: blocks that the acknowledgement will free
         self._block_size = block_size
         self._num_drafted = num_drafted
         self._most_slots = most_slots
@@ -60,34 +60,37 @@ class WorkerSequence:
 
     @property
     def out_of_slots(self) -> bool:
-        """No free slot: the worker has paused it, or will before its next step."""
+        """Whether it has no free slot, so that the worker has paused it or will before its next step."""
         return self.num_slots <= self.computed
 
     @property
     def num_prefill_left(self) -> int:
-        """Ids the worker must still compute before the first token of this admission."""
+        """Ids to prefill before the first token of this admission."""
         return self.num_admitted - self.computed if self.step is SequenceStep.PREFILL else 0
 
     def drafted(self, num_drafted: int) -> None:
-        """A decode step laid out so many drafts: more are expected at once, fewer one by one."""
+        """Update the expected drafts per step: up to `num_drafted` at once, down by one per step."""
         self._num_drafted = max(num_drafted, self._num_drafted - 1)
 
     @property
     def slots_ahead(self) -> int:
-        """Slots to grant beyond the known ids, at ease: some steps as it drafts now. With the slots that plain decoding
-        gets for eight steps the worker can lay out seven drafts at any time, and so show that it wants more.
+        """Slots to grant beyond the known ids while pages are plentiful.
+
+        Enough for `STEPS_AHEAD` steps with the expected drafts. Even with none expected there is room for seven drafts,
+        so the worker can begin to draft more.
         """
         return min(STEPS_AHEAD * (self._num_drafted + 1), MAX_BLOCKS_AHEAD * self._block_size)
 
     @property
-    def at_ease(self) -> bool:
-        """It has the slots that it would be granted if there were plenty."""
+    def has_enough_slots(self) -> bool:
+        """Whether it has all slots that it would get with plentiful pages."""
         num_slots = len(self.pages) * self._block_size
         return len(self.live.ids) + self.slots_ahead <= num_slots or self._most_slots <= num_slots
 
     def num_wanted(self, *, scarce: bool) -> int:
-        """Blocks to add, so that the worker can go on while a report is being read: fewer where pages are scarce, none
-        for a reader that lags.
+        """Return the blocks to add, so that the worker can continue while its report is processed.
+
+        Fewer if pages are `scarce`; none if the reader lags.
         """
         ahead = self.slots_ahead // SCARCE_SHARE if scarce else self.slots_ahead
         slots = min(len(self.live.ids) + ahead, self._most_slots)

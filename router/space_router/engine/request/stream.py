@@ -1,4 +1,4 @@
-"""The caller's end of one request."""
+"""The stream of one request's output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from space_router.engine.request.request import Delta, Statistics, ValidRequest
 
 
 class Stream:
-    """What one request yields, delta by delta; leaving the block early cancels it and frees its pages.
+    """Yields the deltas of one request. Leaving the block early cancels the request and frees its pages.
 
         async with engine.submit(request) as stream:
             async for delta in stream:
                 ...
 
-    Errors (`errors.Broken`) come out of the iterator after every delta that went before them. `statistics` may be read
-    at any time. A reader that stays more than `max_lag` tokens behind stops its own request (its pages are no longer
-    extended) and nothing else, until it has caught up.
+    The iterator raises `errors.Broken` after all earlier deltas. `statistics` may be read at any time. If the reader is
+    more than `max_lag` tokens behind, its request gets no more pages until it has caught up; others are not affected.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Stream:
 
     @property
     def lagging(self) -> bool:
-        """The reader is too far behind for more to be produced."""
+        """Whether the reader is so far behind that the request gets no more pages."""
         return self._lagging
 
     @property
@@ -67,7 +66,7 @@ class Stream:
         self.leave()
 
     def leave(self) -> None:
-        """As leaving the block does: what is not done yet is cancelled."""
+        """Cancel the request if it has not ended, as leaving the block does."""
         self._on_leave()
 
     def __aiter__(self) -> Stream:
@@ -87,7 +86,7 @@ class Stream:
         return self.read()
 
     def read(self) -> Delta:
-        """The next delta, which must be there already: see `num_ready`."""
+        """Return the next delta without waiting. Raises IndexError if none is ready (see `num_ready`)."""
         delta = self._deltas.popleft()
         self._num_unread -= len(delta.tokens)
         if self._lagging and self._num_unread <= self._max_lag // 2:
@@ -102,13 +101,13 @@ class Stream:
 
     @property
     def error(self) -> EngineError | None:
-        """What comes out behind the last delta."""
+        """The error raised after the last delta, if any."""
         return self._error
 
-    # The engine's side.
+    # For the engine.
 
     def push(self, delta: Delta) -> None:
-        """Hand over what a step added; a delta with `finish` is the last."""
+        """Append a delta; one with `finish` is the last."""
         if self._ended:
             return
         self._deltas.append(delta)
@@ -118,7 +117,7 @@ class Stream:
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """End the stream with an error, after what was pushed before."""
+        """End the stream with an error, raised after the deltas pushed before."""
         if self._ended:
             return
         self._ended = True

@@ -1,4 +1,4 @@
-"""Between the engine's nouns and the worker's messages."""
+"""Conversion between the engine's types and the worker protocol's messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAMMAR = {
 def admit(
     live: RequestState, seq_id: int, pages: Sequence[int], num_cached: int, max_draft_length: int
 ) -> worker_pb2.Command:
-    """The order to run a request; what it emitted in earlier lives goes after its prompt."""
+    """Return the Admit command of a request; ids emitted in earlier admissions follow its prompt."""
     request = live.request
     return worker_pb2.Command(
         admit=worker_pb2.Admit(
@@ -59,8 +59,9 @@ def release(seq_id: int) -> worker_pb2.Command:
 
 
 def delta(part: worker_pb2.SequenceReport) -> Delta:
-    """What a report says of one sequence. A message's fields are dear to read: they are, here, once. Raises
-    ProtocolViolation.
+    """Return the delta of one sequence's report. Raises ProtocolViolation.
+
+    Reading a message's fields is slow, so each is read once, here.
     """
     logprobs, prompt_logprobs, predicted = part.logprobs, part.prompt_logprobs, part.num_predicted
     return Delta(
@@ -87,7 +88,7 @@ def _logprobs(
 
 
 def sampling(sampling_params: SamplingOptions) -> worker_pb2.Sampling:
-    """The law of choice, as the worker is told."""
+    """Return the sampling parameters as a message."""
     return worker_pb2.Sampling(
         seed=sampling_params.seed,
         choice=sampling_params.choice,
@@ -108,5 +109,5 @@ def sampling(sampling_params: SamplingOptions) -> worker_pb2.Sampling:
 
 
 def grammar(wanted: Grammar) -> worker_pb2.Grammar:
-    """A grammar, as the worker is told."""
+    """Return a grammar as a message."""
     return worker_pb2.Grammar(kind=GRAMMAR[wanted.kind], source=wanted.source)

@@ -1,1 +1,1 @@
-"""Which requests run on a worker, and on which blocks."""
+"""Scheduling of one worker: its running sequences and their blocks."""

@@ -1,4 +1,4 @@
-"""Grammars that a worker has compiled, as far as its reports tell."""
+"""Grammars that a worker has compiled, according to its reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import OrderedDict
 from space_router.engine.request.request import Grammar
 
 MOST = 64
-"""Of the last ones; the worker forgets them, too."""
+"""Grammars remembered, most recently used first; the worker's own cache is bounded too."""
 
 
 class KnownGrammars:
-    """Those with which a sequence has begun."""
+    """The grammars of sequences that have begun to compute."""
 
     def __init__(self) -> None:
         self._begun: OrderedDict[Grammar, None] = OrderedDict()
@@ -20,7 +20,7 @@ class KnownGrammars:
         return grammar is None or grammar in self._begun
 
     def add(self, grammar: Grammar | None) -> None:
-        """A sequence has computed something under it."""
+        """Add the grammar of a sequence that has begun to compute."""
         if grammar is not None:
             self._begun[grammar] = None
             self._begun.move_to_end(grammar)

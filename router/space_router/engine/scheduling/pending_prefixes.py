@@ -1,4 +1,4 @@
-"""Which prefixes are being computed on one worker, and by whom."""
+"""Prefixes that running requests are computing on one worker."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from space_router.engine.request.sequence import SequenceStep, WorkerSequence
 
 @dataclass(frozen=True)
 class PendingPrefix:
-    """A running request's prefill is about to compute a prefix that another could share."""
+    """A prefix that a running request is computing and another request could share."""
 
     leader: RequestState
-    num_ids: int  # leading ids, in whole blocks, that both have in common
+    num_ids: int  # common leading ids, in full blocks
 
 
 class PendingPrefixes:
-    """Whole blocks of prompts, from their admission until they are known to the pool."""
+    """The full blocks of admitted prompts until they are in the prefix cache."""
 
     def __init__(self, pool: PagePool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._by_key: dict[bytes, WorkerSequence] = {}  # keys of blocks that a prefill under way is to compute
+        self._by_key: dict[bytes, WorkerSequence] = {}  # key of a block -> sequence whose prefill computes it
 
-    def to(self, live: RequestState) -> PendingPrefix | None:
-        """Whose prefill will compute blocks that `live` could share, beyond those that are known; None: nobody's."""
+    def find(self, live: RequestState) -> PendingPrefix | None:
+        """Return the pending prefix that `live` could share beyond the cached one, or None."""
         if not self._by_key or not live.request.share_prefix or live.wants_prompt_logprobs:
             return None
         num_whole = (len(live.ids) - 1) // self._block_size
         keys = live.keys(self._block_size, num_whole)
-        start = num_promised = len(self._pool.known(keys[:num_whole]))
+        start = num_pending = len(self._pool.lookup_prefix(keys[:num_whole]))
         leader = self._by_key.get(keys[start]) if start < num_whole else None
-        while leader and num_promised < num_whole and self._by_key.get(keys[num_promised]) is leader:
-            num_promised += 1
-        return PendingPrefix(leader.live, num_promised * self._block_size) if leader else None
+        while leader and num_pending < num_whole and self._by_key.get(keys[num_pending]) is leader:
+            num_pending += 1
+        return PendingPrefix(leader.live, num_pending * self._block_size) if leader else None
 
-    def make(self, sequence: WorkerSequence) -> None:
-        """Whole blocks of a prompt that has been admitted will be known."""
+    def add(self, sequence: WorkerSequence) -> None:
+        """Add the full blocks of an admitted prompt."""
         live = sequence.live
         if not live.request.share_prefix or sequence.awaits_grammar:
             return
-        sequence.num_promised = sequence.num_admitted // self._block_size
-        for key in live.keys(self._block_size, sequence.num_promised)[sequence.num_published : sequence.num_promised]:
+        sequence.num_pending = sequence.num_admitted // self._block_size
+        for key in live.keys(self._block_size, sequence.num_pending)[sequence.num_published : sequence.num_pending]:
             self._by_key.setdefault(key, sequence)
 
-    def end(self, sequence: WorkerSequence, num_blocks: int) -> None:
-        """The first blocks are known now, or will not be computed here any more."""
-        num_blocks = min(num_blocks, sequence.num_promised)
+    def discard(self, sequence: WorkerSequence, num_blocks: int) -> None:
+        """Remove a sequence's first `num_blocks` blocks: they are cached now, or will not be computed."""
+        num_blocks = min(num_blocks, sequence.num_pending)
         if num_blocks <= sequence.num_published:
             return
         keys = sequence.live.keys(self._block_size, num_blocks)
@@ -57,6 +57,6 @@ class PendingPrefixes:
                 del self._by_key[key]
 
     def check(self) -> None:
-        """Raise ValueError where a sequence promises that does not run any more: for tests."""
+        """Raise ValueError if a released sequence has pending blocks. For tests."""
         if any(sequence.step is SequenceStep.RELEASED for sequence in self._by_key.values()):
-            raise ValueError("a sequence that was released still promises blocks")
+            raise ValueError("a released sequence still has pending blocks")

@@ -1,4 +1,4 @@
-"""Where a request would stand on a worker."""
+"""The blocks that a request would use on a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """How a request would stand on this worker."""
+    """The blocks of a possible admission."""
 
-    shared: list[int]  # known blocks of its prefix
-    num_fresh: int  # blocks it needs besides
+    shared: list[int]  # cached blocks of its prefix
+    num_fresh: int  # further blocks that it needs

@@ -1,4 +1,4 @@
-"""What a report must never say: a worker that does is broken, and nothing it says is passed on."""
+"""Protocol checks of worker reports. No part of a violating report is applied."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from space_router.engine.request.sequence import SequenceStep, WorkerSequence
 
 
 def check_report_no(report_no: int, last: int) -> None:
-    """Reports are numbered 1, 2, 3, ... without gaps."""
+    """Raise ProtocolViolation unless reports are numbered 1, 2, 3, ... without gaps."""
     if report_no != last + 1:
         raise ProtocolViolation(f"report {report_no} came after report {last}")
 
 
 def check_distinct(report: worker_pb2.StepReport) -> None:
-    """A report speaks of each sequence once, and acknowledges each release once."""
+    """Raise ProtocolViolation if a report names a sequence or a release twice."""
     for seq_ids in ([part.seq_id for part in report.sequences], report.released):
         if len(set(seq_ids)) < len(seq_ids):
             raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
 
 
 def check_released(seq_id: int, sequence: WorkerSequence | None) -> WorkerSequence:
-    """The sequence whose release is acknowledged."""
+    """Return the sequence whose release is acknowledged. Raises ProtocolViolation if none was requested."""
     if sequence is None or sequence.step is not SequenceStep.RELEASED:
         raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
     return sequence
@@ -33,8 +33,9 @@ def check_released(seq_id: int, sequence: WorkerSequence | None) -> WorkerSequen
 def check_sequence(
     part: worker_pb2.SequenceReport, delta: Delta, sequence: WorkerSequence | None, facts: WorkerModelFacts
 ) -> WorkerSequence:
-    """The sequence that a part of a report is about; `delta`: the part as it was read. Raises ProtocolViolation where
-    the two do not fit.
+    """Return the sequence that a part of a report is about. Raises ProtocolViolation if the part is impossible for it.
+
+    `delta`: the part as read by `worker_messages.delta`.
     """
     if sequence is None:
         raise ProtocolViolation(f"a report about sequence {part.seq_id}, which does not run")

@@ -1,1 +1,1 @@
-"""Connections to workers: processes, links, restarts and crashes."""
+"""Workers of the router: processes, connections, restarts and crashes."""

@@ -1,4 +1,4 @@
-"""How long to wait before the next try."""
+"""Exponential backoff of restarts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Backoff:
         self._next = 0.0
 
     def next(self) -> float:
-        """Seconds to wait now; the next wait is longer."""
+        """Return the seconds to wait now; the next wait is longer."""
         now, self._next = self._next, min(LAST, max(FIRST, 2 * self._next))
         return now
 
     def worked(self) -> None:
-        """The next try needs no wait."""
+        """Reset the backoff."""
         self._next = 0.0

@@ -1,4 +1,4 @@
-"""Which request kills workers: found by running those that may alone."""
+"""Finds the request that crashes workers by running suspects alone."""
 
 from __future__ import annotations
 
@@ -11,138 +11,144 @@ from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.engine.workers.exit_cause import ExitCause
 
-PATIENCE = 10.0  # seconds that suspects wait for a worker that is missing, before the only one is emptied
-HOLD = 1.0  # seconds that the others wait for their worker to be done with trials, before they go elsewhere
-GROWTH = 16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
+SUSPECT_WAIT = 10.0  # seconds that suspects wait for a missing worker before the only present one is emptied
+MAX_HOLD = 1.0  # seconds that other requests wait for their worker's suspects before they go to another worker
+TRIAL_GROWTH = (
+    16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
+)
 
 
 class CrashQuarantine:
-    """A worker that ends by itself leaves everybody it ran under suspicion.
+    """When a worker crashes, all requests that it ran become suspects.
 
-    A suspect runs alone on a worker until it has some tokens more. Whose worker ends by itself meanwhile is refused;
-    everybody else is cleared. He is held a moment, as are those who ran where suspects are tried now: when the last
-    trial is over they go on there, where what has been computed of them is in the prefix cache.
+    A suspect runs alone on the quarantine worker until it has generated some more tokens (probation). If that worker
+    crashes, the suspect is the culprit and fails; otherwise it is cleared. Cleared requests, and those that the
+    quarantine worker ran before, are held for a moment: once the last probation is over they continue there, where
+    their prefixes are cached.
 
-    Where nobody can tell why a worker was lost, its machine has most likely been switched off or cut from the network.
-    So there only those are suspects whom it had given few tokens yet: most requests that kill do so at their
-    beginning. The others go on at once, wherever is room. One of them that kills all the same ends a second worker in
-    the step in which it ended the first, without a token from it, and is now tried alone: it has killed three when it
-    is refused, others two.
+    If the cause of a loss is unknown, the machine was most likely switched off or disconnected. Then only requests with
+    few tokens from that worker become suspects, because most crashing requests crash at their beginning; the others
+    continue at once on any worker. If one of these is the culprit, it crashes a second worker in the same step, before
+    any token, and becomes a suspect. So a culprit fails after two crashes, or after three in this case.
     """
 
     def __init__(self, queue: RequestQueue, admission: QueueAdmission) -> None:
         self._queue, self._admission = queue, admission
         self._suspects: list[RequestState] = []  # oldest first
-        self._held: dict[RequestState, float] = {}  # cleared, or in the way: since when, on the engine's clock
-        self._last_court: Scheduler | None = None
-        self._since: float | None = None  # seconds on the engine's clock: suspects wait, and no worker tries them
+        self._held: dict[RequestState, float] = {}  # cleared or displaced -> held since, on the engine's clock
+        self._last_worker: Scheduler | None = None
+        self._since: float | None = None  # seconds on the engine's clock since which suspects wait for a worker
 
-    def lost(self, live: RequestState, cause: ExitCause, *, num_given: int) -> WorkerFailed | None:
-        """The worker that ran this request is lost; what to tell it if it was the one, alone on trial.
+    def worker_lost(self, live: RequestState, cause: ExitCause, *, num_given: int) -> WorkerFailed | None:
+        """Make a lost worker's request a suspect if it may have caused the loss.
 
-        `num_given`: tokens it had from that worker.
+        Return the error to fail it with if it ran alone as a suspect, so that it is the culprit; else None.
+        `num_given`: tokens that it had from that worker.
         """
-        if cause is ExitCause.OUTSIDE:
+        if cause is ExitCause.EXTERNAL:
             return None
-        is_guilty = live.is_suspect
+        is_culprit = live.is_suspect
         self.forget(live)
         live.num_suspicions += 1
-        if is_guilty:
+        if is_culprit:
             return WorkerFailed(
                 f"{live.num_suspicions} workers ended while they ran this request, the last one while it ran nothing "
                 "else. It is not tried again. Change the request; the log has the workers' last words."
             )
-        num_tokens = int(GROWTH ** (live.num_suspicions - 1))
-        if cause is ExitCause.UNKNOWN and num_given >= max(GROWTH, num_tokens):
+        num_tokens = int(TRIAL_GROWTH ** (live.num_suspicions - 1))
+        if cause is ExitCause.UNKNOWN and num_given >= max(TRIAL_GROWTH, num_tokens):
             return None
-        live.cleared_at = live.num_generated + num_tokens
+        live.probation_until = live.num_generated + num_tokens
         self._suspects.append(live)
         return None
 
-    def holds(self, live: RequestState) -> bool:
-        """It waits for its trial, or for those of others, and has no place in the queue's order."""
+    def is_holding(self, live: RequestState) -> bool:
+        """Whether the request is a suspect or held, and so must stay out of the queue's order."""
         return live.is_suspect or live in self._held
 
     def admit(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Admitted | Rejected]:
-        """All that can go now: the next suspect to a worker of its own, and others to the other workers.
+        """Yield all admissions and rejections that are possible now.
 
-        `complete`: no worker is missing; else one may be about to come that is empty, and suspects wait for it a while.
+        The next suspect goes to the quarantine worker, other requests to the other workers. `complete`: no worker is
+        missing; otherwise suspects wait up to `SUSPECT_WAIT` for an empty one to come.
         """
-        self._let_go(schedulers, now)
+        self._unpark_held(schedulers, now)
         self._admission.oversized.review(schedulers, complete=complete)
-        yield from self._turned_away(schedulers, now, complete=complete)
-        court = self._court(schedulers, now, complete=complete)
-        if court is not self._last_court:  # who fits no other worker stands aside while it tries suspects
-            self._last_court = court
-            self._admission.oversized.let_back()
-        if court is None:
+        yield from self._reject_unplaceable(schedulers, now, complete=complete)
+        worker = self._quarantine_worker(schedulers, now, complete=complete)
+        if worker is not self._last_worker:  # a request that fits only the quarantine worker is set aside meanwhile
+            self._last_worker = worker
+            self._admission.oversized.return_all()
+        if worker is None:
             yield from self._admission.admit(schedulers, now, complete=complete)
             return
-        while not court.sequences and (waiting := [live for live in self._waiting() if court.fits(live)]):
-            gone = self._admission.place(waiting[0], [court], now, complete=complete)
-            if gone is None:
+        while not worker.sequences and (waiting := [live for live in self._waiting() if worker.fits(live)]):
+            decision = self._admission.place(waiting[0], [worker], now, complete=complete)
+            if decision is None:
                 break
-            yield gone
-        others = [scheduler for scheduler in schedulers if scheduler is not court]
+            yield decision
+        others = [scheduler for scheduler in schedulers if scheduler is not worker]
         yield from self._admission.admit(others, now, complete=False)
         if self._waiting() or self._queue.head(now) is not None:
-            court.preempt_stalled()  # a suspect whose reader does not read is tried when it does
+            worker.preempt_stalled()  # a suspect whose reader lags resumes once it reads
 
-    def advanced(self, live: RequestState, scheduler: Scheduler, now: float) -> None:
-        """A suspect has been given tokens: it may be cleared, and makes way if another waits."""
-        if live.cleared_at is None or live.num_generated < live.cleared_at:
+    def update(self, live: RequestState, scheduler: Scheduler, now: float) -> None:
+        """Clear a suspect that has passed its probation; recall it if another suspect waits."""
+        if live.probation_until is None or live.num_generated < live.probation_until:
             return
         self.forget(live)
         if self._waiting() and scheduler.recall(live):
             self._held[live] = now
 
     def forget(self, live: RequestState) -> None:
-        """It is no suspect, and stands in nobody's way."""
-        live.cleared_at = None
+        """Clear a request: it is neither suspect nor held."""
+        live.probation_until = None
         self._held.pop(live, None)
         if live in self._suspects:
             self._suspects.remove(live)
 
     def _waiting(self) -> list[RequestState]:
-        """Suspects that could be tried now; one whose reader is too far behind could not go on, and some fit nobody."""
+        """Return the suspects that could run now: their readers do not lag, and they fit a worker."""
         oversized = self._admission.oversized
         return [live for live in self._suspects if live in self._queue and not live.lagging and live not in oversized]
 
-    def _turned_away(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Rejected]:
-        """Suspects that fit no worker stand aside, too; who waits for one in vain is turned away."""
+    def _reject_unplaceable(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Iterator[Rejected]:
+        """Set aside suspects that fit no worker; yield rejections of requests that have waited too long for one."""
         oversized = self._admission.oversized
         for live in self._waiting():
-            if oversized.takes(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
+            if oversized.set_aside(live, schedulers, now) and complete and not any(s.fits(live) for s in schedulers):
                 yield Rejected(live, too_large())
         for live in oversized.overdue(schedulers, now):
             yield Rejected(live, too_large())
 
-    def _court(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:
-        """The worker that tries suspects: one that does, else the least busy one where the first of them fits, from
-        which all are taken off.
+    def _quarantine_worker(self, schedulers: Sequence[Scheduler], now: float, *, complete: bool) -> Scheduler | None:
+        """Return the worker that runs suspects alone, or None.
+
+        It is the one that runs a suspect already, else the least busy worker that the first suspect fits; the latter's
+        requests are recalled and held.
         """
         waiting = self._waiting()
-        trying = [scheduler for scheduler in schedulers if scheduler.tries]
-        if trying or not waiting or not schedulers:
+        testing = [scheduler for scheduler in schedulers if scheduler.runs_suspect]
+        if testing or not waiting or not schedulers:
             self._since = None
-            return trying[0] if trying else None
+            return testing[0] if testing else None
         self._since = now if self._since is None else self._since
         fit = [scheduler for scheduler in schedulers if scheduler.fits(waiting[0]) and not scheduler.closing]
         if not fit:
             return None
-        court = min(fit, key=lambda scheduler: scheduler.num_running)
-        is_only = all(scheduler is court or scheduler.closing for scheduler in schedulers)
-        if court.num_running and is_only and not complete and now - self._since < PATIENCE:
+        worker = min(fit, key=lambda scheduler: scheduler.num_running)
+        is_only = all(scheduler is worker or scheduler.closing for scheduler in schedulers)
+        if worker.num_running and is_only and not complete and now - self._since < SUSPECT_WAIT:
             return None
-        self._held |= {sequence.live: now for sequence in court.running if court.recall(sequence.live)}
-        return court
+        self._held |= {sequence.live: now for sequence in worker.running if worker.recall(sequence.live)}
+        return worker
 
-    def _let_go(self, schedulers: Sequence[Scheduler], now: float) -> None:
-        """Those that are held go on once nobody is on trial or waits for it, or they have waited long enough."""
+    def _unpark_held(self, schedulers: Sequence[Scheduler], now: float) -> None:
+        """Unpark held requests once no suspect runs or waits, or after `MAX_HOLD`."""
         if not self._held:
             return
-        is_over = not self._waiting() and not any(scheduler.tries for scheduler in schedulers)
-        for live in [live for live, since in self._held.items() if is_over or now - since >= HOLD]:
+        is_over = not self._waiting() and not any(scheduler.runs_suspect for scheduler in schedulers)
+        for live in [live for live, since in self._held.items() if is_over or now - since >= MAX_HOLD]:
             del self._held[live]
             if live in self._queue and not live.lagging:
                 self._queue.unpark(live)

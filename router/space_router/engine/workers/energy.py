@@ -1,4 +1,4 @@
-"""Workers of one machine share its sensors: each joule is counted once."""
+"""Energy accounting: workers on one machine report the same sensors, and each joule is counted once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from space_proto import worker_pb2
 
 
 class EnergyShare:
-    """Who speaks for a sensor: the first worker that names it, until it is lost."""
+    """Assigns each sensor to the first worker that reports it, until that worker is lost."""
 
     def __init__(self) -> None:
-        self._speaker: dict[tuple[str, str], object] = {}  # machine and device -> worker
+        self._reporter: dict[tuple[str, str], object] = {}  # machine and device -> worker
 
-    def counted(self, worker: object, said: Iterable[worker_pb2.Energy]) -> Iterable[tuple[str, float]]:
-        """Device and joules, of the sensors that this worker speaks for."""
-        for energy in said:
-            if self._speaker.setdefault((energy.machine, energy.device), worker) is worker:
+    def counted(self, worker: object, energies: Iterable[worker_pb2.Energy]) -> Iterable[tuple[str, float]]:
+        """Yield device and joules of the sensors that are assigned to this worker."""
+        for energy in energies:
+            if self._reporter.setdefault((energy.machine, energy.device), worker) is worker:
                 yield energy.device, max(0.0, energy.joules)
 
     def lost(self, worker: object) -> None:
-        """Somebody else may speak for its sensors now."""
-        self._speaker = {sensor: speaker for sensor, speaker in self._speaker.items() if speaker is not worker}
+        """Free the sensors of a lost worker."""
+        self._reporter = {sensor: reporter for sensor, reporter in self._reporter.items() if reporter is not worker}

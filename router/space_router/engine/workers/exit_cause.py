@@ -1,4 +1,4 @@
-"""Why a worker was lost: whether what it ran can have had a part in it."""
+"""The cause of a worker's loss: whether a request can have crashed it."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import signal
 from enum import Enum
 from pathlib import Path
 
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody told the process to end
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the process was asked to end
 
 
 class ExitCause(Enum):
-    """Who ended a worker, as far as the system tells."""
+    """Why a worker was lost, as far as the system tells."""
 
-    OUTSIDE = "outside"  # somebody killed or stopped the process: no request did it
-    ITSELF = "itself"  # it crashed, hung, ran out of memory or contradicted the contract
-    UNKNOWN = "unknown"  # it runs where this router cannot look: its machine may be off, or it may have crashed
+    EXTERNAL = "external"  # killed or stopped from outside: no request caused it
+    CRASHED = "crashed"  # it crashed, hung, ran out of memory or violated the protocol
+    UNKNOWN = "unknown"  # it is remote: its machine may be off, or it may have crashed
 
 
 def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> ExitCause:
-    """Of a process that ended with `code` (negative: by that signal).
+    """Return the cause for a process that ended with exit code `code` (negative: by that signal).
 
-    SIGKILL comes from somebody else or from the kernel, out of memory; the kernel counts how often it did that.
-    `num_oom_kills`: its count when the process began, and now; None where there is none.
+    SIGKILL comes from another process, or from the kernel when memory runs out; the kernel counts the latter.
+    `num_oom_kills`: its count when the process began and now; None if unavailable.
     """
-    if -code in ASKED:
-        return ExitCause.OUTSIDE
+    if -code in TERMINATION_SIGNALS:
+        return ExitCause.EXTERNAL
     before, now = num_oom_kills
     is_killed = code == -signal.SIGKILL and before is not None and before == now
-    return ExitCause.OUTSIDE if is_killed else ExitCause.ITSELF
+    return ExitCause.EXTERNAL if is_killed else ExitCause.CRASHED
 
 
 def cause_of_silence(pid: int, processes: Path = Path("/proc")) -> ExitCause:
-    """Of a process that lives and is lost all the same: whether somebody has stopped it."""
+    """Return the cause for a process that is alive but silent: EXTERNAL if it was stopped by a signal."""
     try:
         state = (processes / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ExitCause.ITSELF
-    return ExitCause.OUTSIDE if state[:1] in (["T"], ["t"]) else ExitCause.ITSELF
+        return ExitCause.CRASHED
+    return ExitCause.EXTERNAL if state[:1] in (["T"], ["t"]) else ExitCause.CRASHED
 
 
 def count_oom_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
-    """How many processes the kernel has killed for want of memory since it began; None where it does not say."""
+    """Return the kernel's count of out-of-memory kills since boot; None if unavailable."""
     try:
         for line in statistics.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")

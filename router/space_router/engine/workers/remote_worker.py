@@ -1,4 +1,4 @@
-"""A worker that somebody else keeps alive."""
+"""A worker that runs elsewhere and is not started by this router."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from space_router.engine.workers.exit_cause import ExitCause
 
 
 class RemoteWorker:
-    """An address; `start` only waits a little longer each time."""
+    """The address of a remote worker; `start` only waits for the backoff."""
 
     def __init__(self, address: str, certificate: CertificateFiles | None = None) -> None:
-        """`certificate`: of this router, and of those that it trusts; None: not encrypted."""
+        """`certificate`: this router's certificate and the authority it trusts; None: no TLS."""
         self._certificate = certificate
         self.name = f"the worker at {address}"
         self._address = address
@@ -23,7 +23,7 @@ class RemoteWorker:
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For the next connection: renewed files count from then on."""
+        """TLS credentials for the next connection, from the current files; None: no TLS."""
         if self._certificate is None:
             return None
         shown = self._certificate.latest()
@@ -33,9 +33,9 @@ class RemoteWorker:
         await asyncio.sleep(self._backoff.next())
         return self._address
 
-    def proved_itself(self) -> None:
+    def reset_backoff(self) -> None:
         self._backoff.worked()
 
-    async def inquest(self) -> ExitCause:
-        """From here nobody can tell."""
+    async def find_exit_cause(self) -> ExitCause:
+        """Return UNKNOWN: a remote process cannot be inspected."""
         return ExitCause.UNKNOWN

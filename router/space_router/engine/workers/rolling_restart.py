@@ -1,4 +1,4 @@
-"""Every worker ended and started again, one after the other, while the others serve."""
+"""Rolling restart: workers are restarted one after the other while the others serve."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from space_router.engine.workers.worker_connection import WorkerConnection
 logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""Of a worker that is lost before it could be told to end, and comes back as the same process."""
+"""Attempts per worker: its connection may be lost before it is asked to end, so that the same process reconnects."""
 
-FINISH_SECONDS = 10.0  # most answers end by themselves in that time; handing the others over costs their prefill anew
+FINISH_SECONDS = 10.0  # most requests end in that time; moving the others costs another prefill
 
 
 class RestartState(Enum):
-    """How far it is."""
+    """State of the last restart."""
 
-    NONE = "none"  # nobody has asked for one
+    NONE = "none"  # none was requested
     RUNNING = "running"
     DONE = "done"
-    FAILED = "failed"  # a worker did not come back: those after it were left as they are
+    FAILED = "failed"  # a worker did not come back; those after it were not restarted
 
 
 class RestartFailed(Exception):
-    """The rest of the workers had better stay as they are."""
+    """A worker did not come back; the restart stops."""
 
 
 class RollingRestart:
-    """Restarts workers, never two at once, and never one while another is away.
+    """Restarts workers one at a time, and only while all others are up.
 
-    The streams of a worker finish, or go on elsewhere with what they have: their readers see a pause at most. A router
-    with one worker lets them wait for the new one.
+    A worker's requests finish, or continue on other workers with the same text: clients see a pause at most. With a
+    single worker they wait for the new process.
     """
 
     def __init__(self, connections: Sequence[WorkerConnection], *, back_seconds: float) -> None:
-        """`connections`: of the engine; `back_seconds`: that a worker may take to come back."""
+        """`connections`: of the engine; `back_seconds`: maximum time for a worker to come back."""
         self.state = RestartState.NONE
         self.error = ""  # why it failed
         self.num_done = self.num_wanted = 0
@@ -48,8 +48,10 @@ class RollingRestart:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, *, finish_seconds: float = FINISH_SECONDS, numbers: Sequence[int] | None = None) -> None:
-        """`finish_seconds`: that a worker's streams have before they go elsewhere; `numbers`: of the workers, None for
-        all. Raises RestartRefused while another restart is under way, and for a number that no worker has.
+        """Start a rolling restart in the background.
+
+        `finish_seconds`: time for a worker's requests to finish before they move; `numbers`: of the workers, None for
+        all. Raises RestartRefused while another restart is running, and for an unknown worker number.
         """
         if self.state is RestartState.RUNNING:
             raise RestartRefused(
@@ -66,12 +68,12 @@ class RollingRestart:
         self._task = asyncio.create_task(self._run([known[number] for number in wanted], finish_seconds))
 
     async def wait(self) -> None:
-        """Until the restart that was begun last is over."""
+        """Wait for the current restart to end."""
         if self._task is not None:
             await asyncio.wait((self._task,))
 
     def cancel(self) -> None:
-        """The server stops."""
+        """Cancel the restart because the server stops."""
         if self._task is not None:
             self._task.cancel()
 
@@ -89,7 +91,7 @@ class RollingRestart:
             self.state = RestartState.DONE if self.num_done == self.num_wanted else RestartState.FAILED
 
     async def _restart(self, connection: WorkerConnection, finish_seconds: float) -> None:
-        """Another process sits there."""
+        """Retire a worker and wait until another process has taken its place. Raises RestartFailed."""
         process = connection.incarnation
         for _ in range(TRIES):
             before = connection.num_incarnations
@@ -103,12 +105,12 @@ class RollingRestart:
         )
 
     async def _all_up(self, *, but: WorkerConnection) -> None:
-        """Nobody else is away: else one more would be missing."""
+        """Wait until all other workers are up, so that at most one is missing."""
         for connection in [connection for connection in self._connections if connection is not but]:
             await self._until_up(connection, since=0)
 
     async def _until_up(self, connection: WorkerConnection, *, since: int) -> None:
-        """A worker sits there that came after incarnation `since`."""
+        """Wait for a worker newer than incarnation `since`. Raises RestartFailed after `back_seconds`."""
         try:
             async with asyncio.timeout(self._back_seconds):
                 await connection.until(

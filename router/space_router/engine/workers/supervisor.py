@@ -1,4 +1,4 @@
-"""A worker process that is kept alive."""
+"""A worker process that this router starts and restarts."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, caus
 
 logger = logging.getLogger(__name__)
 
-KEPT_LINES = 40  # of the worker's last words
+KEPT_LINES = 40  # of the worker's stderr
 GRACE = 5.0  # seconds
-INQUEST_SECONDS = 1.0  # that a process may take to end, once its conversation has
+INQUEST_SECONDS = 1.0  # seconds that a process may take to end after its connection has
 
 
 class WorkerDidNotStart(Exception):
-    """The process ended before it was ready: its last words are in the message."""
+    """The process ended, or timed out, before it was ready; the message has the end of its stderr."""
 
 
 class Supervisor:
-    """Starts one worker on a socket of its own, says where it listens, starts it again when asked, and ends it.
+    """Starts one worker process on its own Unix socket, restarts it on request, and ends it.
 
         async with Supervisor(command, name="worker 0", start_timeout=600.0) as supervisor:
             address = await supervisor.start()
             ...
-            address = await supervisor.start()   # again, after a loss
+            address = await supervisor.start()   # restarts it
 
-    The socket lies in a folder that only this user can enter. Leaving the block ends the process, and with it
-    everything it has started (it leads a process group).
+    The socket is in a folder that only this user can enter. Leaving the block ends the process and its children (it
+    leads a process group).
     """
 
     def __init__(
         self, command: Callable[[str], Sequence[str]], *, name: str, start_timeout: float, grace: float = GRACE
     ) -> None:
-        """`command`: the argument list for an address; the process must print `ready ADDRESS` when it listens,
-        and may print `busy WHY` before, which gives it `start_timeout` anew.
-        `start_timeout`: seconds it may take to; `grace`: seconds from SIGTERM to SIGKILL.
+        """`command`: returns the argument list for an address. The process must print `ready ADDRESS` when it listens,
+        and may print `busy WHY` before, which restarts the timeout.
+        `start_timeout`: seconds until `ready`; `grace`: seconds from SIGTERM to SIGKILL.
         """
         self.name = name
-        self.credentials: grpc.ChannelCredentials | None = None  # its socket is this user's own
+        self.credentials: grpc.ChannelCredentials | None = None  # no TLS: only this user can reach the socket
         self._grace = grace
         self.num_starts = 0
         self._command = command
         self._start_timeout = start_timeout
-        self._last_busy = 0.0  # when the start of the process began, or it last said that it is busy
+        self._last_busy = 0.0  # time of the process's start or of its last `busy` line
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
         self._backoff = Backoff()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._num_oom_kills: int | None = None  # of the machine, when the process was started
+        self._num_oom_kills: int | None = None  # of the machine when the process was started
 
     @property
     def pid(self) -> int | None:
-        """The process, while it lives."""
+        """Id of the process while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def __aenter__(self) -> Supervisor:
@@ -85,11 +85,11 @@ class Supervisor:
                 self._folder.cleanup()
 
     async def start(self) -> str:
-        """Kill what runs, wait the back-off, start the process; its address once it is ready.
+        """Kill the running process if any, wait for the backoff, start a new one and return its address once ready.
 
-        Raises WorkerDidNotStart if it ends, or takes too long, before that.
+        Raises WorkerDidNotStart if it ends or times out before it is ready.
         """
-        await self._end(0.0)  # it is lost: what it would still do is of no use
+        await self._end(0.0)  # it is lost, so it needs no time to finish
         if self._folder is None:
             raise RuntimeError("Supervisor.start is called outside its `async with` block")
         await asyncio.sleep(self._backoff.next())
@@ -103,7 +103,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=safe_environment(),
-            start_new_session=True,  # a Ctrl-C is for the router, which then drains
+            start_new_session=True,  # Ctrl-C must reach only the router, which then drains
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._readers = [
@@ -120,44 +120,44 @@ class Supervisor:
             if ready.done():
                 return ready.result()
             code = process.returncode
-            if code is not None:  # what it said at the end may still be in the pipe
+            if code is not None:  # its last lines may still be in the pipe
                 await asyncio.wait(self._readers, timeout=1.0)
             await self.stop()
-            raise WorkerDidNotStart(self._obituary(code))
+            raise WorkerDidNotStart(self._start_failure(code))
         finally:
             ended.cancel()
             ready.cancel()
 
-    def proved_itself(self) -> None:
-        """The worker works: if it dies now, it is started again at once."""
+    def reset_backoff(self) -> None:
+        """Restart the worker without delay if it is lost now, because it has worked."""
         self._backoff.worked()
 
     async def ended(self) -> None:
-        """Until the process that was started last is no more."""
+        """Wait until the current process has ended."""
         if self._process is not None:
             await self._process.wait()
 
-    async def inquest(self) -> ExitCause:
-        """Why the process, whose conversation has ended or fallen silent, is lost: what the system says of it."""
+    async def find_exit_cause(self) -> ExitCause:
+        """Return why the process was lost, after its connection has ended or fallen silent."""
         process = self._process
         if process is None:
-            return ExitCause.ITSELF
+            return ExitCause.CRASHED
         if process.returncode is None:
             cause = cause_of_silence(process.pid)
-            if cause is ExitCause.OUTSIDE:
+            if cause is ExitCause.EXTERNAL:
                 return cause
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), INQUEST_SECONDS)
         if process.returncode is None:
-            return ExitCause.ITSELF
+            return ExitCause.CRASHED
         return cause_of_end(process.returncode, num_oom_kills=(self._num_oom_kills, count_oom_kills()))
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after a while; nothing of it is left running."""
+        """Send SIGTERM, then SIGKILL after the grace period, to the whole process group."""
         await self._end(self._grace)
 
     async def _end(self, grace: float) -> None:
-        """With `grace` 0 there is no SIGTERM."""
+        """End the process group; with `grace` 0 there is no SIGTERM."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None and grace:
@@ -178,17 +178,17 @@ class Supervisor:
             if line.startswith("ready ") and not ready.done():
                 ready.set_result(line.removeprefix("ready ").strip())
             else:
-                if line.startswith("busy "):  # such as a download: its time is not the start's
+                if line.startswith("busy "):  # for example a download, which does not count as start time
                     self._last_busy = asyncio.get_running_loop().time()
                 logger.info("%s: %s", self.name, line.removeprefix("busy "))
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         async for line in _lines(process.stderr):
             self._last_words.append(line)
-            with contextlib.suppress(OSError):  # a full disk: if nobody read on, the worker would stop at its pipe
+            with contextlib.suppress(OSError):  # e.g. a full disk; reading must go on, or the worker blocks on its pipe
                 sys.stderr.write(f"{self.name}: {line}\n")
 
-    def _obituary(self, code: int | None) -> str:
+    def _start_failure(self, code: int | None) -> str:
         how = (
             f"was not ready within {self._start_timeout:g} s"
             if code is None
@@ -199,13 +199,13 @@ class Supervisor:
 
 
 def _signal(group: int, number: signal.Signals) -> None:
-    """To every process of a group; there may be none left."""
+    """Signal every process of a group; no error if none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 
 
 async def _lines(pipe: asyncio.StreamReader | None) -> AsyncIterator[str]:
-    """Lines of any length, as long as the pipe is open."""
+    """Yield lines of any length until the pipe closes."""
     rest = b""
     while pipe is not None and (chunk := await pipe.read(65536)):
         *lines, rest = (rest + chunk).split(b"\n")

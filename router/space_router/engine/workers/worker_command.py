@@ -1,4 +1,4 @@
-"""How a worker process is started: the command line that the server room understands."""
+"""The command line of a worker process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from space_router.placement import for_workers, processors
 
 
 def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
-    """`python -m space_server` with this router's settings, listening on `address`."""
+    """Return the argument list of `python -m MODULE` with this router's settings, listening on `address`."""
     flags: dict[str, object] = {
         "--model": config.model,
         "--listen": address,
-        "--parent-pid": os.getpid(),  # a worker whose router is gone ends itself
+        "--parent-pid": os.getpid(),  # the worker ends when its router is gone
         "--dtype": config.dtype,
         "--weights": config.weights,
         "--kv-dtype": config.kv_dtype,

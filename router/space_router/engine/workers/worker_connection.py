@@ -1,4 +1,4 @@
-"""A place for a worker: whoever sits there now, and what the router holds of it."""
+"""The connection to one worker, over restarts of its process."""
 
 from __future__ import annotations
 
@@ -30,52 +30,52 @@ from space_router.engine.workers.worker_link import (
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STARTS = 10  # in a row, of a worker that was up before: it does not start, or comes back as another
-STEADY_SECONDS = 10.0  # that a worker has to be up before it counts as one that works
-MAX_CRASHES = 3  # in a row, of workers that were not up for so long: then the next has to prove itself first
-ENDING_SECONDS = 10.0  # that a worker which runs nothing may take to end, once it is told to
-GRAMMAR_SECONDS = 20.0  # that a worker may compile a grammar, before it gives up on it and says so
+MAX_FAILED_STARTS = 10  # consecutive failed starts after which a worker that was up before is given up
+STEADY_SECONDS = 10.0  # seconds up after which a worker counts as healthy
+MAX_CRASHES = 3  # consecutive crashes within `STEADY_SECONDS` after which the router is not ready until one is healthy
+ENDING_SECONDS = 10.0  # seconds that an idle worker may take to end after Drain
+GRAMMAR_SECONDS = 20.0  # seconds that a worker may compile a grammar before it gives up and reports so
 
 
 class WorkerSource(Protocol):
-    """Where a worker comes from: a process that is kept alive, or an address where somebody else keeps one."""
+    """Provides a worker: a supervised process, or the address of a remote one."""
 
     name: str
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For TLS, as they are now."""
+        """Current TLS credentials; None: no TLS."""
 
     async def start(self) -> str:
-        """A fresh worker's address, after a back-off where the last one failed."""
+        """Return the address of a new worker, after a backoff if the last one failed."""
 
-    def proved_itself(self) -> None:
-        """The worker works: no back-off if it is lost now."""
+    def reset_backoff(self) -> None:
+        """Start the next worker without delay, because this one has worked."""
 
-    async def inquest(self) -> ExitCause:
-        """Why the worker that has just been lost was."""
+    async def find_exit_cause(self) -> ExitCause:
+        """Return why the last worker was lost."""
 
 
 class WorkerListener(Protocol):
-    """Who is told what happens on the seat."""
+    """Receives the events of a connection."""
 
-    def expect(self, facts: WorkerModelFacts) -> None:
-        """Raise WorkerMismatch unless this worker gives the same text as those before and beside it."""
+    def check_compatible(self, facts: WorkerModelFacts) -> None:
+        """Raise WorkerMismatch unless this worker gives the same text as the others."""
 
     def worker_up(self, connection: WorkerConnection) -> None: ...
 
     def worker_report(self, connection: WorkerConnection, report: worker_pb2.StepReport) -> None: ...
 
-    def worker_away(self, connection: WorkerConnection) -> None:
-        """The worker is lost; why is yet to be found out."""
+    def worker_disconnected(self, connection: WorkerConnection) -> None:
+        """The worker is lost; `worker_lost` follows once the cause is known."""
 
     def worker_lost(self, connection: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None: ...
 
 
 class WorkerConnection:
-    """Keeps one worker connected, incarnation after incarnation.
+    """Keeps one worker connected over its restarts.
 
-    Each incarnation has a scheduler of its own: with the worker, its pages and prefix cache are gone.
+    Each incarnation has its own scheduler, because pages and prefix cache are lost with the process.
     """
 
     def __init__(
@@ -88,58 +88,60 @@ class WorkerConnection:
         max_prefill_rows: int,
         number: int = 0,
     ) -> None:
-        self.number = number  # among the seats of its router
+        self.number = number  # worker number, unique in its router
         self.source = source
-        self.trouble = ""  # why the last worker was lost, or none could be had
-        self.scheduler: Scheduler | None = None  # None: nobody is up
+        self.trouble = ""  # why the last worker was lost or could not be started
+        self.scheduler: Scheduler | None = None  # None: no worker is up
         self.num_incarnations = 0
-        self.num_crashes = 0  # in a row: no worker was up for long in between
+        self.num_crashes = 0  # consecutive crashes without a healthy worker in between
         self._schedule = schedule
         self._tokenizer_hash = tokenizer_hash
         self._worker_timeout = worker_timeout
         self._max_prefill_rows = max_prefill_rows
         self._link: Link | None = None
-        self._news = asyncio.Event()  # something has changed here
+        self._changed = asyncio.Event()  # wakes `until`
 
-    incarnation: str | None = None  # of the process that is connected, or was last
-    retired: str | None = None  # incarnation that was taken off duty: nothing has gone wrong; until another is up
-    left: str | None = None  # incarnation that was told to end, not by us, and had finished everything
-    is_given_up = False  # no worker will come any more, unless somebody puts another there; until one is up
+    incarnation: str | None = None  # of the current or last process
+    retired: str | None = None  # incarnation that `retire` has ended; None again once another is up
+    left: str | None = None  # incarnation that was asked to end from outside and had finished its work
+    is_given_up = False  # no worker is expected any more; False again once one is up
 
     @property
     def address(self) -> str | None:
-        """Where its worker listens; None: nobody is up."""
+        """Where the worker listens; None: no worker is up."""
         return None if self._link is None else self._link.address
 
     @property
     def was_lost(self) -> bool:
-        """Whoever sits here takes the place of a worker that was lost, and neither taken off duty nor left in peace."""
+        """Whether the current worker replaces one that was lost, and not one that was retired or ended on request."""
         return self.num_incarnations > 1 and self.retired is None and self.left in (None, self.incarnation)
 
     @property
-    def steady(self) -> bool:
-        """A worker is up, and not one of a row that crash as soon as they have begun."""
+    def is_steady(self) -> bool:
+        """Whether a worker is up and is not in a crash loop."""
         return self.scheduler is not None and self.num_crashes < MAX_CRASHES
 
     def flush(self) -> None:
-        """Say what the scheduler has to say."""
+        """Send the scheduler's collected commands."""
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
             self._link.send(commands)
 
     def give_up(self) -> None:
-        """No worker is awaited here any more: whoever waits for one hears of it."""
+        """Mark that no worker is expected any more, and wake the tasks that wait for one."""
         self.is_given_up = True
-        self._news.set()
+        self._changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something that comes true by what happens here: a worker comes, reports, or is lost."""
+        """Wait until `holds()` is true; it is checked when a worker connects, reports or is lost."""
         while not holds():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def retire(self, *, finish_seconds: float) -> None:
-        """Take the worker off duty and end it; what it still runs after so many seconds goes on elsewhere, with the
-        same text. Over once the worker has ended, or is lost.
+        """End the worker gracefully; return once it has ended or is lost.
+
+        It admits nothing more. Requests still running after `finish_seconds` continue on other workers with the same
+        text.
         """
         scheduler, link = self.scheduler, self._link
         if scheduler is None or link is None:
@@ -164,8 +166,8 @@ class WorkerConnection:
             link.give_up(f"did not end within {ENDING_SECONDS:g} s of being told to")
             await self.until(lambda: self._link is not link)
 
-    async def run(self, engaged: WorkerListener) -> None:
-        """For ever; raises WorkerStartFailed once there is no hope of a worker here. May be run again then."""
+    async def run(self, listener: WorkerListener) -> None:
+        """Connect and reconnect for ever. Raises WorkerStartFailed once starts keep failing; may be called again."""
         num_failed_starts = 0
         task = asyncio.current_task()
         while True:
@@ -176,12 +178,12 @@ class WorkerConnection:
                 begun = asyncio.get_running_loop().time()
                 address = await self.source.start()
                 watchdog = Watchdog(self._worker_timeout, start_seconds=asyncio.get_running_loop().time() - begun)
-                await self._converse(address, engaged, watchdog)
+                await self._run_link(address, listener, watchdog)
             except (WorkerDidNotStart, WorkerMismatch) as error:
                 self.trouble = str(error)
                 num_failed_starts += 1
                 self.num_crashes += 1
-                self._news.set()  # heard once this moment is over
+                self._changed.set()  # waiters run after `is_given_up` is set below
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
                     self.is_given_up = True
                     raise WorkerStartFailed(str(error)) from error
@@ -193,18 +195,18 @@ class WorkerConnection:
                     logger.info("%s ends as it was told to: %s", self.source.name, error)
                 else:
                     logger.warning("%s is lost: %s", self.source.name, error)
-            except Exception as error:  # whatever it was, a fresh worker and the requests' own ids set it right
+            except Exception as error:  # a new worker and the requests' recorded ids recover from any error
                 self.trouble = f"{type(error).__name__} in the router"
                 logger.exception("%s is started again after an error of the router", self.source.name)
 
-    async def _converse(self, address: str, engaged: WorkerListener, watchdog: Watchdog) -> None:
+    async def _run_link(self, address: str, listener: WorkerListener, watchdog: Watchdog) -> None:
         async with Link(
             address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash, credentials=self.source.credentials
         ) as link:
             if link.hello.incarnation == self.retired:
                 raise LinkLost(f"the worker at {address} has not ended yet")
             facts = WorkerModelFacts.from_hello(link.hello)
-            engaged.expect(facts)
+            listener.check_compatible(facts)
             scheduler = self._schedule(facts)
             start = worker_pb2.Start(
                 protocol_major=PROTOCOL_MAJOR,
@@ -215,57 +217,57 @@ class WorkerConnection:
             self.scheduler, self._link = scheduler, link
             self.num_incarnations += 1
             self.incarnation = link.hello.incarnation
-            cause = ExitCause.OUTSIDE
+            cause = ExitCause.EXTERNAL
             try:
-                engaged.worker_up(self)
+                listener.worker_up(self)
                 self.retired, self.left, self.is_given_up = None, None, False
-                self._news.set()
-                await self._listen(link, scheduler, engaged, watchdog)
+                self._changed.set()
+                await self._listen(link, scheduler, listener, watchdog)
             except LinkRefused:
-                self.num_crashes += 1  # where two routers want one worker neither is called ready
+                self.num_crashes += 1  # if two routers share a worker, neither becomes ready
                 raise
             except (LinkLost, ProtocolViolation) as error:
-                self.scheduler = self._link = None  # its requests wait for the verdict, and nobody joins them
-                engaged.worker_away(self)
+                self.scheduler = self._link = None  # nothing is admitted while the cause is determined
+                listener.worker_disconnected(self)
                 if isinstance(error, LinkEnded):
                     self.left = link.hello.incarnation
                 if isinstance(error, LinkStalled | ProtocolViolation):
-                    cause = ExitCause.ITSELF
+                    cause = ExitCause.CRASHED
                 else:
-                    cause = await self.source.inquest()  # gives one that was told to end the time for it, too
+                    cause = await self.source.find_exit_cause()  # also waits for the end of a process that was asked to
                 if self.retired is not None or self.left is not None:
-                    cause = ExitCause.OUTSIDE
-                if cause is ExitCause.OUTSIDE:
-                    self._works()
+                    cause = ExitCause.EXTERNAL
+                if cause is ExitCause.EXTERNAL:
+                    self._mark_healthy()
                 else:
                     self.num_crashes += 1
                 raise
             finally:
                 self.scheduler = self._link = None
-                engaged.worker_lost(self, scheduler, cause)
-                self._news.set()
+                listener.worker_lost(self, scheduler, cause)
+                self._changed.set()
 
-    async def _listen(self, link: Link, scheduler: Scheduler, engaged: WorkerListener, watchdog: Watchdog) -> None:
-        """Pass on what the worker says, until it is lost."""
+    async def _listen(self, link: Link, scheduler: Scheduler, listener: WorkerListener, watchdog: Watchdog) -> None:
+        """Pass on the worker's reports until it is lost. Raises LinkLost or ProtocolViolation."""
         clock = asyncio.get_running_loop().time
-        begun = last_step = last_grammar = clock()  # seconds; of the latter two, when nothing was due, too
+        begun = last_step = last_grammar = clock()  # last_*: last time that a step was made or none was due
         while True:
             report = await link.report()
-            engaged.worker_report(self, report)
-            self._news.set()
+            listener.worker_report(self, report)
+            self._changed.set()
             now = clock()
             if now - begun > STEADY_SECONDS:
-                self._works()
+                self._mark_healthy()
             if report.stepped:
                 watchdog.stepped(step_seconds(report.stats))
-            if report.stepped or report.released or not scheduler.awaits:
+            if report.stepped or report.released or not scheduler.is_step_due:
                 last_step = now
-            if report.stepped or report.released or not (scheduler.awaits or scheduler.awaits_grammar):
+            if report.stepped or report.released or not (scheduler.is_step_due or scheduler.awaits_grammar):
                 last_grammar = now
             if now - last_step > watchdog.stall or now - last_grammar > watchdog.stall + GRAMMAR_SECONDS:
                 raise LinkStalled(f"no step for {now - last_grammar:.3g} s, though one is due")
 
-    def _works(self) -> None:
-        """If the worker is lost now, another is started at once."""
+    def _mark_healthy(self) -> None:
+        """Reset crash count and backoff, so that a lost worker is replaced at once."""
         self.num_crashes = 0
-        self.source.proved_itself()
+        self.source.reset_backoff()

@@ -1,4 +1,4 @@
-"""One conversation with one worker."""
+"""One gRPC stream to one worker."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from space_proto import worker_pb2
 from space_router.engine.workers.watchdog import Watchdog
 
 PROTOCOL_MAJOR = 1
-LOOK_SECONDS = 0.5  # between two looks at whether the worker still speaks
+LOOK_SECONDS = 0.5  # between two checks for silence
 SERVE = "/spaceserve.v1.Worker/Serve"
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 1024**2),  # prompt logprobs of long prompts are large
     ("grpc.max_send_message_length", 256 * 1024**2),
-    ("grpc.use_local_subchannel_pool", 1),  # a worker started again is not met with the old one's back-off
+    ("grpc.use_local_subchannel_pool", 1),  # a restarted worker must not inherit the old channel's backoff
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class LinkLost(Exception):
-    """The conversation has ended: the worker died, fell silent, or cannot be reached."""
+    """The stream has ended: the worker died, fell silent, or cannot be reached."""
 
 
 class LinkStalled(LinkLost):
-    """The worker speaks, and does not step."""
+    """The worker reports but does not step."""
 
 
 class LinkEnded(LinkLost):
-    """The worker leaves: told to end, it has finished what ran and said all of it."""
+    """The worker ends on request, after finishing and reporting all its sequences."""
 
 
 class LinkRefused(LinkLost):
-    """The worker is well, and will not serve this router: it drains, or serves another, or was told nonsense."""
+    """The worker refuses this router: it drains, serves another router, or rejected a command."""
 
 
 class WorkerMismatch(Exception):
-    """The worker is not the one that this router expects; trying again will not help."""
+    """The worker does not fit this router (protocol, model, tokenizer); retrying does not help."""
 
 
 class Link:
@@ -50,8 +50,8 @@ class Link:
             link.hello; link.send(commands)
             report = await link.report()
 
-    Commands that are sent in one moment go in one message. A worker that says nothing for longer than the watchdog
-    allows (it owes a report every second) is taken for dead.
+    Commands sent in one iteration of the event loop go in one message. A worker that is silent for longer than the
+    watchdog allows is considered dead; a live one reports every second.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Link:
         tokenizer_hash: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: what Hello must say, None or "" to take any;
-        `credentials`: for TLS, None without.
+        """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: required of Hello, None or "" accepts any;
+        `credentials`: for TLS, None: no TLS.
         """
         self.address = address
         self.hello = worker_pb2.Hello()
-        self._patience = watchdog
+        self._watchdog = watchdog
         self._tokenizer_hash = tokenizer_hash
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
@@ -80,8 +80,8 @@ class Link:
         )
         self._call = serve(self._outgoing())
         self._unsent: list[worker_pb2.Command] = []
-        self._news = asyncio.Event()
-        self._silence = 0.0  # seconds since the last word, in which this process ran itself
+        self._has_commands = asyncio.Event()
+        self._silence = 0.0  # seconds since the last message, without times when this process was suspended
         self._last_look = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._given_up: str | None = None  # why
@@ -90,8 +90,8 @@ class Link:
     async def __aenter__(self) -> Link:
         try:
             self._last_look = asyncio.get_running_loop().time()
-            self._look()
-            self.hello = _checked(await self._read(), self.address, self._tokenizer_hash)
+            self._check_silence()
+            self.hello = _check_hello(await self._read(), self.address, self._tokenizer_hash)
         except BaseException:
             await self._close()
             raise
@@ -103,12 +103,12 @@ class Link:
         await self._close()
 
     def send(self, commands: Sequence[worker_pb2.Command]) -> None:
-        """Say this, soon: what is sent before the loop turns goes together, in order."""
+        """Queue commands; all queued in one iteration of the event loop are sent in one message, in order."""
         self._unsent += commands
-        self._news.set()
+        self._has_commands.set()
 
     async def report(self) -> worker_pb2.StepReport:
-        """The next thing the worker did. Raises LinkLost once there will be no more."""
+        """Wait for the worker's next report. Raises LinkLost when the stream has ended."""
         message = await self._read()
         self._silence, self._last_look = 0.0, asyncio.get_running_loop().time()
         if message.HasField("refusal"):
@@ -117,22 +117,24 @@ class Link:
             raise LinkEnded(f"the worker at {self.address} has finished everything")
         return message.report
 
-    def _look(self) -> None:
-        """Look at the worker now and then. A look that comes late itself (this process was stopped, or the machine
-        slept) says nothing of the worker, whose words may lie unread.
+    def _check_silence(self) -> None:
+        """Add to the silence and give up when the limit is reached; runs every `LOOK_SECONDS`.
+
+        If the check itself is late (this process was stopped, or the machine slept), the delay does not count as
+        silence, because messages may be unread.
         """
         loop = asyncio.get_running_loop()
-        patience = self._patience.silence
+        patience = self._watchdog.silence
         pause = min(LOOK_SECONDS, patience / 4)
         self._silence += min(loop.time() - self._last_look, 2 * pause)
         self._last_look = loop.time()
         if self._silence < patience:
-            self._watch = loop.call_later(min(pause, patience - self._silence), self._look)
+            self._watch = loop.call_later(min(pause, patience - self._silence), self._check_silence)
         else:
             self.give_up(f"said nothing for {self._silence:.3g} s")
 
     def give_up(self, why: str) -> None:
-        """Hang up: whoever waits for a report hears LinkLost, with this reason."""
+        """Close the stream; a pending `report` raises LinkLost with this reason."""
         self._given_up = why
         self._call.cancel()
 
@@ -152,10 +154,10 @@ class Link:
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.RouterMessage]:
         while True:
-            await self._news.wait()
+            await self._has_commands.wait()
             if self._closed:
                 return
-            self._news.clear()
+            self._has_commands.clear()
             commands, self._unsent = self._unsent, []
             yield worker_pb2.RouterMessage(commands=commands)
 
@@ -163,13 +165,13 @@ class Link:
         if self._watch is not None:
             self._watch.cancel()
         self._closed = True
-        self._news.set()  # ends `_outgoing`: left waiting, it would be collected in the middle of its step
+        self._has_commands.set()  # ends `_outgoing`, which would otherwise be garbage-collected while it waits
         self._call.cancel()
         await self._channel.close()
 
 
-def _checked(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash: str | None) -> worker_pb2.Hello:
-    """The Hello, if this router can work with it."""
+def _check_hello(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash: str | None) -> worker_pb2.Hello:
+    """Return the Hello. Raises LinkRefused, or WorkerMismatch if this router cannot use the worker."""
     if message.HasField("refusal"):
         raise LinkRefused(f"the worker at {address} refuses: {message.refusal.reason}")
     if not message.HasField("hello"):

@@ -1,4 +1,4 @@
-"""Who sits at a router's seats: the workers it was started with, or whoever is at a list of addresses that changes."""
+"""The workers of a router: a fixed set, or a list of addresses that changes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """A connection for each worker, kept as long as any worker may still come up.
+    """Runs a connection for each worker as long as any worker may still come up.
 
-        async with WorkerPool(sources, connection_for=..., engaged=engine, on_start_failed=...) as pool:
+        async with WorkerPool(sources, connection_for=..., listener=engine, on_start_failed=...) as pool:
             pool.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only a pool that began with no sources
 
-    A pool that follows a list never fails to start: the next list may name a worker that serves. A remote worker is
-    asked again as long as any other worker may come up, because its operator may still correct it.
+    A pool that follows a list never fails to start, because the next list may have a usable worker. A remote worker
+    that does not fit is retried as long as any other may come up, because its operator may correct it.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class WorkerPool:
         sources: Sequence[WorkerSource],
         *,
         connection_for: Callable[[WorkerSource, int], WorkerConnection],
-        engaged: WorkerListener,
+        listener: WorkerListener,
         on_start_failed: Callable[[WorkerStartFailed], None],
     ) -> None:
-        """`connection_for` makes the connection of a source, with its number; `engaged` hears what happens there;
-        `on_start_failed` is called once all of the `sources` have given up.
+        """`connection_for`: makes the connection of a source and its number; `listener`: receives the connections'
+        events; `on_start_failed`: called once all `sources` have failed for good.
         """
         self.connections = [connection_for(source, number) for number, source in enumerate(sources)]
         self._connection_for = connection_for
-        self._engaged = engaged
+        self._listener = listener
         self._on_start_failed = on_start_failed
         self._follows = not sources
         self._followed: dict[str, WorkerConnection] = {}  # by address
@@ -53,7 +53,7 @@ class WorkerPool:
         ):
             await self._exit.enter_async_context(source)
         for connection in self.connections:
-            self._connected(connection)
+            self._start(connection)
         return self
 
     async def __aexit__(
@@ -66,10 +66,10 @@ class WorkerPool:
         await self._exit.aclose()
 
     def follow(self, addresses: Collection[str], *, finish_seconds: float) -> None:
-        """Seat whoever is new on the list. Who is not on it any more is taken off duty, and loses the seat once he has
-        ended, at the next list.
+        """Connect the new addresses of a list and retire the workers that are not on it any more.
 
-        `finish_seconds`: what he still runs then goes on elsewhere. Raises ValueError where the workers are fixed.
+        A retired worker's connection is removed by the first later call after it has ended. `finish_seconds`: time for
+        its requests to finish before they move. Raises ValueError if the pool's workers are fixed.
         """
         if not self._follows:
             raise ValueError("These workers are fixed: only an engine that is started without any follows a list.")
@@ -78,7 +78,7 @@ class WorkerPool:
                 continue
             if connection.scheduler is None:
                 del self._followed[address]
-                self._dismiss(connection)
+                self._remove(connection)
             elif not connection.scheduler.closing:
                 retiring = asyncio.create_task(connection.retire(finish_seconds=finish_seconds))
                 self._retiring.add(retiring)
@@ -89,34 +89,34 @@ class WorkerPool:
                 number = next(number for number in range(len(taken) + 1) if number not in taken)
                 connection = self._followed[address] = self._connection_for(RemoteWorker(address), number)
                 self.connections.append(connection)
-                self._connected(connection)
+                self._start(connection)
 
-    def _connected(self, connection: WorkerConnection) -> None:
-        self._tasks[connection] = asyncio.create_task(self._keep(connection))
+    def _start(self, connection: WorkerConnection) -> None:
+        self._tasks[connection] = asyncio.create_task(self._run_connection(connection))
 
-    def _dismiss(self, connection: WorkerConnection) -> None:
-        """Nobody is expected there any more."""
+    def _remove(self, connection: WorkerConnection) -> None:
+        """Remove the connection of a worker that has ended."""
         if connection in self.connections:
             self.connections.remove(connection)
             self._tasks.pop(connection).cancel()
             connection.give_up()
 
-    async def _keep(self, connection: WorkerConnection) -> None:
-        """Run one seat as long as there is hope of a worker there."""
+    async def _run_connection(self, connection: WorkerConnection) -> None:
+        """Run one connection as long as its worker may still come up."""
         while True:
             try:
-                await connection.run(self._engaged)
+                await connection.run(self._listener)
             except WorkerStartFailed as error:
-                if isinstance(connection.source, Supervisor) or not self._has_hope:
+                if isinstance(connection.source, Supervisor) or not self._can_recover:
                     logger.error("%s", error)
                     self.connections.remove(connection)
                     del self._tasks[connection]
-                    if not self._has_hope:
+                    if not self._can_recover:
                         self._on_start_failed(error)
                     return
                 logger.error("%s It is asked again, in case it is set right.", error)
 
     @property
-    def _has_hope(self) -> bool:
-        """A worker is up, or nobody knows better than that one will be."""
+    def _can_recover(self) -> bool:
+        """Whether a worker is up or may still come up."""
         return self._follows or not all(connection.is_given_up for connection in self.connections)

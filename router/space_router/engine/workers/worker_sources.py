@@ -1,4 +1,4 @@
-"""Where this router's workers come from."""
+"""The worker sources that a configuration names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from space_router.engine.workers.supervisor import Supervisor
 def worker_sources(
     config: ServeConfig, worker_argv: Callable[[ServeConfig, str], Sequence[str]]
 ) -> list[RemoteWorker | Supervisor]:
-    """The addresses that the config names, else a process for each of its `workers`, started as `worker_argv` says."""
+    """Return remote workers for the config's addresses, else a supervised process for each of its `workers`."""
     if config.worker_address:
         certificate = config.worker_certificate()
         return [RemoteWorker(address, certificate) for address in config.worker_address]

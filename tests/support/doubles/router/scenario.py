@@ -16,7 +16,7 @@ from space_router.engine.errors import (
     RequestCancelled,
     WorkerFailed,
 )
-from space_router.engine.request import worker_messages as wire
+from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD
 from space_router.engine.request.stream import Stream
@@ -328,7 +328,7 @@ class Performance:
         expected = {
             "cancelled": visit.cancelled_at is not None,
             "deadline": visit.request.deadline is not None,
-            "worker failed": sum(cause is not ExitCause.OUTSIDE for *_, cause in self.scenario.deaths) >= 2,
+            "worker failed": sum(cause is not ExitCause.EXTERNAL for *_, cause in self.scenario.deaths) >= 2,
             "refused": self.scenario.config.max_queue < len(self.scenario.visits),
         }
         if not expected.get(visit.outcome or "", True):
@@ -368,7 +368,7 @@ def check_budgets(scheduler: Scheduler, config: ServeConfig) -> None:
 def scripted_solo_text(request: ValidRequest, script: Script) -> tuple[int, ...]:
     """What the scripted language says to a request, asked one id at a time."""
     ids, num_prompt = list(request.prompt_ids), len(request.prompt_ids)
-    sampling, most = wire.sampling(request.sampling), request.max_tokens or 1
+    sampling, most = worker_messages.sampling(request.sampling), request.max_tokens or 1
     while len(ids) < min(num_prompt + most, script.window):
         ids.append(script.language.next_id(ids, num_prompt, sampling))
         if ids[-1] in request.eos_ids + request.stop_ids:

@@ -53,7 +53,7 @@ class TableSeat(WorkerConnection):
         """A fresh worker sits down."""
         self.worker = self._new_worker()
         facts = WorkerModelFacts.from_hello(self.worker.hello())
-        self._engine.expect(facts)
+        self._engine.check_compatible(facts)
         scheduler = self._engine.new_scheduler(facts)
         _watch(scheduler)
         self._inbox, self._mail, self._num_reports = [], deque(), 0
