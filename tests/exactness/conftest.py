@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_eval.equivalence import Subject
+from exactness_matrix import Subject
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from space_eval.desk import Desk, Record, Request
-from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import Subject, make_worker
+from desk import Desk, Record, Request
+from exactness_matrix import Subject, make_worker
+from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_eval.equivalence import Mismatch, Subject, check_cell
-from space_eval.equivalence_cell import AXES, Cell
-from space_eval.pairwise import covering_cases
+from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
+from pairwise import covering_cases
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint

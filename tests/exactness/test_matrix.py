@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from space_eval.equivalence import Subject, check_cell
-from space_eval.equivalence_cell import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell
-from space_eval.pairwise import covering_cases
+from exactness_matrix import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell, Subject, check_cell
+from pairwise import covering_cases
 
 Subjects = Callable[..., Subject]
 

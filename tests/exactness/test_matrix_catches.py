@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from space_eval.desk import DeskError
-from space_eval.equivalence import Mismatch, Subject, check_cell
-from space_eval.equivalence_cell import Cell
+from desk import DeskError
+from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.paging.slots import StepRows
 from space_kernels.sampling.sampling_params import SamplingParams
@@ -166,6 +165,6 @@ def test_a_fault_is_caught(
 def test_a_cell_whose_drafts_are_never_accepted_proves_nothing(
     subject_of: Callable[[str, str], Subject], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("space_eval.equivalence.DRAFTS", ("own", "wrong"))
+    monkeypatch.setattr("exactness_matrix.DRAFTS", ("own", "wrong"))
     with pytest.raises((Mismatch, KeyError)):
         check_cell(subject_of("llama", "float32"), Cell(**PLAIN_CELL, head=True))

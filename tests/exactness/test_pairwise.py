@@ -4,7 +4,7 @@ from itertools import combinations, product
 from math import prod
 
 import pytest
-from space_eval.pairwise import covering_cases
+from pairwise import covering_cases
 
 AXES = {"k": (0, 1, 2, 3, 4, 5), "law": tuple("abcdefgh"), "life": ("whole", "preempted", "restarted"), "hit": (0, 1)}
 

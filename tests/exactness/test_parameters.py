@@ -9,10 +9,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from desk import Desk, Record, Request
 from doubles.worker import SmallRouter
-from space_eval.desk import Desk, Record, Request
-from space_eval.drafters import Future, ScriptedDrafts, half_right
-from space_eval.equivalence import Mismatch, Subject, describe_difference, first_difference, make_worker
+from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
+from space_eval.acceptance.equivalence import first_difference
+from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts, half_right
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb

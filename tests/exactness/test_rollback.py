@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from space_eval.desk import Desk, Record
-from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import Subject, make_worker
-from space_eval.watched_model import WatchedModel
+from desk import Desk, Record
+from exactness_matrix import Subject, make_worker
+from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from space_server.speculation.controller import FixedLayout
 from torch import Tensor
+from watched_model import WatchedModel
 
 Subjects = Callable[[str, str], Subject]
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from space_eval.equivalence import Mismatch, Subject, check_sources, require_every_length
-from space_eval.equivalence_cell import AXES, FEW_IDS, Cell
-from space_eval.pairwise import covering_cases
+from exactness_matrix import AXES, FEW_IDS, Cell, Mismatch, Subject, check_sources, require_every_length
+from pairwise import covering_cases
 from space_server.host_runner.host_runner import HostRunner
 
 Subjects = Callable[[str, str], Subject]

@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from space_eval.desk import Desk, Record
-from space_eval.equivalence import Subject, make_worker
-from space_eval.greedy_oracle import GreedyOracle, NotEqual, Tie
+from desk import Desk, Record
+from exactness_matrix import Subject, make_worker
+from greedy_oracle import GreedyOracle, NotEqual, Tie
 from space_model.testing import FAMILIES
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

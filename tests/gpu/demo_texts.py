@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from space_eval.desk import Desk, Record, Request
-from space_eval.equivalence import Subject
-from space_eval.greedy_oracle import GreedyOracle
+from desk import Desk, Record, Request
+from exactness_matrix import Subject
+from greedy_oracle import GreedyOracle
 from space_proto import worker_pb2 as pb
 
 from gpu.record import Notes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from space_eval.desk import Desk, Record
-from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import RIGHT, Subject, describe_difference, first_difference, make_worker
+from desk import Desk, Record
+from exactness_matrix import Subject, describe_difference, make_worker
+from space_eval.acceptance.equivalence import first_difference
+from space_eval.acceptance.scripted_drafts import RIGHT, Future, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb

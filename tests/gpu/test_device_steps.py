@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from space_eval.desk import Desk
-from space_eval.equivalence import Subject
+from desk import Desk
+from exactness_matrix import Subject
 from space_model.loading.load import load_model
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.speculation.controller import FixedLayout

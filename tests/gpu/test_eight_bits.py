@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_eval.equivalence import Mismatch, Subject, check_cell
-from space_eval.equivalence_cell import AXES, Cell
-from space_eval.pairwise import covering_cases
+from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
+from pairwise import covering_cases
 from space_kernels.dispatch import ops_for
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model

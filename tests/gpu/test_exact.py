@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from space_eval.equivalence import Mismatch, Subject, check_cell
-from space_eval.equivalence_cell import AXES, Cell
-from space_eval.pairwise import covering_cases
+from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
+from pairwise import covering_cases
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from space_eval.overhead_arms import auto, full, plain, pruned
-from space_eval.watched_model import without_draft_head
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
@@ -23,6 +22,7 @@ from space_server.speculation.synthetic_acceptance import NAMED
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
+from watched_model import without_draft_head
 
 from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use
 from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama

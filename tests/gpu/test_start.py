@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_eval.desk import Desk, Record, Request
+from desk import Desk, Record, Request
 from space_proto import worker_pb2 as pb
 from space_server.machine.memory import free_bytes
 

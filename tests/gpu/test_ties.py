@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_eval.desk import Desk, Record, Request
-from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import RIGHT, Subject, make_worker
-from space_eval.equivalence_cell import DRAFTS
-from space_eval.greedy_oracle import GreedyOracle
+from desk import Desk, Record, Request
+from exactness_matrix import Subject, make_worker
+from greedy_oracle import GreedyOracle
+from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from space_eval.desk import Desk
-from space_eval.equivalence import Subject
+from desk import Desk
+from exactness_matrix import Subject
 from space_model.loading.load import load_model
 
 from gpu.demo_texts import compare, decode, demo_rule, request_of, settle

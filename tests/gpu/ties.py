@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from space_eval.greedy_oracle import TIE_FACTOR, GreedyOracle
+from greedy_oracle import TIE_FACTOR, GreedyOracle
 from space_kernels.sampling.noise import gumbel, request_key
 from space_proto import worker_pb2 as pb
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from space_kernels.sampling.choice import choose_rows
-from space_kernels.sampling.logits_processors import Row, process
+from space_kernels.sampling.logits_processors import process
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_rows import IdBits
+from space_kernels.sampling.sampling_rows import IdBits, SamplingRow
 from space_kernels.sampling.sampling_tensors import SamplingCapacity
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
@@ -28,9 +28,9 @@ def test_each_row_keeps_the_bits_of_what_its_grammar_allows(num_ids: int) -> Non
     raw[3, 2] = -0.0
     some = [[0, num_ids - 1], [3], None, [2, 5, 7], []]
     rows = [
-        Row(GREEDY, [1], 1, possible=bits(ids, num_ids))
+        SamplingRow(GREEDY, [1], 1, possible=bits(ids, num_ids))
         if ids is not None
-        else Row(SamplingParams(temperature=0.0), [1], 1)
+        else SamplingRow(SamplingParams(temperature=0.0), [1], 1)
         for ids in some
     ]
     made = process(raw.clone(), rows, NO_IDS)
@@ -45,7 +45,7 @@ def test_each_row_keeps_the_bits_of_what_its_grammar_allows(num_ids: int) -> Non
 def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
     raw = torch.zeros(1, 40)
     sampling_params = replace(GREEDY, bias=((7, 5.0), (9, 1.0)), min_tokens=3, end_ids=(9,), bad_words=((11,),))
-    row = Row(sampling_params, [1], 1, possible=bits([9, 11, 12], 40))
+    row = SamplingRow(sampling_params, [1], 1, possible=bits([9, 11, 12], 40))
     made = process(raw, [row], torch.tensor([12]))
     assert torch.isneginf(made).all()
     assert choose_rows(

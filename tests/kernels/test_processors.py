@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from space_kernels.sampling.logits_processors import Row, TokenCounts, process
+from space_kernels.sampling.logits_processors import TokenCounts, process
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow
 
 V = 17
 NO_IDS = torch.tensor([], dtype=torch.int64)
@@ -44,7 +45,7 @@ def only(z: np.ndarray, kept: set[int]) -> np.ndarray:
     return np.array([z[v] if v in kept else -INF for v in range(len(z))], dtype=np.float32)
 
 
-def slow_law(raw: np.ndarray, row: Row, banned: list[int]) -> np.ndarray:
+def slow_law(raw: np.ndarray, row: SamplingRow, banned: list[int]) -> np.ndarray:
     """SPACE §3, one id and one stage at a time."""
     sampling_params, z = row.sampling_params, raw.astype(np.float32).copy()
     prefix = [*row.ids, *row.tail]
@@ -138,7 +139,7 @@ def raw_logits(seed: int, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("sampling_params", LAWS.values(), ids=LAWS.keys())
 @pytest.mark.parametrize("seed", range(4))
 def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: int) -> None:
-    row = Row(sampling_params, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
+    row = SamplingRow(sampling_params, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
     raw = raw_logits(seed, 1)
     expected = slow_law(raw[0].numpy(), row, [0, 13])
     assert_same(process(raw, [row], torch.tensor([0, 13]))[0], expected)
@@ -151,7 +152,8 @@ def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: i
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: int) -> None:
     rows = [
-        Row(LAWS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3]) for n, name in enumerate(names)
+        SamplingRow(LAWS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3])
+        for n, name in enumerate(names)
     ]
     raw = raw_logits(seed, len(rows))
     together = process(raw.clone(), rows, torch.tensor([16]))
@@ -166,48 +168,50 @@ def test_counts_kept_up_to_date_equal_counts_of_the_whole_prefix() -> None:
     counts = TokenCounts([4, 4, 5], 2, V)
     counts.extend([6, 6])
     raw = raw_logits(1, 1)
-    kept = process(raw.clone(), [Row(sampling_params, (4, 4, 5, 6, 6), 2, (6,), counts)], NO_IDS)
-    assert torch.equal(kept, process(raw.clone(), [Row(sampling_params, (4, 4, 5, 6, 6), 2, (6,))], NO_IDS))
+    kept = process(raw.clone(), [SamplingRow(sampling_params, (4, 4, 5, 6, 6), 2, (6,), counts)], NO_IDS)
+    assert torch.equal(kept, process(raw.clone(), [SamplingRow(sampling_params, (4, 4, 5, 6, 6), 2, (6,))], NO_IDS))
     assert counts.output.tolist() == TokenCounts([4, 4, 5, 6, 6], 2, V).output.tolist()
 
 
 def test_equal_values_at_a_cut_keep_the_lower_ids() -> None:
     level = torch.zeros(2, V)
     level[:, 11] = 1.0
-    kept = process(level, [Row(SamplingParams(top_k=3), (1,), 1), Row(SamplingParams(top_p=0.3), (1,), 1)], NO_IDS)
+    kept = process(
+        level, [SamplingRow(SamplingParams(top_k=3), (1,), 1), SamplingRow(SamplingParams(top_p=0.3), (1,), 1)], NO_IDS
+    )
     assert (kept[0] > -INF).nonzero()[:, 0].tolist() == [0, 1, 11]
     assert (kept[1] > -INF).nonzero()[:, 0].tolist() == [0, 1, 2, 11]  # e/(e+16) = .145, then .053 each
 
 
 def test_minus_zero_equals_zero() -> None:
     level = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
-    kept = process(level, [Row(SamplingParams(top_k=2), (1,), 1)], NO_IDS)
+    kept = process(level, [SamplingRow(SamplingParams(top_k=2), (1,), 1)], NO_IDS)
     assert (kept[0] > -INF).tolist() == [True, True, False, False]
 
 
 def test_a_nucleus_wider_than_the_first_sort_is_whole() -> None:
     raw = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)) * 0.1
     batch_params = [SamplingParams(top_p=0.99), SamplingParams(top_p=0.01), SamplingParams(top_p=0.9, top_k=3000)]
-    kept = process(raw.clone(), [Row(sampling_params, (1,), 1) for sampling_params in batch_params], NO_IDS)
+    kept = process(raw.clone(), [SamplingRow(sampling_params, (1,), 1) for sampling_params in batch_params], NO_IDS)
     for n, sampling_params in enumerate(batch_params):
-        assert_same(kept[n], slow_law(raw[n].numpy(), Row(sampling_params, (1,), 1), []))
+        assert_same(kept[n], slow_law(raw[n].numpy(), SamplingRow(sampling_params, (1,), 1), []))
 
 
 def test_typical_keeps_of_equal_distances_the_lower_id() -> None:
-    kept = process(torch.zeros(1, 4), [Row(SamplingParams(typical_p=0.5), (1,), 1)], NO_IDS)
+    kept = process(torch.zeros(1, 4), [SamplingRow(SamplingParams(typical_p=0.5), (1,), 1)], NO_IDS)
     assert (kept[0] > -INF).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("tail", [(), (7,), (1, 7), (5, 1, 7)])
 def test_the_head_of_a_bad_run_is_found_across_the_border_of_drafts(tail: tuple[int, ...]) -> None:
     whole = (5, 1, 7)
-    row = Row(SamplingParams(bad_words=((1, 7, 2),)), ids=(9, *whole[: 3 - len(tail)]), num_prompt=1, tail=tail)
+    row = SamplingRow(SamplingParams(bad_words=((1, 7, 2),)), ids=(9, *whole[: 3 - len(tail)]), num_prompt=1, tail=tail)
     assert process(torch.zeros(1, V), [row], NO_IDS)[0, 2] == -INF
 
 
 def test_a_tiny_temperature_leaves_the_largest_logit() -> None:
     raw = torch.tensor([[1e4, -1e4, 9.9e3]])
-    z = process(raw, [Row(SamplingParams(temperature=1e-30), (0,), 1)], NO_IDS)
+    z = process(raw, [SamplingRow(SamplingParams(temperature=1e-30), (0,), 1)], NO_IDS)
     assert z.isfinite().all()
     assert z[0].argmax() == 0
 
@@ -219,7 +223,7 @@ def test_a_row_costs_no_more_python_for_longer_lists() -> None:
         allowed_ids=tuple(range(count)),
         bad_words=tuple((id_, id_ + 1, 3) for id_ in range(count)),
     )
-    rows = [Row(sampling_params, ids=(5, 6), num_prompt=1, tail=(7,) * n) for n in range(4)]
+    rows = [SamplingRow(sampling_params, ids=(5, 6), num_prompt=1, tail=(7,) * n) for n in range(4)]
     process(torch.zeros(4, count + 1), rows, NO_IDS)  # makes the lists
     asked = 0
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from space_kernels.sampling import choice as sampling
 from space_kernels.sampling.choice import choose_rows, log_probabilities, sample
-from space_kernels.sampling.logits_processors import Row
 from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_rows import SamplingRow
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
 
@@ -37,7 +37,7 @@ def test_rows_of_nan_and_of_nothing_possible_harm_no_other_row() -> None:
 
 
 def test_where_every_row_has_a_nan_nothing_is_usable_and_nothing_fails() -> None:
-    rows = [Row(SamplingParams(key=n), (0,), 1) for n in range(2)]
+    rows = [SamplingRow(SamplingParams(key=n), (0,), 1) for n in range(2)]
     assert choose_rows(torch.full((2, 30), math.nan), rows, NO_IDS).usable.tolist() == [False, False]
 
 
@@ -60,7 +60,7 @@ def test_a_choice_does_not_depend_on_the_rows_beside_it() -> None:
         SamplingParams(key=1, top_k=5),
         SamplingParams(temperature=0.7, key=2, top_p=0.8),
     ]
-    rows = [Row(batch_params[n % 4], ids=(1,) * (n + 1), num_prompt=1) for n in range(6)]
+    rows = [SamplingRow(batch_params[n % 4], ids=(1,) * (n + 1), num_prompt=1) for n in range(6)]
     together = choose_rows(raw.clone(), rows, NO_IDS).ids.tolist()
     alone = [choose_rows(raw[n : n + 1].clone(), [rows[n]], NO_IDS).ids.item() for n in range(6)]
     assert together == alone
@@ -69,13 +69,13 @@ def test_a_choice_does_not_depend_on_the_rows_beside_it() -> None:
 def test_noise_belongs_to_the_position_of_the_chosen_token() -> None:
     raw = torch.zeros(2, 50)
     sampling_params = SamplingParams(key=4)
-    known, drafted = Row(sampling_params, (1, 2, 3), 1), Row(sampling_params, (1,), 1, tail=(2, 3))
+    known, drafted = SamplingRow(sampling_params, (1, 2, 3), 1), SamplingRow(sampling_params, (1,), 1, tail=(2, 3))
     assert choose_rows(raw, [known, drafted], NO_IDS).ids.unique().numel() == 1
 
 
 def test_banned_ids_are_never_chosen_and_of_equal_logits_the_lower_id_wins() -> None:
     raw = torch.tensor([[1.0, 5.0, 3.0, 3.0], [0.0, 9.0, 0.0, 0.0]])
-    rows = [Row(SamplingParams(temperature=0.0), (0,), 1)] * 2
+    rows = [SamplingRow(SamplingParams(temperature=0.0), (0,), 1)] * 2
     assert choose_rows(raw, rows, torch.tensor([1])).ids.tolist() == [2, 0]
 
 
@@ -83,10 +83,10 @@ def test_rows_with_nan_or_nothing_possible_are_reported() -> None:
     raw = torch.zeros(4, 5)
     raw[1, 3] = math.nan
     rows = [
-        Row(SamplingParams(), (0,), 1),
-        Row(SamplingParams(), (0,), 1),
-        Row(SamplingParams(allowed_ids=(2,)), (0,), 1),
-        Row(SamplingParams(), (0,), 1),
+        SamplingRow(SamplingParams(), (0,), 1),
+        SamplingRow(SamplingParams(), (0,), 1),
+        SamplingRow(SamplingParams(allowed_ids=(2,)), (0,), 1),
+        SamplingRow(SamplingParams(), (0,), 1),
     ]
     raw[3, 4] = math.inf
     assert choose_rows(raw, rows, torch.tensor([2])).usable.tolist() == [True, False, False, False]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_eval.greedy_oracle import TIE_FACTOR
+from greedy_oracle import TIE_FACTOR
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel

@@ -6,8 +6,8 @@ Every cell fails unless drafts were accepted and rejected in it. The whole run c
 from collections.abc import Sequence
 
 import pytest
-from space_eval.desk import Record, Request
-from space_eval.drafters import all_right, half_right, none_right
+from desk import Record, Request
+from space_eval.acceptance.scripted_drafts import all_right, half_right, none_right
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText
 from worker_answers import Drafting, answers, encoded, request

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from desk import Desk, Record, Request
 from exact_distribution import Floats, softmax
-from space_eval.desk import Desk, Record, Request
 from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import process
 from space_kernels.sampling.sampling_rows import SamplingRow

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from space_eval.desk import Desk, Record, Request
-from space_eval.drafters import Future, Right, ScriptedDrafts
+from desk import Desk, Record, Request
+from space_eval.acceptance.scripted_drafts import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.text.model_text import ModelText

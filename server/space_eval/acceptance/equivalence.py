@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from space_model.geometry.draft_layout import DraftLayout
@@ -17,12 +18,12 @@ from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
+from space_server.worker import Worker
 
+from space_eval.acceptance.generation import CompletionRequest, Generation, GenerationFailed, complete
 from space_eval.acceptance.model import describe_prompts, encode_prompts, load_tokenizer
-from space_eval.desk import Desk, DeskError, Record, Request
-from space_eval.drafters import Future, ScriptedDrafts
-from space_eval.equivalence import RIGHT, describe_difference, first_difference, make_worker
-from space_eval.equivalence_cell import DRAFTS
+from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
+from space_eval.flag_values import number_in, whole
 from space_eval.prompts import load_prompts
 from space_eval.report.tables import markdown_facts, markdown_table, show_progress, write_report
 
@@ -73,22 +74,6 @@ class CellResult:
     difference: str | None = None  # the first, in words
 
 
-def temperature(text: str) -> float:
-    """A temperature from 0 to 2, for argparse."""
-    value = float(text)
-    if not 0.0 <= value <= 2.0:
-        raise argparse.ArgumentTypeError(f"must lie in 0..2; got {text}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `spaceserve eval equivalence`."""
     parser.add_argument("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
@@ -96,13 +81,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
     parser.add_argument("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
-    parser.add_argument("--limit", type=positive_int, default=4, help="prompts, and sequences of a batch (default: 4)")
-    parser.add_argument("--max-tokens", type=positive_int, default=48, help="new tokens per prompt (default: 48)")
+    parser.add_argument("--limit", type=whole, default=4, help="prompts, and sequences of a batch (default: 4)")
+    parser.add_argument("--max-tokens", type=whole, default=48, help="new tokens per prompt (default: 48)")
     parser.add_argument(
         "--k", type=int, nargs="+", default=[1, 3, 5], help="drafts per step; own ones up to the masks (default: 1 3 5)"
     )
     parser.add_argument(
-        "--temperature", type=temperature, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)"
+        "--temperature",
+        type=number_in(0.0, 2.0),
+        nargs="+",
+        default=[0.0, 0.8],
+        help="0 is greedy (default: 0 and 0.8)",
     )
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
     parser.add_argument("--out", type=Path, help="folder for equivalence.md and equivalence.json")
@@ -167,104 +156,116 @@ class EquivalenceCheck:
     """One checkpoint and its prompts; plain texts are kept as they become known."""
 
     def __init__(self, model: SpaceModel, prompts: list[list[int]], max_tokens: int) -> None:
-        self._model, self._prompts = model, prompts
+        self._model, self._prompts, self._max_tokens = model, prompts, max_tokens
         facts = model.facts
-        self._limits = pb.Limits(max_tokens=max_tokens, eos_ids=facts.eos_ids)
         self._live_ids = [v for v in range(facts.vocab_size) if v not in {*facts.mask_ids, *facts.eos_ids}]
-        self._num_blocks = sum(-(-(len(ids) + max_tokens + 3 * MOST_DRAFTS) // BLOCK_SIZE) for ids in prompts)
-        self._bitwise = facts.device.type == "cpu"
-        self._plain: dict[tuple[float, int], list[Record]] = {}
+        self._is_bitwise = facts.device.type == "cpu"
+        self._plain: dict[tuple[float, int], list[Generation]] = {}
 
     @property
     def compared(self) -> str:
         """What must agree."""
-        return "ids, ends, log-probabilities to the last bit" if self._bitwise else "ids and ends"
+        return "ids, ends, log-probabilities to the last bit" if self._is_bitwise else "ids and ends"
 
     def run(self, cell: EquivalenceCell) -> CellResult:
-        """Run every prompt under the cell's conditions, and compare."""
-        plain = self._plain_texts(cell.temperature, cell.seed)
+        """Decode every prompt under the cell's conditions, and compare."""
+        key = (cell.temperature, cell.seed)
         numbers = list(range(len(self._prompts)))
-        groups = [[number] for number in numbers] if cell.company == "alone" else [numbers]
+        if key not in self._plain:
+            self._plain[key] = [self._decode([number], *key)[number] for number in numbers]
+        plain = self._plain[key]
         result = CellResult(cell)
-        for group in groups:
+        for group in [[number] for number in numbers] if cell.company == "alone" else [numbers]:
+            source = None if cell.drafts == "own" else ScriptedDrafts(RIGHT[cell.drafts], self._live_ids)
+            if source is not None:
+                texts = ([*plain[number].prompt_ids, *plain[number].tokens] for number in group)
+                source.futures = {seq_id: Future(ids, cell.num_drafts) for seq_id, ids in enumerate(texts, start=1)}
             try:
-                records = self._run(cell, {number: plain[number] for number in group})
-            except DeskError as error:
+                found = self._decode(group, *key, k=cell.num_drafts, source=source)
+            except GenerationFailed as error:
                 result.num_texts += len(group)
                 result.difference = result.difference or f"[{cell}] {error}"
                 continue
-            for number, record in records.items():
-                self._write_down(result, number, record, plain[number])
+            for number in group:
+                self._count(result, number, found[number], plain[number])
         return result
 
-    def _plain_texts(self, temperature: float, seed: int) -> list[Record]:
-        key = (temperature, seed)
-        if key not in self._plain:
-            self._plain[key] = [Record(self._request(ids, temperature, seed, 0)) for ids in self._prompts]
-            for record in self._plain[key]:
-                worker = make_worker(
-                    self._model, FixedLayout.full(0), None, num_blocks=self._num_blocks, block_size=BLOCK_SIZE
-                )
-                desk = Desk(worker)
-                desk.admit(record)
-                desk.run(lambda desk=desk: not desk.records)  # type: ignore[misc]
-        return self._plain[key]
-
-    def _request(self, ids: list[int], temperature: float, seed: int, k: int) -> Request:
-        sampling = pb.Sampling(seed=seed, temperature=temperature)
-        return Request(
-            tuple(ids),
-            sampling,
-            self._limits,
-            max_draft_length=k,
-            want_logprobs=True,
-            num_logprobs=2,
-            slots_ahead=2 * k + 4,
+    def _decode(
+        self, group: list[int], temperature: float, seed: int, *, k: int = 0, source: ScriptedDrafts | None = None
+    ) -> dict[int, Generation]:
+        """The prompts of one batch, joining one step after the other, to their ends; by their numbers."""
+        longest = max(len(self._prompts[number]) for number in group)
+        worker = Worker(
+            self._model,
+            num_blocks=len(group) * -(-(longest + self._max_tokens + k + 1) // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            controller=FixedLayout(lambda room: DraftLayout.full(k, k)),
+            draft_source=source,
         )
+        sampling = pb.Sampling(seed=seed, temperature=temperature)
+        made = complete(
+            worker,
+            [CompletionRequest("", number, self._prompts[number], sampling, num_logprobs=2) for number in group],
+            max_tokens=self._max_tokens,
+            max_draft_length=k,
+            eos_ids=self._model.facts.eos_ids,
+            max_sequences=len(group),
+            one_by_one=True,
+        )
+        return {request.sample: generation for request, generation in made}
 
-    def _run(self, cell: EquivalenceCell, plain: dict[int, Record]) -> dict[int, Record]:
-        """The prompts of one batch, joining one step after the other, to their ends."""
-        k = cell.num_drafts
-        source = None if cell.drafts == "own" else ScriptedDrafts(RIGHT[cell.drafts], self._live_ids)
-        controller = FixedLayout(lambda room: DraftLayout.full(k, k))
-        worker = make_worker(self._model, controller, source, num_blocks=self._num_blocks, block_size=BLOCK_SIZE)
-        desk = Desk(worker)
-        records = {n: Record(self._request(self._prompts[n], cell.temperature, cell.seed, k)) for n in plain}
-        waiting = list(records)
-        while waiting or desk.records:
-            if waiting:
-                number = waiting.pop(0)
-                seq_id = desk.admit(records[number])
-                if source is not None:
-                    source.futures[seq_id] = Future(plain[number].ids, k)
-            desk.step()
-            if desk.num_steps > len(plain) * self._limits.max_tokens + len(plain) + 8:
-                raise DeskError(f"the texts were not finished in {desk.num_steps} steps")
-        desk.check_all_free()
-        return records
-
-    def _write_down(self, result: CellResult, number: int, ours: Record, plain: Record) -> None:
+    def _count(self, result: CellResult, number: int, ours: Generation, plain: Generation) -> None:
         result.num_texts += 1
         result.num_tokens += len(ours.tokens)
-        judged = [(drafted, accepted) for drafted, accepted in ours.verifications[:-1] if drafted]
+        judged = [step for step in ours.steps[:-1] if step.num_drafted]
         result.num_steps += len(judged)
-        result.accepted_none += sum(accepted == 0 for _, accepted in judged)
-        result.accepted_whole += sum(accepted == drafted for drafted, accepted in judged)
-        result.accepted_part += sum(0 < accepted < drafted for drafted, accepted in judged)
+        result.accepted_none += sum(step.num_accepted == 0 for step in judged)
+        result.accepted_whole += sum(step.num_accepted == step.num_drafted for step in judged)
+        result.accepted_part += sum(0 < step.num_accepted < step.num_drafted for step in judged)
         difference = self._difference(ours, plain)
         if difference is None:
             result.num_equal += 1
         elif result.difference is None:
             result.difference = f"[{result.cell}, prompt {number + 1}] {difference}"
 
-    def _difference(self, ours: Record, plain: Record) -> str | None:
+    def _difference(self, ours: Generation, plain: Generation) -> str | None:
+        start = len(plain.prompt_ids)
         if (at := first_difference(ours.tokens, plain.tokens)) is not None:
-            return describe_difference(at, ours, plain)
+            return describe_difference(at, ours, plain, start=start)
         if ours.finish != plain.finish:
             return f"It ended with {ours.finish}, plain decoding with {plain.finish}."
-        if self._bitwise and (at := first_difference(ours.logprobs, plain.logprobs)) is not None:
-            return f"Same ids, other log-probabilities. {describe_difference(at, ours, plain)}"
+        if self._is_bitwise and (at := first_difference(ours.logprobs, plain.logprobs)) is not None:
+            return f"Same ids, other log-probabilities. {describe_difference(at, ours, plain, start=start)}"
         return None
+
+
+class TokensWithLogprobs(Protocol):
+    """A text's ids and their log-probabilities."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[pb.TokenLogprobs]: ...
+
+
+def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
+    """The first place at which two sequences differ, their lengths included; None where they are equal."""
+    pairs = enumerate(zip(ours, wanted, strict=False))
+    shorter = min(len(ours), len(wanted)) if len(ours) != len(wanted) else None
+    return next((i for i, (a, b) in pairs if a != b), shorter)
+
+
+def describe_difference(at: int, ours: TokensWithLogprobs, plain: TokensWithLogprobs, *, start: int) -> str:
+    """What two texts, whose prompt has `start` ids, chose at place `at`, and between what."""
+    chosen = [text.tokens[at] if at < len(text.tokens) else None for text in (ours, plain)]
+    words = f"First difference at position {start + at}: {chosen[0]}, plain decoding {chosen[1]}."
+    for name, text in (("ours", ours), ("plain", plain)):
+        if at < len(text.logprobs):
+            row = text.logprobs[at]
+            top = ", ".join(f"{id_}: {p:.7g}" for id_, p in zip(row.top_ids, row.top_logprobs, strict=True))
+            words += f" First of {name}: {top}; gap {row.top_logprobs[0] - row.top_logprobs[1]:.3g}."
+    return words
 
 
 def faults_of(results: list[CellResult]) -> list[str]:

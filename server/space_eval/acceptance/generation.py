@@ -26,6 +26,7 @@ class Generation:
     prompt_ids: list[int]
     first: list[int] = field(default_factory=list)  # the prefill's own token
     steps: list[DecodeStep] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of all emitted ids, where they were asked for
     finish: pb.Finish.ValueType = pb.FINISH_NONE
     seconds: float = 0.0  # of all steps while this sequence ran
     decode_seconds: float = 0.0  # of those after the prompt
@@ -54,6 +55,7 @@ class CompletionRequest:
     sample: int  # number of the text among those of the record
     ids: Sequence[int]
     sampling: pb.Sampling
+    num_logprobs: int | None = None  # most probable ids to report at each position; None: no log-probabilities
 
 
 def generate(
@@ -90,12 +92,14 @@ def complete(
     eos_ids: Iterable[int] = (),
     is_whole: Callable[[Sequence[int]], bool] = lambda ids: False,
     max_sequences: int | None = None,
+    one_by_one: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[CompletionRequest, Generation]]:
     """Yield each request with its generation, several at a time, in the order in which they end.
 
     The worker's pages are shared out evenly among `max_sequences` (default: the worker's own), so that each sequence
     has all its pages at once and none pauses. `is_whole(ids)` gets the emitted ids after each step; true ends the text.
+    `one_by_one`: at most one request joins the batch in each step. The worker knows the requests as 1, 2, 3, …
     """
     at_once = max_sequences or worker.max_sequences
     share = worker.num_blocks // at_once
@@ -120,9 +124,13 @@ def complete(
                         sampling=request.sampling,
                         limits=limits,
                         max_draft_length=max_draft_length,
+                        want_logprobs=request.num_logprobs is not None,
+                        num_logprobs=request.num_logprobs or 0,
                     )
                 )
             )
+            if one_by_one:
+                break
         if not running and not released:
             return
         started = clock()
@@ -159,4 +167,5 @@ def _add(generation: Generation, sequence: pb.SequenceReport, stats: pb.StepStat
         generation.steps.append(DecodeStep(tuple(sequence.tokens), sequence.num_drafted, sequence.num_accepted))
     else:
         generation.first.extend(sequence.tokens)
+    generation.logprobs.extend(sequence.logprobs)
     generation.finish = sequence.finish

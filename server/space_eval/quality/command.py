@@ -16,6 +16,7 @@ from space_model.precision import KV_DTYPES, WEIGHTS
 from tqdm import tqdm
 
 from space_eval.acceptance.generation import GenerationFailed
+from space_eval.flag_values import number_in, whole
 from space_eval.plots import PlotError
 from space_eval.quality import humaneval
 from space_eval.quality.answers import Answer, AnswerFile, SettingsDiffer, open_folder
@@ -58,15 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
     what.add_argument("--base", help="the model to compare with, decoded plainly (default: none)")
     what.add_argument("--tasks", type=_tasks, metavar="NAME=DATA[,…]", help="humaneval, summarise, perplexity")
-    what.add_argument("--limit", type=_positive, help="only the first records of each task (default: all)")
+    what.add_argument("--limit", type=whole, help="only the first records of each task (default: all)")
     what.add_argument("--out", type=Path, help="folder for answers and report; a killed run goes on from it")
     texts = parser.add_argument_group("how texts are written")
-    texts.add_argument("--samples", type=_positive, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
+    texts.add_argument("--samples", type=whole, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
     texts.add_argument(
-        "--temperature", type=_temperature, help="0 is greedy (default: 0, or 0.8 with more than one sample)"
+        "--temperature", type=number_in(0.0, 2.0), help="0 is greedy (default: 0, or 0.8 with more than one sample)"
     )
-    texts.add_argument("--top-p", type=_share, default=1.0, help="(default: 1, off)")
-    texts.add_argument("--max-tokens", type=_positive, default=512, help="new tokens per text (default: 512)")
+    texts.add_argument("--top-p", type=number_in(0.01, 1.0), default=1.0, help="(default: 1, off)")
+    texts.add_argument("--max-tokens", type=whole, default=512, help="new tokens per text (default: 512)")
     texts.add_argument("--chat", action="store_true", help="ask through the chat template, and read code blocks")
     texts.add_argument("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
     texts.add_argument(
@@ -77,22 +78,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     texts.add_argument(
         "--batch",
-        type=_positive,
+        type=whole,
         help="texts at once; never changes a text (default: 8, or 1 with the full layout on a CPU, which it fills)",
     )
     reading = parser.add_argument_group("how texts are read (perplexity)")
     reading.add_argument(
-        "--window", type=_positive, default=1024, help="most tokens at once, within the model's own (default: 1024)"
+        "--window", type=whole, default=1024, help="most tokens at once, within the model's own (default: 1024)"
     )
-    reading.add_argument("--stride", type=_positive, help="tokens between windows (default: half a window)")
+    reading.add_argument("--stride", type=whole, help="tokens between windows (default: half a window)")
     programs = parser.add_argument_group("programs (humaneval)")
     programs.add_argument(
         FLAG, action="store_true", help="run the programs that the model writes, with your rights; no sandbox"
     )
     programs.add_argument(
-        "--seconds", type=_seconds, default=10.0, help="per program: tests take milliseconds (default: 10)"
+        "--seconds",
+        type=number_in(0.1, 3600.0),
+        default=10.0,
+        help="per program: tests take milliseconds (default: 10)",
     )
-    programs.add_argument("--memory", type=_positive, default=1024, help="MiB per program (default: 1024)")
+    programs.add_argument("--memory", type=whole, default=1024, help="MiB per program (default: 1024)")
     programs.add_argument("--self-check", action="store_true", help="prove the harness on --data, without a model")
     programs.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
     machine = parser.add_argument_group("machine")
@@ -104,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
     machine.add_argument("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
     machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
-    machine.add_argument("--num-threads", type=_positive, help="of a product (default: as torch has it)")
+    machine.add_argument("--num-threads", type=whole, help="of a product (default: as torch has it)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -275,9 +279,6 @@ def _digest(source: str) -> str:
     return source
 
 
-# ------------------------------------------------------------------------------------------------------------- flags
-
-
 def _tasks(text: str) -> dict[str, str]:
     tasks: dict[str, str] = {}
     for part in text.split(","):
@@ -288,31 +289,3 @@ def _tasks(text: str) -> dict[str, str]:
             raise argparse.ArgumentTypeError(f"has {name} twice; give it one source")
         tasks[name] = source
     return tasks
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
-
-
-def _number(text: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}; got {text!r}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    return _number(text, 0.0, 2.0)
-
-
-def _share(text: str) -> float:
-    return _number(text, 0.01, 1.0)
-
-
-def _seconds(text: str) -> float:
-    return _number(text, 0.1, 3600.0)

@@ -24,16 +24,22 @@ def none_right(num_known: int, k: int) -> int:
     return 0
 
 
+DRAFTS = ("own", "oracle", "half", "wrong")
+"""Kinds of drafts: the masks' own, and those of RIGHT."""
+
+RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
+
+
 @dataclass(frozen=True)
 class Future:
-    """What a sequence will say, known from a plain run."""
+    """The whole text of a sequence, known from a plain run."""
 
     ids: Sequence[int]  # prompt and all of its output
     k: int  # drafts of a whole chain of this sequence
 
 
 class ScriptedDrafts:
-    """A DraftSource that knows the plain text and strays from it where it is told to.
+    """A DraftSource that knows the plain text and strays from it where `num_right` says.
 
     Behind the first wrong draft the others are right again, every second time: only the longest prefix counts.
     """

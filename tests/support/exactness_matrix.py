@@ -1,31 +1,171 @@
-"""SPACE ≡ plain: run a cell of the matrix through whole workers, and compare with plain decoding bit by bit."""
+"""The exactness matrix: SPACE and plain decoding give the same text, bit by bit, under every condition of a cell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
+from desk import Desk, Record, Request
+from space_eval.acceptance.equivalence import describe_difference as describe
+from space_eval.acceptance.equivalence import first_difference
+from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_kernels.paging.attention_plan import KEY_BLOCK
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from watched_model import WatchedModel, fill_with_nan, without_draft_head
 
-from space_eval.desk import Desk, Record, Request
-from space_eval.drafters import Future, Right, ScriptedDrafts, all_right, half_right, none_right
-from space_eval.equivalence_cell import (
-    DRAFTS,
-    MAX_TOKENS,
-    SOURCES,
-    Cell,
-    layout_for,
-    limits_for,
-    params_of_index,
-    sampling_for,
+MAX_TOKENS = 24
+
+PROCESSORS = (
+    "none",  # the same as ignore_eos: no EOS is known
+    "eos",
+    "stop_id",
+    "min_tokens",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence",
+    "frequency",
+    "repetition",
+    "logit_bias",
+    "bad_words",
+    "allowed_ids",
+    "all",
 )
-from space_eval.watched_model import WatchedModel, fill_with_nan, without_draft_head
+FEW_IDS = "few_ids"
+"""Beside PROCESSORS: three ids are allowed, so that the text repeats itself, exactly and nearly."""
+TEMPERATURES = (0.0, 0.8, 1.0)
+LAYOUTS = ("k0", "k1", "k2", "k3", "k4", "k5", "pruned", "stale", "mixed")
+SOURCES = ("lookup", "predicted", "half predicted", "wrongly predicted", "half predicted and lookup")
+"""Drafts from beside the masks, as a worker has them that serves."""
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "bfloat16"),
+    "layout": LAYOUTS,
+    "temperature": TEMPERATURES,
+    "processor": PROCESSORS,
+    "company": ("alone", "batch"),
+    "prefill": ("whole", "chunked"),
+    "prefix": ("miss", "hit"),
+    "life": ("undisturbed", "preempted", "restarted"),
+    "head": (True, False),
+    "context": ("short", "long"),
+    "stale": ("left", "nan"),
+}
+"""Without the model: the models a run has are a matter of where it runs."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One condition. It is run once with each kind of drafts."""
+
+    dtype: str
+    layout: str
+    temperature: float
+    processor: str
+    company: str  # alone, or in a batch of unequal sequences that join and leave
+    prefill: str  # whole, or in chunks of 5 rows
+    prefix: str  # miss, or hit: pages computed by an earlier sequence
+    life: str  # undisturbed; released and admitted again on other pages; the worker replaced by a new one
+    head: bool  # drafts rescored by the checkpoint's draft head
+    context: str  # short; long: seat 0's text crosses from one key block of attention into the next
+    stale: str  # slots beyond each cached length, and pages nobody holds: left as they are; NaN after every step
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self))
+
+
+def layout_for(name: str, connection: int) -> DraftLayout:
+    """The layout of the sequence in seat 0, 1, 2, … of the batch."""
+    if name == "pruned":
+        return DraftLayout.pruned(4, 5, 9, (1.0, 0.7, 0.5, 0.3, 0.2, 0.1))
+    if name == "stale":  # no group but the first: after a accepted drafts its masks from a+1 on stand in
+        return DraftLayout(4, (5, 0, 0, 0, 0))
+    if name == "mixed":
+        mixed = (
+            DraftLayout.full(3, 5),
+            DraftLayout.plain(),
+            DraftLayout(5, (5, 0, 2, 0, 1, 0)),
+            DraftLayout.full(1, 1),
+        )
+        return mixed[connection % len(mixed)]
+    k = int(name.removeprefix("k"))
+    return DraftLayout.full(k, k) if k else DraftLayout.plain()
+
+
+def sampling_for(
+    temperature: float, processor: str, base: Sequence[int], live_ids: Sequence[int], seed: int
+) -> pb.Sampling:
+    """One processor in turn, with values that bite: `base` is the text of the same seed without any.
+
+    `live_ids`: ids that may be sampled at all.
+    """
+    sampling = pb.Sampling(seed=seed, temperature=temperature)
+    everything = processor == "all"
+    if processor == FEW_IDS:
+        sampling.allowed_ids.extend(live_ids[:3])
+    if everything or processor == "top_k":
+        sampling.top_k = 12
+    if everything or processor == "top_p":
+        sampling.top_p = 0.7
+    if everything or processor == "min_p":
+        sampling.min_p = 0.1
+    if everything or processor == "typical_p":
+        sampling.typical_p = 0.6
+    if everything or processor == "presence":
+        sampling.presence_penalty = 1.5
+    if everything or processor == "frequency":
+        sampling.frequency_penalty = 0.7
+    if everything or processor == "repetition":
+        sampling.repetition_penalty = 1.4
+    if everything or processor == "logit_bias":
+        sampling.logit_bias[base[0]] = -2.5
+        sampling.logit_bias[live_ids[7]] = 2.0
+    if everything or processor == "bad_words":
+        # Half the pairs of the text's own ids: bans that bite at many places of a chain.
+        own = list(dict.fromkeys(base))
+        pairs = [(head, last) for i, head in enumerate(own) for j, last in enumerate(own) if (i + j) % 2]
+        sampling.bad_words.extend(pb.IdRun(ids=pair) for pair in pairs)
+        sampling.bad_words.extend([pb.IdRun(ids=base[5:8]), pb.IdRun(ids=[live_ids[3]])])
+    if everything or processor == "allowed_ids":
+        sampling.allowed_ids.extend(sorted({*live_ids[::2], *live_ids[7:10]}))
+    if everything or processor == "min_tokens":
+        sampling.min_tokens = 9
+    return sampling
+
+
+def limits_for(processor: str, base: Sequence[int], max_tokens: int = MAX_TOKENS) -> pb.Limits:
+    """When the text ends: at an id that the unprocessed text has, so that a run is cut inside."""
+    limits = pb.Limits(max_tokens=max_tokens)
+    if processor == "eos":
+        limits.eos_ids.append(_late(base, 14))
+    if processor == "stop_id":
+        limits.stop_ids.append(_late(base, 11))
+    if processor in ("min_tokens", "all"):  # they would end the text early, and do so as soon as they may
+        limits.eos_ids.extend(dict.fromkeys(base[2::2]))
+        limits.stop_ids.extend(dict.fromkeys(base[3::2]))
+    return limits
+
+
+def _late(base: Sequence[int], most: int) -> int:
+    """The id whose first place in `base` is the latest below `most`."""
+    return max(base[:most], key=base.index)
+
+
+def sampling_of_seat(cell: Cell, connection: int) -> tuple[float, str]:
+    """Temperature and processor: the cell's for seat 0, others for the rest of the batch, so that rows must not mix."""
+    if connection == 0 or cell.processor == FEW_IDS:
+        return cell.temperature, cell.processor
+    at = PROCESSORS.index(cell.processor)
+    return TEMPERATURES[(at + connection) % len(TEMPERATURES)], PROCESSORS[(at + 4 * connection) % len(PROCESSORS)]
+
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
@@ -37,8 +177,6 @@ MAX_TOKENS_OF_SEAT = (MAX_TOKENS, 12, 20, MAX_TOKENS)
 LEAVES_AFTER = {3: 4}  # seat 3 is released by its client after so many ids
 MOST_STEPS = 500
 TURNING_POINT = 5  # ids after which seat 0 is preempted, or the worker restarted
-
-RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
 
 
 class Mismatch(AssertionError):
@@ -68,7 +206,7 @@ class Subject:
         return tuple(int(id_) for id_ in rng.choice(self.live_ids, LONG_PROMPT if long else PROMPT_LENGTHS[connection]))
 
     def request(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> Request:
-        """What seat `connection` asks for under a law. Seats 0 and 2 ask for log-probabilities."""
+        """The request of a seat. Seats 0 and 2 ask for log-probabilities."""
         seed = (1 << 64) - 1 - connection
         max_tokens = MAX_TOKENS_OF_SEAT[connection]
         if processor == "none":
@@ -191,10 +329,10 @@ class Run:
         self._connections = range(len(PROMPT_LENGTHS) if cell.company == "batch" else 1)
         self._records, self._plain = [], []
         for connection in self._connections:
-            sampling_params, long = params_of_index(cell, connection), cell.context == "long" and connection == 0
-            plain = subject.plain(connection, *sampling_params, long=long)
+            asked, long = sampling_of_seat(cell, connection), cell.context == "long" and connection == 0
+            plain = subject.plain(connection, *asked, long=long)
             prediction = _prediction(drafts, plain.tokens, subject.live_ids)
-            request = replace(subject.request(connection, *sampling_params, long=long), prediction=prediction)
+            request = replace(subject.request(connection, *asked, long=long), prediction=prediction)
             self._records.append(Record(request))
             self._plain.append(plain)
         self._waiting = list(self._connections)
@@ -330,20 +468,6 @@ def _prediction(drafts: str, tokens: Sequence[int], live_ids: Sequence[int]) -> 
     return tuple(other if at % 7 == 3 else id_ for at, (id_, other) in enumerate(zip(tokens, others, strict=True)))
 
 
-def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
-    pairs = enumerate(zip(ours, wanted, strict=False))
-    shorter = min(len(ours), len(wanted)) if len(ours) != len(wanted) else None
-    return next((i for i, (a, b) in pairs if a != b), shorter)
-
-
 def describe_difference(at: int, ours: Record, plain: Record) -> str:
-    """Where two records part, what each chose there, and between what."""
-    start = len(plain.request.prompt)
-    chosen = (ours.tokens[at] if at < len(ours.tokens) else None, plain.tokens[at] if at < len(plain.tokens) else None)
-    text = f"First difference at position {start + at}: {chosen[0]}, plain decoding {chosen[1]}."
-    for name, record in (("ours", ours), ("plain", plain)):
-        if at < len(record.logprobs):
-            row = record.logprobs[at]
-            top = ", ".join(f"{id_}: {p:.7g}" for id_, p in zip(row.top_ids, row.top_logprobs, strict=True))
-            text += f" First of {name}: {top}; gap {row.top_logprobs[0] - row.top_logprobs[1]:.3g}."
-    return text
+    """Where two records differ, what each chose there, and between what."""
+    return describe(at, ours, plain, start=len(plain.request.prompt))
