@@ -1,4 +1,4 @@
-"""Who can compute the attention of a step: what each implementation takes, whether it is here, and how to get it."""
+"""The attention backends: requirements, availability and how to install each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from space_kernels.dispatch import Attention, ops_for
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeed:
-    """What a model, held on a device, asks of its attention."""
+    """The requirements of a loaded model on its attention backend."""
 
     num_heads: int
     kv_heads: int
@@ -28,8 +28,8 @@ class AttentionNeed:
     block_size: int
     device: torch.device
     capability: tuple[int, int] | None  # compute capability of a GPU; None: no GPU
-    exact: bool = False  # a row's bits must not depend on its company
-    float8_kv: bool = False  # pages are of eight bits
+    exact: bool = False  # a row's bits must not depend on the rest of the batch
+    float8_kv: bool = False  # the KV cache is fp8
 
     @classmethod
     def on(
@@ -44,7 +44,7 @@ class AttentionNeed:
         exact: bool = False,
         float8_kv: bool = False,
     ) -> AttentionNeed:
-        """With the capability of the device as it is."""
+        """Build with the compute capability of the device."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, float8_kv)
 
@@ -55,29 +55,29 @@ _MOST = 99
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation: what it takes, and what it promises."""
+    """One attention implementation: what it requires and what it guarantees."""
 
     name: str
-    package: str | None  # distribution that must be installed; None: always there
-    oldest: tuple[int, ...]  # version of it
-    install: str  # the cure for its absence
-    load: Callable[[AttentionNeed], Attention]  # raises ImportError where the package is broken
+    package: str | None  # distribution that must be installed; None: built in
+    oldest: tuple[int, ...]  # oldest supported version of the package
+    install: str  # how to install the package
+    load: Callable[[AttentionNeed], Attention]  # raises ImportError for a broken package
     capabilities: tuple[tuple[int, int], ...] | None  # ranges of major compute capability; None: no GPU is needed
     dtypes: tuple[torch.dtype, ...] = _HALVES
     heads: tuple[int, ...] | range = range(8, 257, 8)  # head dimensions
-    page_multiple: int = 1  # of slots
-    row_invariant: bool = False  # a row's bits do not depend on its company; torch's: on a CPU
-    takes_stored: bool = False  # there is one for pages that hold the step's keys already: see `attend`
-    float8_kv: bool = False  # takes pages of eight bits
-    captures: bool = True  # in a CUDA graph whose lengths the host does not know
-    limits: str = ""  # what else is to be known, in one line
+    page_multiple: int = 1  # the block size must be a multiple of this many slots
+    row_invariant: bool = False  # a row's bits do not depend on the rest of the batch (torch: only on a CPU)
+    takes_stored: bool = False  # can attend pages that already hold the step's keys: see `attend`
+    float8_kv: bool = False  # supports an fp8 KV cache
+    captures: bool = True  # can be captured in a CUDA graph whose sequence lengths the host does not know
+    limits: str = ""  # other limits, in one line
 
     def refusal(self, need: AttentionNeed, installed: Callable[[str], str | None]) -> str | None:
-        """Why it cannot serve this need, and the cure, in one line; None: it can."""
+        """Return why this backend cannot serve the model, with the remedy, in one line; None if it can."""
         return self._unfit(need) or self._missing(installed)
 
     def attend(self, loaded: Attention) -> Attention | None:
-        """Of what `load` gave, the one for pages that hold the step's keys and values already; None: there is none."""
+        """Return the variant of `loaded` for pages that already hold the step's keys and values, or None."""
         library: Callable[..., Tensor] = loaded
         return functools.partial(library, is_stored=True) if self.takes_stored else None
 
@@ -107,7 +107,7 @@ class Backend:
         if need.float8_kv and not self.float8_kv:
             return "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"
         if need.exact and not (self.row_invariant and (need.capability is None or self.capabilities is not None)):
-            return "gives a row bits that depend on its company: leave out --exact"
+            return "gives results that depend on the rest of the batch: leave out --exact"
         return None
 
     def _missing(self, installed: Callable[[str], str | None]) -> str | None:
@@ -122,7 +122,7 @@ class Backend:
 
 
 def installed_version(package: str) -> str | None:
-    """The installed distribution's version; None: there is none. Imports nothing."""
+    """Return the installed version of a distribution, or None. Does not import it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -146,7 +146,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-# -------------------------------------------------------------------------------------------------- who there is
+# -------------------------------------------------------------------------------------------------- the backends
 
 
 def _torch(need: AttentionNeed) -> Attention:
@@ -238,13 +238,13 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 FLASH_ATTN = ("flash-attn-4", "flash-attn-2")
-"""What `flash-attn` means: the newest that can be used."""
+"""The backends that `flash-attn` tries, newest first."""
 
 ATTENTION_NAMES = ("auto", *BACKENDS, "flash-attn")
 
 
 class UnusableAttention(ValueError):
-    """The attention asked for cannot be had; the message says why, and the cure."""
+    """The requested attention backend is unavailable; the message says why and gives the remedy."""
 
 
 def usable(
@@ -253,7 +253,7 @@ def usable(
     installed: Callable[[str], str | None] = installed_version,
     backends: Mapping[str, Backend] = BACKENDS,
 ) -> tuple[list[Backend], dict[str, str]]:
-    """Who can serve this need, and why each of the others cannot."""
+    """Return the backends that can serve the model, and by name the reason why each other one cannot."""
     refusals = {name: backend.refusal(need, installed) for name, backend in backends.items()}
     return (
         [backend for name, backend in backends.items() if refusals[name] is None],
@@ -268,7 +268,7 @@ def named(
     installed: Callable[[str], str | None] = installed_version,
     backends: Mapping[str, Backend] = BACKENDS,
 ) -> Backend:
-    """The backend asked for. Raises UnusableAttention."""
+    """Return the requested backend. Raises UnusableAttention."""
     if name not in ATTENTION_NAMES or name == "auto":
         raise UnusableAttention(f"There is no attention implementation {name!r}; there are {', '.join(backends)}.")
     refusals = []

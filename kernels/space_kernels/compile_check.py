@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel of the package in every configuration it can be launched in, without a GPU.
+"""Compile every Triton kernel of the package in every configuration it can be launched in, without a GPU.
 
     python -m space_kernels.compile_check [--cc 80,90,100] [--module norm] [--out report.json]
 
-What is checked: that it compiles to machine code, and that its shared memory fits the device. Registers and spilled
-bytes are printed.
+Checks that each kernel compiles to machine code and that its shared memory fits the device. Prints registers and
+spilled bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from space_kernels.build.launch import Tuned
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory that one block may have, by compute capability (CUDA programming guide, technical specifications)."""
+"""Maximum shared memory per block, by compute capability (CUDA programming guide, technical specifications)."""
 
 DEFAULT_CAPABILITIES = (80, 90, 100)
 
@@ -37,14 +37,14 @@ _TARGET_WARP = 32
 class Job:
     """One kernel in one configuration, for one compute capability."""
 
-    module: str  # where it is imported from
-    number: int  # in the module's TUNED
+    module: str  # module of the kernel
+    number: int  # index in the module's TUNED
     capability: int
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of a job."""
+    """The result of a job."""
 
     module: str
     kernel: str  # with its constants
@@ -59,19 +59,19 @@ class Compiled:
 
     @property
     def failed(self) -> bool:
-        """Whether it does not compile, or does not fit."""
+        """Whether the kernel did not compile, or does not fit the device."""
         return self.error is not None
 
 
 def triton_modules() -> list[str]:
-    """The package's modules with kernels: `space_kernels.layers.norm_triton`, …"""
+    """Return the package's modules with kernels: `space_kernels.layers.norm_triton`, …"""
     package = Path(__file__).parent
     found = (path.relative_to(package.parent).with_suffix("") for path in package.rglob("*_triton.py"))
     return sorted(".".join(path.parts) for path in found)
 
 
 def tuned_in(module: str) -> list[Tuned]:
-    """The configurations that a module lists. Raises ValueError where it lists none."""
+    """Return a module's configurations. Raises ValueError if it lists none."""
     found = importlib.import_module(module)
     entries = [_tuned(entry) for entry in getattr(found, "TUNED", ())]
     if not entries:
@@ -88,7 +88,7 @@ def _tuned(entry: Any) -> Tuned:
 
 
 def compile_one(job: Job) -> Compiled:
-    """Compile, and measure what came out. Does not raise for a kernel that does not compile."""
+    """Compile one kernel and measure the result. A compiler error is returned, not raised."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,7 +101,7 @@ def compile_one(job: Job) -> Compiled:
         source = ASTSource(tuned.kernel, signature, dict(tuned.constexprs), attributes)
         options = {"num_warps": tuned.num_warps, "num_stages": tuned.num_stages, "enable_fp_fusion": True}
         made = triton.compile(source, target=GPUTarget("cuda", job.capability, _TARGET_WARP), options=options)
-    except Exception as thrown:  # whatever the compiler throws is the finding
+    except Exception as thrown:  # any compiler error is a result of the check
         return replace(blank, error=f"{type(thrown).__name__}: {thrown}")
     registers, spilled = _resources(made.asm["cubin"])
     shared, limit = int(made.metadata.shared), SHARED_KIB[job.capability] * 1024
@@ -113,7 +113,7 @@ def compile_one(job: Job) -> Compiled:
 
 
 def _types(tuned: Tuned) -> tuple[dict[str, str], dict[tuple[int, ...], list[list[Any]]]]:
-    """Every argument's type as triton spells it, and which arguments are multiples of 16."""
+    """Return each argument's Triton type, and which arguments are multiples of 16."""
     names: list[str] = tuned.kernel.arg_names
     unknown = set(names) ^ (set(tuned.signature) | set(tuned.constexprs))
     if unknown:
@@ -134,7 +134,7 @@ def _types(tuned: Tuned) -> tuple[dict[str, str], dict[tuple[int, ...], list[lis
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory per thread, as NVIDIA's tool reads them from the machine code."""
+    """Return registers and bytes of local memory per thread, as cuobjdump reports them."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -148,7 +148,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[Compiled]:
-    """In processes of their own, without Triton's interpreter; as they are done."""
+    """Compile in separate processes, without Triton's interpreter; yield results as they finish."""
     interpreted = os.environ.pop("TRITON_INTERPRET", None)
     try:
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -159,7 +159,7 @@ def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[Compiled]:
 
 
 def table(found: Sequence[Compiled]) -> str:
-    """One line per kernel, configuration and capability."""
+    """Format the results, one line per kernel, configuration and capability."""
     lines = [f"{'cc':>4} {'warps':>5} {'stages':>6} {'shared':>8} {'regs':>5} {'spilled':>7} {'s':>5}  kernel"]
     for one in found:
         mark = "FAILED  " if one.failed else "spills  " if one.spilled_bytes else ""
@@ -169,7 +169,7 @@ def table(found: Sequence[Compiled]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. 1 where a kernel does not compile or does not fit, else 0."""
+    """Run the command. Returns 1 if any kernel does not compile or does not fit, else 0."""
     parser = argparse.ArgumentParser(prog="python -m space_kernels.compile_check", description=__doc__)
     parser.add_argument("--cc", default=",".join(map(str, DEFAULT_CAPABILITIES)), help="compute capabilities")
     parser.add_argument("--module", action="append", help="only this one (norm, or a.dotted.path)")
@@ -210,7 +210,7 @@ def _module(name: str) -> str:
 
 
 def _chosen(tuned: Sequence[Tuned], first: int | None) -> list[int]:
-    """Numbers of the first so many configurations of each kernel."""
+    """Return the indices of the first `first` configurations of each kernel."""
     seen: dict[str, int] = {}
     chosen = []
     for number, one in enumerate(tuned):

@@ -1,15 +1,14 @@
-"""Which implementation of each operation a device gets: the one table.
+"""The implementation of each operation, by device.
 
-    operation         CPU                    CUDA                        CUDA without triton
-    space_attention   attention; bfloat16:   attention_triton            attention
-                      cpu_attention
-    rms_norm, …       norm, rotary, swiglu   norm_triton, …              norm, rotary, swiglu
-    linear            linear.PackedLinear;   linear_cuda.CudaLinear      linear_cuda.CudaLinear
-                      bfloat16: cpu_linear
-      exact           (is exact)             linear_cuda.ExactLinear     refused
+    operation         CPU                              CUDA                        CUDA without triton
+    space_attention   torch_backend                    attention_triton            torch_backend
+                      bfloat16: cpu_backend
+    rms_norm, …       norm, rotary, swiglu             norm_triton, …              norm, rotary, swiglu
+    linear            packed_linear.PackedLinear       cuda_linear.CudaLinear      cuda_linear.CudaLinear
+                      bfloat16: cpu_linear.CompiledLinear
+      exact           (always exact)                   cuda_linear.ExactLinear     ValueError
 
-On a CPU what is compiled (cpu_library) comes first, where it can be had. Nothing of Triton is imported before a CUDA
-device asks for it.
+On a CPU, compiled operations (cpu_library) are used where they can be built. Triton is imported only for a CUDA device.
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ class RotaryStore(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each operation. Where nothing else is said, each is its reference's like."""
+    """One implementation of each operation, with the reference's signature unless the comment says otherwise."""
 
-    attention: str  # whose: a name of attention_backends
+    attention: str  # backend name, as in attention_backends
     space_attention: Attention  # stores the chain rows' keys and values, then attends
-    attend: Attention | None  # attends pages that hold them already; None: there is only the one that stores
+    attend: Attention | None  # attends pages that already hold them; None: this backend has no separate attend
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_store: RotaryStore
@@ -94,7 +93,7 @@ class Ops:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a row has the same bits whatever the other rows; attention by a library apart."""
+        """Whether a row's bits are independent of the rest of the batch (a library's attention aside)."""
         return self.linear is not CudaLinear
 
 
@@ -106,12 +105,12 @@ def ops_for(
     dtype: torch.dtype = torch.float32,
     float8_kv: bool = False,
 ) -> Ops:
-    """The operations for a device, and numbers of this dtype. `float8_kv`: pages are of eight bits, which compiled
-    attention does not take.
+    """Return the operations for a device and dtype.
 
-    `attention`: "torch", "triton" (on a GPU), or "auto", the best of ours that the device has; the libraries' come from
-    attention_backends. `exact`: a row has the same bits whatever the other rows (on a CPU it always has). Raises
-    ValueError, naming the cure, for what cannot be had.
+    `attention`: "torch", "triton" (GPU only) or "auto", the fastest built-in one; library backends are chosen in
+    attention_backends. `exact`: a row's bits do not depend on the rest of the batch (always so on a CPU).
+    `float8_kv`: the KV cache is fp8, which rules out compiled CPU attention.
+    Raises ValueError, with the remedy, for an unavailable combination.
     """
     return _ops(torch.device(device).type, attention, exact, dtype, float8_kv)
 
@@ -140,14 +139,14 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, float8_kv: 
     if attention == "torch":
         if exact:
             raise ValueError(
-                "torch's attention on a GPU gives a row bits that depend on its company: leave out --exact"
+                "torch's attention on a GPU gives results that depend on the rest of the batch: leave out --exact"
             )
         return replace(ops, attention="torch", space_attention=torch_attention.space_attention, attend=None)
     return ops
 
 
 def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
-    """Torch's own operations, on any device."""
+    """Return torch's own operations, for any device."""
     return Ops(
         attention="torch",
         space_attention=torch_attention.space_attention,
@@ -161,8 +160,8 @@ def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
 
 
 def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
-    """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default, without a warning (triton 3.9)
+    """Return Triton's kernels, for a CUDA device or for Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default value; setting it silences triton 3.9
     from space_kernels.attention import attention_triton
     from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
     from space_kernels.paging.step_tables import StepTables

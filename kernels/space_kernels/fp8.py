@@ -1,14 +1,14 @@
-"""Numbers of eight bits with a floating point (e4m3): half the bytes of bfloat16 to read and to hold.
+"""The fp8 format e4m3: half the bytes of bfloat16 to read and to hold.
 
     sign  exponent  fraction        (1 + fraction/8)·2^(exponent - 7)      2^-6 .. 448
       s     eeee      fff           fraction/8·2^-6 for exponent 0         steps of 2^-9
 
-The nearest number is off by at most 1/16 of what it stands for, from 2^-6 on, at every size alike. So a scale does
-nothing but move the range to where the numbers are: one for each output of a weight, a power of two, which rounds
-nothing itself. What is kept is then a bfloat16 number of four digits, and a product with it is a bfloat16 product.
+From 2^-6 on, rounding changes a number by at most 1/16 of its size, whatever that size. So a scale only has to move the
+numbers into the range: weights have one per output, a power of two, which does not round. A stored weight is then a
+bfloat16 number with four significant bits, and multiplying by it is a bfloat16 matmul.
 
-Keys and values have the scale 1: one that follows the numbers would change what a slot holds with who came before, and
-one from calibration needs texts. What is beyond 448 becomes 448; a model with keys beyond it should not be held so.
+Keys and values have scale 1: a dynamic scale would make a slot's contents depend on earlier tokens, and a calibrated
+one needs data. Values beyond ±448 are clamped; a model whose keys exceed that should not use an fp8 KV cache.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FORMAT = torch.float8_e4m3fn
 GREATEST = 448.0
 
 NAN = 0x7F
-"""The byte of what is no number."""
+"""The byte that encodes NaN."""
 
 _OUTPUTS = 1024
-"""Outputs whose weights are in memory as float32 at the same time."""
+"""Outputs converted at a time, to bound the float32 copies in memory."""
 
 _FRACTION = GREATEST / 2**9
 
 _LEAST_EXPONENT = -100
-"""Of a scale: numbers kept are then bfloat16 numbers without exception."""
+"""Smallest exponent of a scale, so that every dequantised weight is a bfloat16 number."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Fp8:
 
     @classmethod
     def of(cls, weight: Tensor) -> Fp8:
-        """The nearest to a weight [out, in], with the least scale that nothing is cut off by."""
+        """Quantise a weight [out, in] to the nearest numbers, with the smallest scales that clamp nothing."""
         numbers = torch.empty(weight.shape, dtype=FORMAT, device=weight.device)
         scale = torch.empty(len(weight), device=weight.device)
         for begin in range(0, len(weight), _OUTPUTS):
@@ -55,28 +55,28 @@ class Fp8:
             fraction, exponent = torch.frexp(greatest)
             exponent = torch.where(fraction <= _FRACTION, exponent - 9, exponent - 8).clamp_(min=_LEAST_EXPONENT)
             scale[rows] = ((exponent.int() + 127) << 23).view(torch.float32)
-            scale[rows] += greatest - greatest  # of what is not finite: NaN
+            scale[rows] += greatest - greatest  # makes the scale NaN where a weight is not finite
             numbers[rows] = nearest(part / scale[rows, None])
         return cls(numbers, scale)
 
     @classmethod
     def joined(cls, parts: list[Fp8]) -> Fp8:
-        """One weight below the other."""
+        """Concatenate weights along their outputs."""
         numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(FORMAT)
         return cls(numbers, torch.cat([part.scale for part in parts]))
 
     def dense(self) -> Tensor:
-        """[out, in] float32; each is a bfloat16 number."""
+        """Dequantise: [out, in] float32; each value is a bfloat16 number."""
         return self.numbers.float().mul_(self.scale[:, None])
 
 
 def nearest(x: Tensor) -> Tensor:
-    """The nearest number to each (of two, the even one); what is beyond the greatest becomes it, NaN stays."""
+    """Round to the nearest fp8 number, ties to even; values beyond the range are clamped, NaN stays NaN."""
     return x.float().clamp(-GREATEST, GREATEST).to(FORMAT)
 
 
 def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the definition. Float32 sums, rounded once."""
+    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the reference. Float32 sums, rounded once."""
     product = (x.float() @ weight.float().T) * scale
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -85,16 +85,16 @@ def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
 
 def as_kept(pages: Tensor) -> Tensor:
-    """Pages as what torch's operations and kernels move about: bytes, where they are of eight bits; else themselves."""
+    """View fp8 pages as bytes, which torch's operations and the kernels can move; return other pages unchanged."""
     return pages.view(torch.uint8) if pages.dtype is FORMAT else pages
 
 
 def to_keep(new: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as pages of the dtype keep them, to be put into `as_kept`: what is not finite counts as 0."""
+    """Convert keys or values for storing into `as_kept` pages of this dtype; values that are not finite become 0."""
     finite = new.nan_to_num(0.0, 0.0, 0.0)
     return nearest(finite).view(torch.uint8) if dtype is FORMAT else finite
 
 
 def widened(kept: Tensor) -> Tensor:
-    """What was read from `as_kept`, in float32."""
+    """Convert keys or values read from `as_kept` pages to float32."""
     return kept.view(FORMAT).float() if kept.dtype is torch.uint8 else kept.float()

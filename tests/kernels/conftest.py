@@ -1,4 +1,4 @@
-"""Every kind of compiled library that this processor can run, and an interpreter that sums as a device does."""
+"""Fixtures: each compiled library that this processor can run, and an interpreter that sums as a device does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention against a dense oracle, and what a row may depend on."""
+"""Paged attention against a dense oracle, and row invariance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_BLOCKS = 64
 
 @pytest.fixture(params=["torch", *cpu_library.own_kinds()])
 def attention(request: pytest.FixtureRequest) -> Attention:
-    """Each of those that a CPU may run: the compiled ones take bfloat16 alone, and leave the rest to torch."""
+    """Each CPU implementation; the compiled ones support bfloat16 alone and leave the rest to torch."""
     if request.param == "torch":
         return space_attention
     return CompiledAttention(cpu_library.library_for(request.param))
@@ -31,14 +31,14 @@ def attention(request: pytest.FixtureRequest) -> Attention:
 
 @pytest.fixture(params=[16, 64, 144])
 def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One vector; several at once, keys read as they lie; several and a rest."""
+    """Head sizes of one vector; of several, with keys read in place; and of several with a remainder."""
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", request.param)
     return int(request.param)
 
 
 @dataclass
 class Sequence_:
-    """Keys and values of every position, and what one step lays out of it."""
+    """Keys and values of every position of a sequence, and its layout in one step."""
 
     cached: int
     num_chain: int
@@ -78,7 +78,7 @@ def step(
     softcap: float | None = None,
     spoil_masks: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
-    """One step's attention: per sequence the outputs of chain rows and of mask rows."""
+    """Run one step's attention; return the outputs of chain rows and of mask rows per sequence."""
     key_pages = torch.full((NUM_BLOCKS, kv_heads, block_size, HEAD_DIM), garbage, dtype=dtype)
     value_pages = key_pages.clone()
     drawn = [s.draw(heads, kv_heads) for s in sequences]
@@ -146,7 +146,7 @@ def dense(
     softcap: float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Every row's attention in float64, key by key, of numbers that are rounded to `dtype`."""
+    """Compute every row's attention in float64, key by key, from inputs rounded to `dtype`."""
     d = {name: tensor.to(dtype).double() for name, tensor in s.draw(heads, kv_heads).items()}
     k, v = torch.cat([d["old_k"], d["k"]]), torch.cat([d["old_v"], d["v"]])
     outputs = []

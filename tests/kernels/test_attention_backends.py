@@ -59,9 +59,9 @@ def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
         ),
         ("flashinfer", {"head_dim": 96}, "takes head sizes of 64, 128, 256; the model has 96"),
         ("flash-attn-2", {"head_dim": 512}, "takes head sizes in steps of 8 up to 256; the model has 512"),
-        ("flash-attn-2", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
-        ("flashinfer", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
-        ("torch", {"exact": True}, "gives a row bits that depend on its company: leave out --exact"),
+        ("flash-attn-2", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
+        ("flashinfer", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
+        ("torch", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
         ("flashinfer", {"capability": None, "device": "cpu"}, "needs an NVIDIA GPU; the model is on cpu"),
     ],
 )

@@ -51,7 +51,7 @@ def dense(
 
 
 def gathered(pages: Tensor, table: Tensor, length: int) -> Tensor:
-    """[length, G, D] of the pages that the table names; only those are read."""
+    """Gather [length, G, D] from the pages in the table; no other page is read."""
     size = pages.shape[1]
     count = -(-length // size)
     assert count <= len(table)

@@ -1,4 +1,4 @@
-"""Partial attentions joined by log-sum-exp are attention; a part that saw nothing changes nothing."""
+"""Partial attention results merged by log-sum-exp equal attention over all keys; a part without keys has no effect."""
 
 import math
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ GROUPS = [(0, 0, [5, 6, 7]), (0, 1, [8]), (1, 2, [9, 10])]  # sequence, base, fl
 
 
 def own_keys(chain: bool) -> Iterator[tuple[int, list[int]]]:
-    """Each row, and the rows whose keys it sees."""
+    """Yield each row and the rows whose keys it sees."""
     for rows in CHAINS:
         for i, row in enumerate(rows):
             yield row, rows[: i + 1] if chain else []

@@ -1,4 +1,4 @@
-"""The fused attention kernel against the reference, and what a row's bits may depend on."""
+"""The fused attention kernel against the reference, and row invariance."""
 
 import dataclasses
 import itertools
@@ -141,7 +141,7 @@ def test_sixteen_bits_stay_within_their_rounding(
 
 
 def of_sequences(sequences: Sequence[MadeUp], out: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Per sequence: its chain rows, its mask rows."""
+    """Split an output into chain rows and mask rows, per sequence."""
     pattern = made_up_step(sequences, head_dim=1).rows.pattern
     return [
         (out[chain.start : chain.stop], out[masks.start : masks.stop])
@@ -325,7 +325,7 @@ def test_rows_that_see_nothing_merge_to_nothing() -> None:
 
 
 def test_tables_updated_in_place_move_every_sequence_on() -> None:
-    """What replays of a CUDA graph do: same tensors, other numbers."""
+    """CUDA graph replays do this: the same tensors with new values."""
     steps = [made_up_step([MadeUp(c, 2, seed=1), MadeUp(40, 2, seed=2)], device=DEVICE) for c in (30, 44)]
     tables = StepTables.of(steps[0].rows)
     static = dataclasses.replace(tables, starts=tables.starts.clone(), page_table=tables.page_table.clone())

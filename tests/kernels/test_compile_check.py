@@ -1,4 +1,4 @@
-"""The compile check: every kernel is machine code for a GPU that is not here, and what does not fit is named."""
+"""The compile check: every kernel compiles for GPUs that are not present, and kernels that do not fit are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TUNED = (
 
 
 def check(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, though this one interprets kernels."""
+    """Run the check in a separate process, because this one may interpret kernels."""
     environment = dict(os.environ)
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), *environment.get("PYTHONPATH", "").split(os.pathsep)])

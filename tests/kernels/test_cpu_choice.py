@@ -1,4 +1,4 @@
-"""The compiled choices over a vocabulary are torch's."""
+"""Compiled argmax and top-k over the vocabulary equal torch's."""
 
 import math
 

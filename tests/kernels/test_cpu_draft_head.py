@@ -1,4 +1,4 @@
-"""The compiled draft head proposes what its reference does."""
+"""The compiled draft head proposes the same drafts as its reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn(form: DraftHeadForm) -> dict[str, torch.Tensor]:
 def both(
     library: cpu_library.CpuLibrary, form: DraftHeadForm, batch_params: list[SamplingParams], masks: int
 ) -> tuple[Any, Any]:
-    """What the compiled head and the reference choose, [S, K] each."""
+    """Return the drafts of the compiled head and of the reference, [S, K] each."""
     weights = drawn(form)
     generator = torch.Generator().manual_seed(masks)
     hidden = torch.randn(len(batch_params), masks, HIDDEN, generator=generator).bfloat16()

@@ -1,4 +1,4 @@
-"""The compiled operations: which kind a processor gets, how they are built, and what stands in for them."""
+"""The compiled operations: the kind chosen for a processor, the build, and the fallback to torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is found out once is found out in each test, and by none for those behind it."""
+    """Clear cached results before and after each test."""
     monkeypatch.delenv(cpu_library.SWITCH, raising=False)
     cpu_library.cpu_library.cache_clear()
     dispatch._ops.cache_clear()

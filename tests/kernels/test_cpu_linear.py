@@ -1,4 +1,4 @@
-"""The compiled product: the right numbers, and the same bits for a row in any company."""
+"""The compiled matmul: correct results, and row invariance."""
 
 from __future__ import annotations
 

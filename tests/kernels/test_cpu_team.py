@@ -1,4 +1,4 @@
-"""Threads that share out a compiled operation: each unit is done once, and no fork or other caller does harm."""
+"""The compiled operations' thread pool: each unit is done once, also after a fork and with concurrent callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts by decree: the kernel's are the reference's. That they are the host's is shown with the server."""
+"""Synthetic acceptance: the kernel equals the reference. The server's tests compare it with the host's."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ CHANCES = (0.9, 0.7, 0.5)
 
 
 def told(num_lines: int, num_places: int) -> SyntheticAcceptanceTensors:
-    """Line n knows 3·n places, from the first on; others than those that are right begin at 100."""
+    """Sequence n has 3·n known output positions; ids of drafts to be rejected begin at 100."""
     generator = torch.Generator().manual_seed(num_lines)
     synthetic_tensors = SyntheticAcceptanceTensors.empty(num_lines, num_places, CHANCES, device=DEVICE)
     for line in range(num_lines):
@@ -50,5 +50,5 @@ def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
 
 
 def test_a_text_that_is_longer_than_a_line_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 places do not fit; a line has 4"):
+    with pytest.raises(ValueError, match="5 positions do not fit; the limit is 4"):
         told(1, 4).put(0, range(5), [0.0] * 5, range(5))

@@ -1,4 +1,4 @@
-"""The table of implementations: a device gets its own, what is missing is named, and a CPU never loads Triton."""
+"""Dispatch: each device gets its implementations, errors name what is missing, and a CPU never loads Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from space_kernels.linear.packed_linear import PackedLinear
 
 @pytest.fixture(autouse=True)
 def fresh_table() -> Iterator[None]:
-    """What is installed is asked for once; here it changes."""
+    """Clear the cached dispatch, because these tests change what is installed."""
     dispatch._ops.cache_clear()
     yield
     dispatch._ops.cache_clear()

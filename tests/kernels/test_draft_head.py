@@ -1,4 +1,4 @@
-"""The draft head over many sequences at once is the head over each by itself."""
+"""The draft head gives each sequence of a batch the drafts that it gives the sequence alone."""
 
 import math
 

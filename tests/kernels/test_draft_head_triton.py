@@ -1,4 +1,4 @@
-"""The draft head's kernels choose and multiply as the reference does."""
+"""The draft head's kernels equal the reference."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Products with weights of eight bits: what they are of, how far off, and the same bits for a row in any company."""
+"""int8 linear layers: correct results, quantisation error, and row invariance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Linear = Callable[..., Any]
 
 @pytest.fixture(params=EITHER)
 def linear_of(request: pytest.FixtureRequest) -> Linear:
-    """What makes a linear of a weight and a bias."""
+    """Each way to build an int8 linear layer from weight and bias."""
     if request.param == "torch":
         return Int8Linear
     return partial(CompiledLinear, cpu_library.library_for(request.param), eight_bits=True)

@@ -1,4 +1,4 @@
-"""Weights of eight bits with a floating point: how far off they are; products with them on a GPU (or interpreted)."""
+"""fp8 weights: quantisation error, and matmuls on a GPU (or interpreted)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of eight bits: what is stored in them, what attention sees in them, and what a row's bits depend on."""
+"""The fp8 KV cache: stored values, attention over them, and row invariance."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_in_a_kernel_a_number_becomes_the_nearest_and_is_read_back_as_it() -> No
 
 
 def run(how: Attention, step: MadeUpStep, **options: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What every row finds, and the pages behind it."""
+    """Return every row's output, and the pages after the step."""
     pages = step.key_pages.clone(), step.value_pages.clone()
     out = how(step.query, step.key, step.value, *pages, step.rows, scale=0.3, **options)
     return out[: step.num_rows], *pages
 
 
 def in_plain_pages(step: MadeUpStep) -> MadeUpStep:
-    """The same numbers in pages of float32, what is stored being rounded already; masks' keys are not."""
+    """Return the same step with float32 pages: stored keys and values are already rounded, those of masks are not."""
     chain = step.rows.num_chain_rows
     key, value = step.key.float(), step.value.float()
     for new in (key, value):

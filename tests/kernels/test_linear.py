@@ -1,4 +1,4 @@
-"""Packed linears: the right numbers, and the same bits for a row in any company."""
+"""Packed linear layers: correct results, and row invariance."""
 
 from __future__ import annotations
 

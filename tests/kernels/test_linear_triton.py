@@ -1,4 +1,4 @@
-"""The row-invariant product on a GPU (or interpreted): the right numbers, and the same bits however many rows."""
+"""The row-invariant matmul on a GPU (or interpreted): correct results, and the same bits for any number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise drawn by a kernel is the noise of the reference: its bits exactly, its logarithms to the last digits."""
+"""Noise drawn by a kernel equals the reference: its bits exactly, its logarithms up to the last digits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Norms on a GPU (or interpreted): the reference's numbers, and the same bits for a row in any company."""
+"""Norms on a GPU (or interpreted): equal to the reference, and row invariance."""
 
 from __future__ import annotations
 

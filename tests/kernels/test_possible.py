@@ -1,4 +1,4 @@
-"""What a grammar allows at a row, and nothing else, can be chosen there; the logits of what can be keep their bits."""
+"""A row can sample only ids that its grammar allows, whose logits keep their bits."""
 
 from dataclasses import replace
 

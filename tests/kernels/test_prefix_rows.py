@@ -1,4 +1,4 @@
-"""What attention libraries are told of a step whose places the device alone knows: to look up pages that there are."""
+"""If only the device knows a step's positions, attention libraries still look up existing pages only."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def prefix_of(known: int, *, k: int, block_size: int, window: int, max_pages: int) -> PrefixRows:
-    """Of one sequence that knows so many ids, and has its last page's last slot in the last column of the table."""
+    """Build the rows of one sequence with `known` ids and pages up to the last column of the table."""
     pages = min(max_pages, -(-known // block_size))
     state = StepState.empty(
         1, max_drafts=max(k, 1), max_pages=max_pages, block_size=block_size, window=window, vocab_size=50
@@ -37,7 +37,7 @@ def prefix_of(known: int, *, k: int, block_size: int, window: int, max_pages: in
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("k", [0, 1, 3, 5, 31])
 def test_a_run_that_ends_behind_the_last_page_has_a_page_to_look_up(k: int, block_size: int) -> None:
-    """Drafts that have no slot are dead, but stand in their run: at the window's end, at that of the pages."""
+    """Drafts without a slot are dead but stay in their run, at the end of the window and of the pages."""
     for before in range(min(k + 2, block_size)):
         for window in (4 * block_size, 5 * block_size):
             known = (

@@ -1,4 +1,4 @@
-"""Each stage of the law against a slow oracle of its own, alone and together; rows do not see each other."""
+"""Each logits processor against a slow oracle, alone and combined; rows are independent."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Rotary positions and the store into the pages: reference and kernel against each other and against the definition."""
+"""Rotary embedding and storing into the pages: reference and kernel against each other and the definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORES = [rotary.rotary_store, rotary_triton.rotary_store]
 
 @dataclass
 class Case:
-    """A fused projection of R rows, and pages that hold NaN until somebody writes them."""
+    """A fused projection of R rows, and pages whose unwritten slots hold NaN."""
 
     heads: int
     groups: int

@@ -1,4 +1,4 @@
-"""Norms, activations, rotary angles and experts: the same bits for a row in any company."""
+"""Row invariance of norms, activations, rotary angles and experts."""
 
 from __future__ import annotations
 

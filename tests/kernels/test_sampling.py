@@ -1,4 +1,4 @@
-"""The choice is argmax of logit plus keyed noise, whatever is left out of the computation on the way."""
+"""Sampling is argmax of logit plus keyed noise; pruning never changes the result."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Choosing from tensors is choosing row by row on the host: by the torch reference, and by kernels in passes."""
+"""Sampling from tensors, by the torch reference and by the kernels, equals sampling row by row on the host."""
 
 import math
 import random
@@ -28,7 +28,7 @@ Choose = Callable[..., SampledTokens]
 
 
 def in_small_tiles(*arguments: object, **named: object) -> SampledTokens:
-    """In two tiles; the first 32 candidates suffice for some rows, and for others not."""
+    """Sample in two tiles; the first 32 candidates suffice for some rows only."""
     return sampling_triton.choose(*arguments, shape=LogitsShape(tile=64, few=32, num_warps=1), **named)
 
 
@@ -179,7 +179,7 @@ def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
     logits[0, 1, 95] = math.nan
     logits[1, 0, 5] = math.inf
     logits[3, 0] = -math.inf
-    logits[4, 1, 90] = math.nan  # of a banned id: nobody looks
+    logits[4, 1, 90] = math.nan  # of a banned id: ignored
     harmed = batch.by(choose, logits)
     assert harmed.usable.tolist() == [[True, False], [False, True], [False, False], [False, True], [True, True]]
     assert torch.equal(harmed.ids[harmed.usable], whole.ids[harmed.usable])

@@ -1,5 +1,5 @@
-"""A step of the batch's state: kernels and reference write the same tensors, read nothing on the host, and no line
-depends on the others. That it goes on as sequences on the host do is shown with the server (test_device_state)."""
+"""A step of the batch's state: kernels and reference write the same tensors, read nothing on the host, and sequences
+are independent. The server's test_device_state compares it with sequences on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -44,7 +44,7 @@ LAWS = [
 
 
 def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVICE) -> StepState:
-    """Line 5 is free, line 4 has no slot left, line 3 may emit two ids, the others are in the middle."""
+    """Batch index 5 is free, 4 has no free slot, 3 may emit two more ids, the others are mid-generation."""
     generator = torch.Generator().manual_seed(seed)
     state = StepState.empty(
         len(lines),
@@ -90,7 +90,7 @@ def same(one: Any, other: Any) -> None:
 
 
 def samples_of(state: StepState, index: StepIndex, seed: int) -> SampledTokens:
-    """What the chain rows might choose: mostly the drafts, sometimes an end, sometimes nothing."""
+    """Draw samples for the chain rows: mostly the drafts, sometimes an end id, sometimes unusable."""
     generator = torch.Generator().manual_seed(seed)
     S, k = index.num_sequences, index.num_drafts
     ids = torch.randint(4, V, (LINES, k + 1), generator=generator)[:S].to(state.root.device)
@@ -181,7 +181,7 @@ def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, ban
 
 
 class NothingIsRead(TorchDispatchMode):
-    """Refuses what waits for the device, or makes a shape from values."""
+    """Raises on operations that synchronise with the device, or whose shapes depend on values."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "item", "unique", "is_nonzero", "bincount", "equal")
 

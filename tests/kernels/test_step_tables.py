@@ -1,4 +1,4 @@
-"""The tables a step's kernels read, and how often they are uploaded."""
+"""The tables that a step's kernels read, and when they are uploaded."""
 
 import numpy as np
 import torch

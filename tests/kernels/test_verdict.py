@@ -1,4 +1,4 @@
-"""The verdict accepts the longest agreeing prefix of live drafts, in every row of a batch by itself."""
+"""Verification accepts the longest matching prefix of live drafts, for each sequence of a batch independently."""
 
 import torch
 from space_kernels.step.verification import num_accepted, verify

@@ -1,4 +1,4 @@
-"""The verdict of a kernel is the verdict of the reference."""
+"""Verification by the kernel equals the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Triton kernels of fused attention; `attention_triton` says how they work and launches them."""
+"""The Triton kernels of fused attention; `attention_triton` explains and launches them."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 ONE_SPLIT, SERIAL, PARALLEL = 0, 1, 2
-"""Who walks the splits of the context: there is one; one program all in turn; a program each, `combine` adds up."""
+"""How the splits of the context are processed: a single split; all by one program in turn; one program each, whose
+sums `combine` adds up."""
 
-# Small functions are written out where a kernel needs them: Triton's interpreter takes milliseconds per call of one.
+# Small functions are inlined by hand, because Triton's interpreter takes milliseconds per call.
 # 2^n for whole n ≤ 0, exactly, and 0 below the least normal float32: ((max(n, -127) + 127) << 23) as a float's bits.
 
 
 @triton.jit
 def _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Online softmax: join a block of keys and values [N, D] to the sums of queries [M, D]. seen [M, N]
+    """Online softmax: add a block of keys and values [N, D] to the sums of queries [M, D]. seen [M, N]
 
     state [M, D], total [M]: weighted values and weights, times 2^-top; top [M]: a whole number ≥ every score so far.
     """
     dtype: tl.constexpr = values.dtype
-    if _INTERPRETED:  # it would multiply bfloat16 as the integers it keeps them in; the products are the same
+    if _INTERPRETED:  # the interpreter stores bfloat16 as integers and would multiply those; the products are the same
         queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     if CAPPED:
@@ -47,7 +48,7 @@ def _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED: 
 
 @triton.jit
 def _add(state, top, total, other_state, other_top, other_total):
-    """The sums of two runs of keys; exact but for one rounding of each sum."""
+    """Add the sums of two sets of keys; exact except for one rounding of each sum."""
     peak = tl.maximum(top, other_top)
     mine = ((tl.maximum(top - peak, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     theirs = ((tl.maximum(other_top - peak, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -78,7 +79,7 @@ def _step_keys(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Join the step's own keys number [oldest, newest) of each row; `key` and `value` point to number 0."""
+    """Add the step's own keys [oldest, newest) to each row's sums; `key` and `value` point to the step's key 0."""
     lanes = tl.arange(0, BLOCK_D)
     for begin in tl.range(low // N * N, high, N, num_stages=STAGES):
         number = begin + tl.arange(0, N)
@@ -97,10 +98,10 @@ def _step_keys(
 def _finish(
     out, lse, place, heads_place, real, state, top, total, D: tl.constexpr, BLOCK_D: tl.constexpr, LSE: tl.constexpr
 ):
-    """Weighted values over weights; 0, and the logarithm -inf, for a row that saw nothing."""
+    """Divide the weighted values by the weights and store; a row that saw no key gets 0 and lse -inf."""
     lanes = tl.arange(0, BLOCK_D)
     some = total > 0
-    divisor = tl.where(total == 0, 1.0, total)  # a row gone wrong stays NaN
+    divisor = tl.where(total == 0, 1.0, total)  # a NaN row stays NaN
     inside = real[:, None] & (lanes < D)[None, :]
     tl.store(out + place[:, None] + lanes[None, :], (state / divisor[:, None]).to(out.dtype.element_ty), inside)
     if LSE:
@@ -115,9 +116,9 @@ def attend(
     value,
     key_pages,
     value_pages,
-    out,  # [R, H, D], or where PARTIAL the sums [splits, rows, H, D]
+    out,  # [R, H, D]; with WALK 2 the sums [splits, rows, H, D]
     lse,  # [R, H]
-    tops,  # [splits, rows, H] where PARTIAL
+    tops,  # [splits, rows, H] with WALK 2
     totals,
     tiles,
     chain_firsts,
@@ -154,8 +155,8 @@ def attend(
     CAPPED: tl.constexpr,
     PAGES: tl.constexpr,
     MASKS: tl.constexpr,
-    CHAIN: tl.constexpr,  # the step's own chain keys, from `key` and not from the pages
-    WALK: tl.constexpr,  # 0: there is one split; 1: all splits in turn; 2: one split per program, sums left to combine
+    CHAIN: tl.constexpr,  # read the step's own chain keys from `key` instead of the pages
+    WALK: tl.constexpr,  # 0: a single split; 1: all splits in turn; 2: one split per program, added up by `combine`
     LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -248,7 +249,7 @@ def attend(
             BLOCK_D,
             CAPPED,
             PRECISION,
-            STAGES=1,  # one block as a rule: no memory for more
+            STAGES=1,  # usually a single block, so staging would only cost shared memory
         )
     if PAGES:
         table = page_table + sequence.to(tl.int64) * table_width
@@ -316,7 +317,7 @@ def combine(
     WINDOW: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Add up what a row's splits left, in ascending order."""
+    """Add up the sums of a row's splits, in ascending order."""
     QUERIES: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0)
     sequence = tl.load(owners + row)

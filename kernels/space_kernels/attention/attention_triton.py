@@ -1,7 +1,7 @@
-"""Attention of a SPACE step over paged keys and values on a GPU: same function as `attention`, as one Triton kernel.
+"""Attention of a SPACE step over the paged KV cache on a GPU: the function of `torch_backend` as one Triton kernel.
 
 **Tiles.** A step gives each sequence a few rows: its chain (one row in plain decoding, k+1 with drafts, hundreds in a
-prefill chunk) and its mask groups. With H query heads on G kv heads, Q = H/G queries of every row want the same keys.
+prefill chunk) and its mask groups. With H query heads and G kv heads, Q = H/G queries of every row need the same keys.
 So a sequence's rows and their Q queries are packed into the rows of one matrix, chain first:
 
     packed row   0        1        2        3        4        5        6        7        8 ...
@@ -9,51 +9,50 @@ So a sequence's rows and their Q queries are packed into the rows of one matrix,
 
 A program takes `AttentionTile.queries` packed rows, one kv head and one split of the context, and walks the pages in
 blocks of `AttentionTile.keys` positions: two products on tensor cores per block and an online softmax between them.
-Whatever a sequence lays out (plain, full k = 5, pruned, a prefill chunk), the prefix comes from memory once; where its
+For every draft layout (plain, full k = 5, pruned, a prefill chunk) the prefix is read from memory once. If a sequence's
 rows fill several tiles, their programs are neighbours in the grid and find the prefix in the L2 cache.
 
 **What a row sees** is an interval in each of two key spaces: positions [own - window, start + reach) in the pages, and
 for a mask row the masks [first of its group, itself] among the step's own keys. A tile walks the union of its rows'
-intervals, ascending, and hides per row what lies outside; blocks beyond a tile's reach (a causal prefill) are not
-visited, and slots nobody wrote are not read.
+intervals, ascending, and masks per row what lies outside. Blocks beyond a tile's reach (a causal prefill) are not
+visited, and unwritten slots are not read.
 
-**Splits.** One sequence of 32k positions must not leave 131 of 132 multiprocessors idle, so the context is cut every
-`SPLIT` positions, a constant. The page table's width decides how many programs there are; those beyond a sequence's
-end leave at once, the others leave their unnormalised sums to a second, small kernel that adds them up in ascending
-order. Where the tiles alone fill the device (large batches, prefill) one program walks all splits of its tile and adds
-them up in registers instead: `walk="serial"`. Masks' keys belong to the first split.
+**Splits.** A single sequence of 32k positions would occupy one of 132 multiprocessors, so the context is split every
+`SPLIT` positions, a constant. The page table's width sets the number of programs. Programs beyond a sequence's end
+return at once; the others store unnormalised sums, which a second, small kernel adds up in ascending order. If the
+tiles alone fill the device (large batches, prefill), one program walks all splits of its tile and adds them up in
+registers instead: `walk="serial"`. The masks' keys belong to the first split.
 
-**Why a row's bits do not depend on its company.** Exactness here means that plain decoding, every k, every batch and a
-prefill give one row the same bits. Three things see to it:
+**Row invariance.** Exactness means that plain decoding, every k, every batch and a prefill give a row the same bits.
+Three properties ensure it:
 
-1. Fixed geometry. Tile height, key block and split follow from head size and dtype, never from the rows. Key blocks
-   begin at multiples of their size in absolute position. On tensor cores every element of a product is the same sum in
-   the same order, wherever in the tile its row lies.
-2. Hidden is nothing. To a row a hidden key has the score -inf and the weight 0; a block of such keys leaves the running
-   maximum (which begins at -1e30, not -inf: no inf - inf), the sum of weights and the weighted values as they are.
-   So it does not matter what neighbours in the tile made the program visit.
-3. Whole maxima. The running maximum m is kept in units of log2 and *rounded up to an integer*. Rescaling by
-   2^(m_old - m_new) is then exact: it shifts exponents and rounds nothing (the factor is made from its bits, not by an
-   approximate exp2). Sums may be rescaled once or in ten small steps, fused into multiply-adds or not, in registers or
-   by another kernel after a detour through memory: the bits are the same. That is why both walks over the splits agree
-   bitwise, so that the choice between them may depend on the batch after all. Weights lie in (0, 1] as ever; the
-   largest is above 1/2.
+1. Fixed geometry. Tile height, key block and split depend on head size and dtype, never on the rows. Key blocks start
+   at multiples of their size in absolute position. On tensor cores every element of a matmul is the same sum in the
+   same order, wherever in the tile its row is.
+2. Masked keys have no effect. A masked key has score -inf and weight 0; a block of such keys changes neither the
+   running maximum (which starts at -1e30, not -inf, to avoid inf - inf) nor the sum of weights nor the weighted values.
+   So the blocks visited for other rows of the tile do not matter.
+3. Integer maxima. The running maximum m is kept in units of log2 and *rounded up to an integer*. Rescaling by
+   2^(m_old - m_new) is then exact: it only shifts exponents (the factor is built from bits, not by an approximate
+   exp2). Sums may be rescaled once or in ten small steps, fused into multiply-adds or not, in registers or by another
+   kernel: the bits are the same. Hence both walks over the splits agree bitwise, and the choice between them may depend
+   on the batch. Weights are in (0, 1] as usual; the largest is above 1/2.
 
-What is left to floating point: bits depend on the GPU's generation (its tensor cores sum in their own way), and in 16
-bits the weights are rounded to the values' dtype before the second product, as in every flash attention.
+Bits do depend on the GPU's generation, because tensor cores differ in how they sum. In 16 bits the weights are rounded
+to the values' dtype before the second matmul, as in every flash attention.
 
-**Choosing tiles** (`tile_for`). One height serves one row and a thousand, or the bits would differ. 64 packed rows is
-the height of Hopper's and Blackwell's warpgroup instructions: less would cost as much. At 64 rows a key of D = 128 in
-16 bits (512 bytes of K and V) asks for 64 flop per byte, below what a tensor core has ready while the bytes arrive
-(A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays bound by memory. The key block shrinks with D
-such that K and V of one block are at most 32 KiB (16 KiB in float32). With 3 stages in flight a program of D = 128
-takes 80 KiB of shared memory on Hopper and Blackwell (of 227) and 56 KiB on an A100 (of 163): two fit, so that one
-computes while the other waits. The masks' keys, one block as a rule, are not staged. 4 warps: one warpgroup, 16 rows
-each. float32 has no tensor cores in IEEE precision; its tile is 16 rows, so that fewer products are thrown away.
-D = 256 takes 8 warps: the sums alone would fill the registers of 4.
+**Tile sizes** (`tile_for`). The height must be the same for one row and for a thousand, or the bits would differ. 64
+packed rows is the height of Hopper's and Blackwell's warpgroup instructions; fewer would cost as much. At 64 rows a key
+of D = 128 in 16 bits (512 bytes of K and V) needs 64 flop per byte, less than tensor cores can do while the bytes
+arrive (A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays memory-bound. The key block shrinks
+with D so that K and V of one block are at most 32 KiB (16 KiB in float32). With 3 stages a program of D = 128 uses 80
+KiB of shared memory on Hopper and Blackwell (of 227) and 56 KiB on an A100 (of 163): two programs fit, so one computes
+while the other waits. The masks' keys, usually one block, are not staged. 4 warps are one warpgroup, 16 rows each.
+float32 has no tensor cores in IEEE precision; its tile has 16 rows, to waste less work on padding. D = 256 uses 8
+warps, because the sums alone would fill the registers of 4.
 
 SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multiprocessor, and the sums that 64 packed
-rows leave per split are an eighth as large as the keys and values they were made from.
+rows store per split are an eighth of the size of the keys and values read.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import StepTables
 
 WORKSPACE_BYTES = 1 << 28
-"""Most memory for the sums of splits, per layer and reused by the next one: beyond, one program walks all splits."""
+"""Memory limit of the splits' sums, which layers reuse; beyond it one program walks all splits."""
 
 Walk = Literal["parallel", "serial"]
-"""One program per split and a kernel that adds up, or one program for all splits of a tile. The bits are the same."""
+"""One program per split plus a combining kernel, or one program for all splits of a tile. The bits are the same."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -105,8 +104,8 @@ def space_attention(
 ) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
-    As `attention.space_attention`, bits apart, pages of eight bits too. Pages may have any size; `scale` must be
-    positive. In 16 bits the softmax's weights are rounded to the values' dtype.
+    As `torch_backend.space_attention`, though not bit for bit; fp8 pages too. Pages may have any size; `scale` must be
+    positive. In 16 bits the softmax weights are rounded to the values' dtype.
     """
     tables = StepTables.of(rows)
     store_kv(key, value, key_pages, value_pages, tables)
@@ -127,11 +126,12 @@ def attend(
     walk: Walk | None = None,
     split: int = SPLIT,
 ) -> Tensor:
-    """Let every row attend pages that hold the step's keys and values already. Returns [R, H, D].
+    """Let every row attend pages that already hold the step's keys and values. Returns [R, H, D].
 
-    query [R, H, D], key and value [R, G, D] (read for mask rows), rows and heads possibly apart;
-    pages [num_blocks, G, block_size, D]. Padding rows are 0. `walk`: None lets the sizes decide.
-    Raises ValueError for a scale that is not positive, heads that do not divide, and slots that are apart.
+    query [R, H, D], key and value [R, G, D] (read for mask rows), with any row and head strides;
+    pages [num_blocks, G, block_size, D]. Padding rows are 0. `walk`: None chooses by the sizes.
+    Raises ValueError for a scale that is not positive, a head count that kv heads do not divide, and pages whose slots
+    are not adjacent.
     """
     out = query.new_empty(query.shape)
     _launch(
@@ -164,13 +164,13 @@ def prefix_attention(
     walk: Walk | None = None,
     split: int = SPLIT,
 ) -> tuple[Tensor, Tensor]:
-    """What every row finds in the pages, masks left out: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+    """Attend the pages only, without mask keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
 
-    A row that sees nothing there has out 0 and lse -inf. Tables with `num_written` 0 see committed slots alone.
+    A row that sees no key has out 0 and lse -inf. With `num_written` 0, rows see only slots of earlier steps.
     """
     out, lse = _float32_pair(query)
     pages = (key_pages, value_pages)
-    # key and value are not read: any pointers of the right type do
+    # key and value are not read: any pointers of the right type will do
     flat_keys, flat_values = key_pages[:, :, 0], value_pages[:, :, 0]
     _launch(
         query,
@@ -200,10 +200,10 @@ def in_step_attention(
     window: int | None = None,
     chain: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What every row finds among the step's own keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+    """Attend the step's own keys only: (out [R, H, D], lse [R, H]), float32, natural logarithm.
 
-    `chain`: a row sees the chain rows of its sequence up to its reach, and a mask row its group up to itself: all that
-    the slots [0, start) do not hold. Without: mask rows see their group, chain rows nothing (out 0, lse -inf).
+    `chain`: a row sees the chain rows of its sequence up to its reach, and a mask row its group up to itself, which is
+    everything outside the slots [0, start). Otherwise mask rows see their group, chain rows no key (out 0, lse -inf).
     """
     out, lse = _float32_pair(query)
     _launch(
@@ -264,7 +264,7 @@ def _launch(
         shape = (num_splits, pattern.num_rows, num_heads)
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
         tops = torch.empty(shape, dtype=torch.float32, device=query.device)
-        totals = torch.empty_like(tops)  # apart, so that both begin where kernels compiled for aligned ones can read
+        totals = torch.empty_like(tops)  # allocated separately, so that both are aligned as compiled for
         of_splits = sums, tops, totals
     key_pages, value_pages = (key, value) if pages is None else pages
     inner, outer = _score_factors(scale, softcap)
@@ -360,8 +360,8 @@ def _check(
 
 
 def _walk(asked: Walk | None, num_splits: int, num_programs: int, num_sums: int, device: torch.device) -> int:
-    """Who walks the splits. One program all of them where programs without splits fill the device twice over, or where
-    the sums would take too much memory."""
+    """Choose how to walk the splits: serially if programs without splits fill the device twice, or if the splits' sums
+    would need too much memory."""
     if num_splits == 1:
         return ONE_SPLIT
     if asked is not None:
@@ -376,7 +376,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What products are multiplied with before the cap (in log2 units of its tanh's square), and after it, in log2."""
+    """Return the factor of raw scores inside the cap (tanh by exp2 of twice its argument), and after it, in log2."""
     if softcap is None:
         return 0.0, scale * _LOG2_E
     return 2 * scale / softcap * _LOG2_E, softcap * _LOG2_E

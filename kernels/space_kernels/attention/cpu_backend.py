@@ -1,4 +1,4 @@
-"""Attention of a SPACE step by the compiled operation, for bfloat16 pages on a CPU."""
+"""Compiled attention of a SPACE step, for bfloat16 pages on a CPU."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from space_kernels.paging.row_pattern import Ints, RowPattern
 from space_kernels.paging.slots import StepRows
 
 MOST_TOGETHER = 32
-"""Rows of one sequence that go through the keys together."""
+"""Maximum rows of one sequence that are processed together."""
 
 WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True, eq=False)
 class RowTiles:
-    """What the operation needs of a row pattern: who a mask's peers are, and which rows go together."""
+    """A row pattern as the compiled operation takes it: the groups of masks, and tiles of rows processed together."""
 
     peers: Ints  # [rows] first row of a mask's group, -1 for chain rows
     rows: Ints  # flat row numbers, tile after tile
-    bounds: Ints  # [tiles + 1]
-    addresses: tuple[int, ...]  # of owner, offsets, reach, and these three; the pattern keeps them all
+    bounds: Ints  # [tiles + 1] where each tile starts in `rows`
+    addresses: tuple[int, ...]  # of owner, offsets, reach and these three arrays; the pattern keeps them alive
 
     @classmethod
     def of(cls, pattern: RowPattern) -> RowTiles:
-        """The pattern's, built on first use."""
+        """Return the pattern's tiles, built on first use."""
         known = pattern.parts.get("cpu")
         if not isinstance(known, cls):
             known = pattern.parts["cpu"] = _tiles(pattern)
@@ -60,11 +60,11 @@ class CpuRows:
     """The rows of one step as the compiled operations take them. Built once, shared by all layers."""
 
     struct: RowsStruct
-    held: tuple[RowTiles, Ints, Ints]  # what the addresses are of, beside the pattern's own
+    held: tuple[RowTiles, Ints, Ints]  # keeps the arrays alive that `struct` points to
 
     @classmethod
     def of(cls, rows: StepRows) -> CpuRows:
-        """The step's, built on first use."""
+        """Return the step's rows, built on first use."""
         known = rows.parts.get("cpu")
         if not isinstance(known, cls):
             known = rows.parts["cpu"] = _rows(rows)
@@ -85,9 +85,9 @@ def _rows(rows: StepRows) -> CpuRows:
 
 
 class CompiledAttention:
-    """`space_kernels.attention.torch_backend.space_attention`, compiled; what it does not take goes to the reference.
+    """Compiled `torch_backend.space_attention`; falls back to the reference for unsupported dtypes and head sizes.
 
-    Which of the two a model gets follows from its dtype and heads alone, so all its rows go one way.
+    The choice depends on the model's dtype and heads alone, so all its rows are computed the same way.
     """
 
     def __init__(self, library: CpuLibrary) -> None:
@@ -106,7 +106,7 @@ class CompiledAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """[R, H, D]; rows of padding are 0."""
+        """Return [R, H, D]; padding rows are 0."""
         _, num_heads, dim = query.shape
         kv_heads = key_pages.shape[1]
         if not attends(key_pages.dtype, dim):
@@ -128,5 +128,5 @@ class CompiledAttention:
 
 
 def attends(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the compiled operation takes heads like these."""
+    """Whether the compiled operation supports this dtype and head size."""
     return dtype == torch.bfloat16 and head_dim % 16 == 0 and head_dim <= WIDEST_HEAD

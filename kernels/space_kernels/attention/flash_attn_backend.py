@@ -1,23 +1,23 @@
-"""Attention of a SPACE step by flash-attn, version 2 or 4: the prefix by the library, masks among each other by ours.
+"""Attention of a SPACE step by flash-attn 2 or 4: the library attends the prefix, our kernels the masks of a group.
 
-How the rows go through the library:
+How the rows are passed to the library:
 
-    chains of at most 32 rows    one call, [S, width, H, D], causal: the library aligns query and key ends, so chain
-                                 row i of a sequence sees its slots up to start + i. Shorter chains are padded in front.
-    longer chains (prompts)      one ragged call over the same pages, causal likewise
-    mask groups                  one call, each group a run of its own over its sequence's pages up to the base row, not
-                                 causal. Without a window the query heads of a kv head are packed into the rows, so that
-                                 a group's prefix is read once per kv head. Its result and what a mask finds among the
-                                 masks of its group are joined by log-sum-exp; every mask
-                                 sees at least its base row there, so version 2's +inf for "nothing" never comes in.
+    chains of at most 32 rows    one causal call, [S, width, H, D]. The library aligns query and key ends, so chain row
+                                 i of a sequence sees its slots up to start + i. Shorter chains are padded in front.
+    longer chains (prompts)      one causal ragged call over the same pages
+    mask groups                  one call that is not causal, each group a run over its sequence's pages up to the base
+                                 row. Without a window the query heads of a kv head are packed into the rows, so that a
+                                 group's prefix is read once per kv head. The result is merged by log-sum-exp with the
+                                 attention among the group's masks. Every mask sees at least its base row in the pages,
+                                 so version 2's lse of +inf for "no key" never occurs.
 
-So chain rows take the library's path for plain decoding and prefill, and only mask rows are merged. The pages are
-[num_blocks, G, block_size, D] and the library wants [num_blocks, block_size, G, D]: it takes any strides as long as the
-last dimension is contiguous (2.8.3: csrc/flash_attn/flash_api.cpp reads stride(0), stride(-3), stride(-2) and asks only
-stride(-1) == 1), so the transposed view is passed and nothing is copied.
+So chain rows take the library's path for plain decoding and prefill, and only mask rows are merged. Our pages are
+[num_blocks, G, block_size, D], the library's [num_blocks, block_size, G, D]. It takes any strides with a contiguous
+last dimension (2.8.3: csrc/flash_attn/flash_api.cpp reads stride(0), stride(-3), stride(-2) and requires only
+stride(-1) == 1), so a transposed view is passed without a copy.
 
-The library splits the context by a rule that looks at the batch, and returns its dtype: a row's last bits depend on its
-company. `--exact` therefore takes another backend.
+The library chooses its splits of the context by the batch and returns 16-bit results, so a row's last bits depend on
+the rest of the batch. `--exact` therefore needs another backend.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from space_kernels.attention.prefix_rows import Block, PrefixRows, Reach
 from space_kernels.paging.slots import StepRows
 
 Window = tuple[int, int]
-"""Positions a row looks back and ahead of its own; -1: all of them."""
+"""Positions a row sees before and after its own; -1: all."""
 
 _ALL: Window = (-1, -1)
 
 
 class FlashLibrary(Protocol):
-    """The two calls that a step needs of one version of the library."""
+    """The two calls of flash-attn that a step needs, for either version."""
 
     def equal(
         self,
@@ -55,7 +55,8 @@ class FlashLibrary(Protocol):
         window: Window,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        """query [n, width, H, D], pages [num_blocks, block_size, G, D] -> out like query, lse [n, H, width] natural."""
+        """Attend by runs of equal width: query [n, width, H, D], pages [num_blocks, block_size, G, D] -> out like
+        query, lse [n, H, width] with natural logarithm."""
         ...
 
     def ragged(
@@ -71,11 +72,12 @@ class FlashLibrary(Protocol):
         window: Window,
         softcap: float,
     ) -> Tensor:
-        """query [total, H, D], run i of it rows bounds[i] up to bounds[i+1], causal -> out like query."""
+        """Attend causally by runs of any width: query [total, H, D], run i is rows bounds[i] .. bounds[i+1] -> out like
+        query."""
         ...
 
     def check(self, block_size: int) -> None:
-        """Raise ValueError where pages of this size cannot be taken."""
+        """Raise ValueError if the library does not support this block size."""
         ...
 
 
@@ -94,11 +96,10 @@ def space_attention(
     own: OwnPart | None = None,
     is_stored: bool = False,
 ) -> Tensor:
-    """As `space_kernels.attention.torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
+    """As `torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
 
-    `own`: what is ours; None: as the device has it. `is_stored`: the pages hold the step's keys and values already.
-    Raises ValueError for blocks the library does not take, and for a
-    window shorter than a mask group.
+    `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
+    keys and values. Raises ValueError for an unsupported block size, and for a window no longer than a mask group.
     """
     library.check(key_pages.shape[2])
     own = OwnPart.on(query.device) if own is None else own
@@ -137,7 +138,7 @@ def space_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What all calls of one layer have in common."""
+    """The arguments that all calls of one layer share."""
 
     query: Tensor  # [R, H, D]
     key_pages: Tensor  # [num_blocks, block_size, G, D]
@@ -147,12 +148,12 @@ class _Call:
     softcap: float
 
     def chains(self, out: Tensor, runs: Block, reach: Reach, window: int | None) -> None:
-        """Fill in the chain rows of the decoding sequences."""
+        """Write the outputs of decoding sequences' chain rows to `out`."""
         found, _ = self._equal(runs.of(self.query), reach, True, _ALL if window is None else (window - 1, 0))
         runs.put(out, found.flatten(0, 1))
 
     def masks(self, out: Tensor, lse: Tensor, runs: Block, reach: Reach, window: int | None) -> None:
-        """Fill in what mask rows find in the pages, and its log-sum-exp [R, H]."""
+        """Write the mask rows' attention over the pages to `out`, and its log-sum-exp to `lse` [R, H]."""
         query = runs.of(self.query)  # [n, width, H, D]
         num_runs, width, _, head_dim = query.shape
         if window is None:
@@ -162,8 +163,8 @@ class _Call:
             found = found.view(packed.shape).transpose(2, 3).reshape(query.shape)
             found_lse = found_lse.view(num_runs, kv_heads, width, -1).permute(0, 2, 1, 3).reshape(num_runs, width, -1)
         else:
-            # Mask j stands j positions behind the base row, which is the last slot that it sees: by the library's
-            # count, which aligns the ends of queries and keys, `width` positions before its own.
+            # Mask j is j positions after the base row, the last slot it sees. The library aligns the ends of queries
+            # and keys, so it places each mask `width` positions too early.
             if window <= width:
                 raise ValueError(
                     f"A window of {window} positions is not longer than a group of {width} masks; use --attention "
@@ -190,25 +191,25 @@ class _Call:
 # ------------------------------------------------------------------------------------------------- the two versions
 
 PAGE_2 = 256
-"""What a page size must be a multiple of: 2.8.3 refuses others ("Paged KV cache block size must be divisible by 256");
-a tile of keys then never crosses a page."""
+"""Block sizes must be a multiple of this: 2.8.3 refuses others ("Paged KV cache block size must be divisible by 256"),
+so that a tile of keys never crosses a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn2:
-    """flash-attn 2.8: compiled for 8.0 and 9.0 (the former's code also runs on 8.6 and 8.9)."""
+    """flash-attn 2.8, compiled for compute capability 8.0 (also runs on 8.6 and 8.9) and 9.0."""
 
     with_kvcache: Callable[..., Any]  # flash_attn.flash_attn_with_kvcache
     varlen: Callable[..., Any]  # flash_attn.flash_attn_varlen_func
 
     @classmethod
     def load(cls) -> FlashAttn2:
-        """The installed one. Raises ImportError where there is none."""
+        """Import the installed library. Raises ImportError."""
         module = import_module("flash_attn")
         return cls(module.flash_attn_with_kvcache, module.flash_attn_varlen_func)
 
     def check(self, block_size: int) -> None:
-        """As FlashLibrary says."""
+        """Implement FlashLibrary."""
         if block_size % PAGE_2:
             raise ValueError(
                 f"flash-attn 2 takes pages of a multiple of {PAGE_2} slots; these have {block_size}. Use --block-size "
@@ -227,7 +228,7 @@ class FlashAttn2:
         window: Window,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        """As FlashLibrary says; splits long contexts over the device by itself."""
+        """Implement FlashLibrary. The library splits long contexts over the device."""
         out, lse = self.with_kvcache(
             query,
             key_pages,
@@ -255,7 +256,7 @@ class FlashAttn2:
         window: Window,
         softcap: float,
     ) -> Tensor:
-        """As FlashLibrary says; lengths go in as sums from the first run on, though the keys lie in pages."""
+        """Implement FlashLibrary. The library takes cumulative lengths although the keys are paged."""
         ends = torch.nn.functional.pad(reach.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         out: Tensor = self.varlen(
             query,
@@ -276,24 +277,24 @@ class FlashAttn2:
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn4:
-    """flash-attn-4, a pre-release that compiles at run time: one function for both calls.
+    """flash-attn-4, a pre-release that compiles at run time, with one function for both calls.
 
-    Pages of any size, but neither on 8.x nor on 12.x; where a page is as long as its tile of keys it reads whole pages,
-    so what lies in unwritten slots must be finite: `PagedKV.allocate` fills them with zeros. It splits the context on
-    10.x and 11.x only: on 9.0 a single long sequence is read by few processors.
+    It supports any block size, but no paged KV cache on compute capability 8.x and 12.x. If a page is as long as its
+    tile of keys, it reads whole pages, so unwritten slots must be finite: `PagedKV.allocate` fills them with zeros. It
+    splits the context only on 10.x and 11.x; on 9.0 a single long sequence uses few multiprocessors.
     """
 
     varlen: Callable[..., Any]  # flash_attn.cute.flash_attn_varlen_func
-    splits: int  # 0: as the library sees fit; 1: the context is never split
+    splits: int  # 0: the library chooses; 1: the context is never split
 
     @classmethod
     def load(cls) -> FlashAttn4:
-        """The installed one. Raises ImportError where there is none."""
+        """Import the installed library. Raises ImportError."""
         major, _ = torch.cuda.get_device_capability()
         return cls(import_module("flash_attn.cute").flash_attn_varlen_func, 0 if major in (10, 11) else 1)
 
     def check(self, block_size: int) -> None:
-        """As FlashLibrary says: all are taken."""
+        """Implement FlashLibrary: every block size is supported."""
 
     def equal(
         self,
@@ -356,6 +357,6 @@ class FlashAttn4:
 
 
 def _or_none(window: Window) -> tuple[int | None, int | None]:
-    """Version 4 writes None for no bound."""
+    """Convert -1 (no bound) to None, as version 4 expects."""
     back, ahead = window
     return None if back < 0 else back, None if ahead < 0 else ahead

@@ -1,15 +1,14 @@
-"""Attention of a SPACE step by flashinfer: chains and mask groups over the pages by the library, masks among each other
-by ours.
+"""Attention of a SPACE step by flashinfer: the library attends the pages, our kernels the masks of a group.
 
-flashinfer takes our pages as they are ([num_blocks, G, block_size, D] is its layout HND), ragged runs of rows, and
-packs the query heads of a kv head by itself. Every sequence's chain is a causal run; every mask group is a run of its
-own that sees the pages up to its base row, and is joined with what its masks find among each other by log-sum-exp
-(which the library returns in base 2). Its custom masks are not used: they cover the whole context of every row.
+flashinfer takes our pages unchanged ([num_blocks, G, block_size, D] is its layout HND) and ragged runs of rows, and
+packs the query heads of a kv head itself. Every sequence's chain is a causal run. Every mask group is a run that sees
+the pages up to its base row; the result is merged with the attention among its masks by log-sum-exp (which the library
+returns in base 2). Its custom masks are not used, because they cover the whole context of every row.
 
-The library plans on the host: how rows are shared out over the device depends on the lengths of this step. So the host
-must know every length before a step is launched, and before each replay of a CUDA graph `FlashInfer.plan` must be
-called with the step's rows; a step cannot be launched while the host has not read the one before. Its split of the
-context depends on the batch: a row's last bits depend on its company.
+The library plans on the host: how it divides the rows over the device depends on the step's lengths. So the host must
+know every length before it launches a step, cannot launch a step before it has read the last one, and must call
+`FlashInfer.plan` with the step's rows before each replay of a CUDA graph. The split of the context depends on the
+batch, so a row's last bits depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from space_kernels.paging.row_pattern import Ints, RowPattern
 from space_kernels.paging.slots import StepRows
 
 WORKSPACE_BYTES = 128 * 1024**2
-"""For partial results where the context is split: the size that the library recommends."""
+"""Size of the workspace for partial results of splits, as the library recommends."""
 
 Kind = Literal["chains", "masks"]
 
@@ -49,10 +48,10 @@ def space_attention(
     own: OwnPart | None = None,
     is_stored: bool = False,
 ) -> Tensor:
-    """As `space_kernels.attention.torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
+    """As `torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
 
-    `own`: what is ours; None: as the device has it. `is_stored`: the pages hold the step's keys and values already.
-    Raises ValueError for a window shorter than a mask group.
+    `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
+    keys and values. Raises ValueError for a window no longer than a mask group.
     """
     own = OwnPart.on(query.device) if own is None else own
     prefix = PrefixRows.of(rows)
@@ -81,7 +80,7 @@ def space_attention(
 
 @dataclass(frozen=True, slots=True)
 class FlashInferCall:
-    """What a plan depends on besides the rows."""
+    """The parameters of a plan besides the rows."""
 
     num_heads: int
     kv_heads: int
@@ -95,7 +94,7 @@ class FlashInferCall:
 
 @dataclass(slots=True)
 class _Slot:
-    """One wrapper of the library, and the step that it is planned for."""
+    """One wrapper of the library and the step that its current plan is for."""
 
     wrapper: Any
     step: object = None
@@ -105,14 +104,14 @@ class _Slot:
 class _Runs:
     """Runs of rows of one kind, on the host."""
 
-    members: Ints  # [n] sequence
-    reach: Ints  # [n] slots from its first chain row on that the last row of the run sees
-    bounds: Ints  # [n+1] where each run's rows begin
-    width: int  # rows of the longest
+    members: Ints  # [n] sequence of each run
+    reach: Ints  # [n] slots from the sequence's first chain row on that the run's last row sees
+    bounds: Ints  # [n+1] first row of each run
+    width: int  # rows of the longest run
 
     @classmethod
     def of(cls, pattern: RowPattern, kind: Kind) -> _Runs | None:
-        """Those of a pattern; None where it has none of the kind."""
+        """Return a pattern's runs of one kind, or None if it has none."""
         name = (cls, kind)
         if name not in pattern.parts:
             pattern.parts[name] = _chains(pattern) if kind == "chains" else _masks(pattern)
@@ -127,7 +126,7 @@ def _chains(pattern: RowPattern) -> _Runs:
 
 
 def _masks(pattern: RowPattern) -> _Runs | None:
-    """Padded to one width, as `PrefixPattern.masks` packs them: a window is counted from the end of the run."""
+    """Return the mask groups, padded to one width as in `PrefixPattern.masks`: windows count from a run's end."""
     groups = mask_groups(pattern)
     if not groups:
         return None
@@ -138,10 +137,10 @@ def _masks(pattern: RowPattern) -> _Runs | None:
 
 @dataclass(slots=True)
 class FlashInfer:
-    """flashinfer's paged prefill, with a wrapper for each kind of layer and of rows.
+    """flashinfer's paged prefill, with one wrapper per kind of layer and of rows.
 
-    `graphs`: the wrappers keep their plan at fixed addresses, one per number of runs, for steps captured in CUDA
-    graphs; `most_pages` is then the most pages that all runs of a step hold together.
+    `graphs`: wrappers keep their plans at fixed addresses, one wrapper per number of runs, for CUDA graphs;
+    `most_pages` is then the maximum total of pages over all runs of a step.
     """
 
     make_wrapper: Callable[..., Any]  # flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -152,7 +151,7 @@ class FlashInfer:
 
     @classmethod
     def load(cls, device: torch.device, *, graphs: bool = False, most_pages: int = 0) -> FlashInfer:
-        """The installed one. Raises ImportError where there is none."""
+        """Import the installed library and allocate its workspace. Raises ImportError."""
         module = import_module("flashinfer")
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls(module.BatchPrefillWithPagedKVCacheWrapper, workspace, graphs, most_pages)
@@ -160,13 +159,13 @@ class FlashInfer:
     def run(
         self, kind: Kind, rows: StepRows, ask: FlashInferCall, query: Tensor, pages: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """query [rows of the kind, H, D] -> out like it, lse [rows, H] in base 2. Plans where that is not done yet."""
+        """Attend, planning first if needed: query [rows of the kind, H, D] -> out like it, lse [rows, H] in base 2."""
         slot = self._planned(kind, rows, ask)
         out, lse = slot.wrapper.run(query, pages, return_lse=True)
         return out, lse
 
     def plan(self, rows: StepRows) -> None:
-        """Plan a step for every kind of layer that steps with this pattern have had: before a graph is replayed."""
+        """Plan a step for every kind of layer seen with this pattern; call it before replaying a CUDA graph."""
         for kind, ask in _asked(rows.pattern):
             self._planned(kind, rows, ask)
 
@@ -212,7 +211,7 @@ class FlashInfer:
         if ask.window is not None:
             window_left = ask.window - 1
             if kind == "masks":
-                # Mask j stands j positions behind the base row, the last slot that it sees.
+                # Mask j is j positions after the base row, the last slot that it sees.
                 window_left -= runs.width
                 if window_left < 0:
                     raise ValueError(
@@ -238,7 +237,7 @@ class FlashInfer:
 
 
 def _asked(pattern: RowPattern) -> set[tuple[Kind, FlashInferCall]]:
-    """Which plans steps with this pattern need."""
+    """Return the plans that steps with this pattern need."""
     known: Any = pattern.parts.setdefault(FlashInfer, set())
     return known  # type: ignore[no-any-return]
 

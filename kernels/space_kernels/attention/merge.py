@@ -1,11 +1,11 @@
-"""Two partial attentions of the same rows, joined by log-sum-exp; and attention among the rows of one step.
+"""Merging partial attention results by log-sum-exp, and attention among the rows of one step.
 
-A library attends the pages and says, for each row and head, the log of the sum of its weights. That number is all that
-is needed to join what it found with what the row finds elsewhere: of keys A and B apart,
+A library attends the pages and returns, per row and head, the log of the sum of weights. That suffices to merge its
+result with attention over other keys: for disjoint key sets A and B,
 
     lse = log(exp(lse_A) + exp(lse_B))        out = exp(lse_A - lse)·out_A + exp(lse_B - lse)·out_B
 
-This is the reference; `attention_triton` and `store_kv_triton` hold the kernels of the same names.
+This is the reference; `attention_triton`, `merge_triton` and `store_kv_triton` have kernels of the same names.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LN_2 = math.log(2.0)
 
 
 def natural(lse_base_2: Tensor) -> Tensor:
-    """The natural log-sum-exp from one in base 2, as flashinfer returns it."""
+    """Convert a base-2 log-sum-exp, as flashinfer returns it, to a natural one."""
     return lse_base_2 * LN_2
 
 
 def merge(
     first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each: (out [..., D] of the dtype, lse [...]).
+    """Merge attention over two disjoint sets of keys: (out [..., D] of the dtype, lse [...]).
 
-    first and second [..., D] in any dtype, their lse [...] float32 and natural. A part that saw nothing has lse -inf,
-    and what its out holds is not looked at; a row that saw nothing at all gets 0 and -inf. Every row by itself: the
-    result does not depend on how many there are. Joined with nothing, a part comes back bit for bit.
+    first and second [..., D] in any dtype, their lse [...] float32, natural. A part that saw no key has lse -inf, and
+    its out is ignored; a row that saw no key at all gets 0 and -inf. Rows are independent: the result does not depend
+    on their number. Merging a part with one that saw no key returns it bit for bit.
     """
     peak = torch.maximum(first_lse, second_lse)
     floor = torch.where(peak == -math.inf, 0.0, peak)
@@ -63,10 +63,10 @@ def in_step_attention(
     window: int | None = None,
     chain: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What every row finds among the step's own keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
+    """Attend the step's own keys only: (out [R, H, D], lse [R, H]), float32, natural logarithm.
 
     query [R, H, D], key and value [R, G, D]. `chain`: a row sees the chain rows of its sequence up to its reach, and a
-    mask row its group up to itself. Without: mask rows see their group, chain rows nothing (out 0, lse -inf). Keys and
+    mask row its group up to itself. Otherwise mask rows see their group, chain rows no key (out 0, lse -inf). Keys and
     values that are not finite count as 0.
     """
     pattern = tables.pattern
@@ -97,9 +97,9 @@ def in_step_attention(
 
 
 def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
-    """Write the chain rows' keys and values into the slots of their positions; what is not finite counts as 0.
+    """Write the chain rows' keys and values to their slots; values that are not finite become 0.
 
-    key, value [R, G, D]; pages [num_blocks, G, block_size, D]. Waits for the device where the tables are on one.
+    key, value [R, G, D]; pages [num_blocks, G, block_size, D]. Synchronises with the device.
     """
     slots = tables.slots()
     rows = (slots >= 0).nonzero().flatten()
@@ -110,7 +110,7 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """What of a step's attention is ours where a library attends the pages."""
+    """Our operations beside a library that attends the pages."""
 
     store_kv: Callable[..., None]
     in_step_attention: Callable[..., tuple[Tensor, Tensor]]
@@ -118,13 +118,13 @@ class OwnPart:
 
     @classmethod
     def on(cls, device: torch.device) -> OwnPart:
-        """The kernels on a GPU, the reference elsewhere."""
+        """Return the kernels on a GPU, the reference elsewhere."""
         return cls.kernels() if device.type == "cuda" else cls(store_kv, in_step_attention, merge)
 
     @classmethod
     @cache
     def kernels(cls) -> OwnPart:
-        """Triton's. Raises ImportError where it is not installed."""
+        """Return the Triton kernels. Raises ImportError if triton is not installed."""
         from space_kernels.attention import attention_triton, store_kv_triton
 
         return cls(store_kv_triton.store_kv, attention_triton.in_step_attention, attention_triton.merge)

@@ -1,4 +1,4 @@
-"""Two partial attentions of the same rows joined by log-sum-exp on a GPU: one program per row and head."""
+"""Merging partial attention results by log-sum-exp on a GPU: one program per row and head."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _merge(
     divisor = tl.where(total == 0, 1.0, total)
     one = tl.load(first + at * D + lanes, inside, other=0.0).to(tl.float32)
     other = tl.load(second + at * D + lanes, inside, other=0.0).to(tl.float32)
-    # an output without a weight may be anything
+    # an output with weight 0 may hold garbage
     joined = tl.where(mine == 0, 0.0, one * mine) + tl.where(theirs == 0, 0.0, other * theirs)
     tl.store(out + at * D + lanes, (joined / divisor).to(out.dtype.element_ty), inside)
     tl.store(lse + at, tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")))
@@ -44,9 +44,9 @@ def _merge(
 def merge(
     first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each: (out [R, H, D] of the dtype, lse [R, H]).
+    """As `merge.merge`: (out [R, H, D] of the dtype, lse [R, H]).
 
-    lse [R, H] float32, natural logarithm of the sum of exponentials of the scores; -inf where a row saw nothing.
+    lse [R, H] float32, natural logarithm of the sum of exponentials of the scores; -inf where a row saw no key.
     """
     num_rows, num_heads, head_dim = first.shape
     out = torch.empty(first.shape, dtype=dtype, device=first.device)

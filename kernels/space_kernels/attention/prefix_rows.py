@@ -1,4 +1,4 @@
-"""The rows of a step as attention libraries take them: runs of query rows, each over the paged prefix it sees."""
+"""The rows of a step as attention libraries take them: runs of query rows, each over a paged prefix."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from space_kernels.paging.slots import StepRows
 from space_kernels.paging.step_tables import StepTables
 
 LONGEST_SHORT_CHAIN = 32
-"""Chain rows of one sequence that still count as decoding: those are padded to one width and share a call that may
-split the context; longer chains are prompts, which have rows enough to fill a device."""
+"""Longest chain that is treated as decoding: such chains are padded to one width and share a call that may split the
+context. Longer chains are prompts, with enough rows to fill a device."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Runs of rows, padded to one width."""
 
-    sequences: Tensor  # [n] whose pages
-    reach: Tensor  # [n] int32 slots seen from the sequence's first chain row on, by the last row of the run at least
-    longest: int  # reach
-    rows: Tensor | None  # [n·width] flat row numbers; None: the first n·width rows of the step as they are
+    sequences: Tensor  # [n] sequence of each run
+    reach: Tensor  # [n] int32 slots, from the sequence's first chain row on, that the run's last row sees
+    longest: int  # maximum reach
+    rows: Tensor | None  # [n·width] flat row numbers; None: the first n·width rows of the step
     width: int
-    places: Tensor  # [real rows] which of the n·width are no padding
+    places: Tensor  # [real rows] indexes of the n·width rows that are not padding
     targets: Tensor  # [real rows] their flat row numbers
 
     def of(self, rows: Tensor) -> Tensor:
-        """[R, ...] -> [n, width, ...]"""
+        """Gather the runs' rows: [R, ...] -> [n, width, ...]"""
         num_runs = len(self.sequences)
         found = rows[: num_runs * self.width] if self.rows is None else rows.index_select(0, self.rows)
         return found.reshape(num_runs, self.width, *rows.shape[1:])
 
     def put(self, rows: Tensor, found: Tensor) -> None:
-        """found [n·width, ...] goes to the rows [R, ...] that it is of."""
+        """Scatter `found` [n·width, ...] to its rows of `rows` [R, ...], without the padding."""
         if self.rows is None:
             rows[: len(found)] = found
         else:
@@ -48,31 +48,31 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Runs of rows, one behind the other."""
+    """Runs of rows of any length, one after the other."""
 
-    sequences: Tensor  # [n] whose pages
-    reach: Tensor  # [n] int32, of each all its rows
+    sequences: Tensor  # [n] sequence of each run
+    reach: Tensor  # [n] int32: the length of each run
     rows: Tensor  # [total] flat row numbers
-    bounds: Tensor  # [n+1] int32 where each run begins
+    bounds: Tensor  # [n+1] int32: start of each run
     widest: int
 
     @property
     def longest(self) -> int:
-        """Reach."""
+        """Maximum reach."""
         return self.widest
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixPattern:
-    """What follows from a row pattern alone: the runs of a step, by the call they go through."""
+    """The runs of a row pattern, by library call."""
 
-    short_chains: Block | None  # causal among each other, in the pages; padding in front, so that the ends align
-    long_chains: Ragged | None  # likewise
-    masks: Block | None  # one run per mask group; every row of it sees the prefix up to the base row; padding behind
+    short_chains: Block | None  # causal, padded in front so that the ends align
+    long_chains: Ragged | None  # causal
+    masks: Block | None  # one run per mask group, padded behind; every row sees the prefix up to the base row
 
     @classmethod
     def of(cls, pattern: RowPattern, device: torch.device) -> PrefixPattern:
-        """The runs of steps with this pattern, built on first use."""
+        """Return the runs of a pattern, built on first use."""
         known = pattern.parts.get((cls, device))
         if not isinstance(known, cls):
             known = pattern.parts[cls, device] = _build(pattern, device)
@@ -81,18 +81,18 @@ class PrefixPattern:
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """Where each run of a call stands in this step."""
+    """The visible length and the pages of each run in one step."""
 
-    lengths: Tensor  # [n] int32 slots that the last row of the run sees; rows that do not live may see unwritten ones
-    pages: Tensor  # [n, most pages] int32; as many as those lengths take
+    lengths: Tensor  # [n] int32 slots that the run's last row sees; dead rows may see unwritten slots
+    pages: Tensor  # [n, most pages] int32, enough for these lengths
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixRows:
-    """The runs of one step, and how far each sees. Built once, shared by all layers.
+    """The runs of one step and how far each sees. Built once, shared by all layers.
 
-    What it derives from the step's tables is computed on the device, once per StepRows: a CUDA graph is captured with
-    a StepRows that nobody has used before, so that a replay computes it anew.
+    Values derived from the step's tables are computed on the device once per StepRows. A CUDA graph must be captured
+    with an unused StepRows, so that these computations are part of the graph.
     """
 
     pattern: PrefixPattern
@@ -100,7 +100,7 @@ class PrefixRows:
 
     @classmethod
     def of(cls, rows: StepRows) -> PrefixRows:
-        """The step's, built on first use."""
+        """Return the step's runs, built on first use."""
         name = (cls, rows.device)
         known = rows.parts.get(name)
         if not isinstance(known, PrefixRows):
@@ -109,17 +109,17 @@ class PrefixRows:
 
     @cached_property
     def short_chains(self) -> Reach | None:
-        """Of the chains that decode."""
+        """Reach of the decoding chains."""
         return self._reach(self.pattern.short_chains)
 
     @cached_property
     def long_chains(self) -> Reach | None:
-        """Of the prompts."""
+        """Reach of the prompts."""
         return self._reach(self.pattern.long_chains)
 
     @cached_property
     def masks(self) -> Reach | None:
-        """Of the mask groups."""
+        """Reach of the mask groups."""
         return self._reach(self.pattern.masks)
 
     def _reach(self, runs: Block | Ragged | None) -> Reach | None:
@@ -127,8 +127,8 @@ class PrefixRows:
             return None
         lengths = self.tables.starts.index_select(0, runs.sequences) + runs.reach
         table = self.tables.page_table.index_select(0, runs.sequences)
-        # Where the device alone knows who lives, a run may end behind its sequence's last page: its last rows are dead
-        # then, but a library looks up the page of the very last one.
+        # If only the device knows which rows are live, a run may extend beyond its sequence's last page. Those rows are
+        # dead, but the library still looks up the page of the last one, so the table is padded.
         return Reach(lengths, functional.pad(table, (0, -(-runs.longest // self.tables.block_size))))
 
 
@@ -146,7 +146,7 @@ def _build(pattern: RowPattern, device: torch.device) -> PrefixPattern:
 
 
 def mask_groups(pattern: RowPattern) -> list[range]:
-    """Flat row numbers of each mask group, ascending."""
+    """Return the flat row numbers of each mask group, ascending."""
     groups: list[range] = []
     for run in sorted(pattern.mask_runs, key=lambda run: run.start):
         begin = run.start
@@ -158,7 +158,7 @@ def mask_groups(pattern: RowPattern) -> list[range]:
 
 
 #           width
-# [pad pad  c0 c1 c2]   a chain: the last row sees all that is written, each before it one slot less
+# [pad pad  c0 c1 c2]   a chain: the last row sees all written slots, each earlier row one slot less
 # [M1  M2   pad]        a mask group: every row sees the prefix up to the base row
 def _short(pattern: RowPattern, members: Sequence[int], device: torch.device) -> Block:
     runs = [pattern.chain_runs[number] for number in members]

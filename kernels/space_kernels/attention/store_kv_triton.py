@@ -1,4 +1,4 @@
-"""The store of a step's keys and values into the pages on a GPU: one program per chain row."""
+"""Storing a step's keys and values into the pages on a GPU: one program per chain row."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from space_kernels.paging.step_tables import StepTables
 
 @triton.jit
 def _kept(wide, dtype: tl.constexpr):
-    """float32 as pages of the dtype keep it; uint8: as a number of eight bits."""
+    """Convert float32 to the pages' dtype; uint8 pages hold fp8."""
     return narrowed(wide) if dtype == tl.uint8 else wide.to(dtype)
 
 
@@ -63,9 +63,9 @@ def _store_kv(
 
 
 def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
-    """Write the chain rows' keys and values into the slots of their positions; what is not finite counts as 0.
+    """Write the chain rows' keys and values to their slots; values that are not finite become 0.
 
-    key, value [R, G, D], rows and heads possibly apart; pages [num_blocks, G, block_size, D], both laid out alike.
+    key, value [R, G, D] with any row and head strides; pages [num_blocks, G, block_size, D], with equal strides.
     """
     _, kv_heads, head_dim = key.shape
     pattern = tables.pattern
@@ -98,7 +98,7 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
 
 
 def _warps(kv_heads: int, head_dim: int) -> int:
-    """A warp per 256 elements of a row: 16 bytes per thread and access in 16 bits."""
+    """Return one warp per 256 elements of a row: 16 bytes per thread and access in 16 bits."""
     return min(max(triton.next_power_of_2(kv_heads) * triton.next_power_of_2(head_dim) // 256, 1), 8)
 
 

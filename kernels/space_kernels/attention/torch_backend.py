@@ -1,4 +1,4 @@
-"""Attention of a SPACE step over paged keys and values: the reference definition, and what the CPU runs."""
+"""Attention of a SPACE step over the paged KV cache: the reference, which CPUs also run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from space_kernels.paging.cached_plan import KEY_BLOCK
 from space_kernels.paging.slots import StepRows
 
 _FLOOR = -1e30
-"""Least running maximum: a row that sees nothing of a block keeps exp(-inf - floor) = 0 instead of exp(-inf + inf)."""
+"""Smallest running maximum, so that a fully masked block gives exp(-inf - floor) = 0 instead of exp(-inf + inf)."""
 
 
 def space_attention(
@@ -30,14 +30,14 @@ def space_attention(
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
     query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype, or in
-    float8_e4m3fn: then every row sees the nearest such numbers, but for its own group's masks.
-    Scores, sums and products are float32. Every row goes through fixed key blocks of 128 positions, ascending, up to
-    its own visible length; mask rows then join the masks of their group seen so far (online softmax). What a row must
-    not see has the score -inf; slots that are not written, whatever lies there, are not read. Keys and values that are
-    not finite count as 0, so that a row gone wrong stays alone.
+    float8_e4m3fn: keys and values are then rounded to fp8, except the masks of a row's own group.
+    Scores, sums and matmuls are float32. Every row visits fixed key blocks of 128 positions, ascending, up to its own
+    visible length; mask rows then add the masks of their group up to themselves (online softmax). Masked keys have
+    score -inf; unwritten slots are never read. Keys and values that are not finite count as 0, so that NaN in one row
+    does not spread to others.
 
-    A row's result depends on its own query and on the keys it sees, bitwise: not on the other rows of the step.
-    `window`: positions a row looks back, its own included. `softcap`: scores become softcap·tanh(score/softcap).
+    Bitwise, a row's result depends only on its own query and the keys it sees, not on the other rows of the step.
+    `window`: positions a row sees back, its own included. `softcap`: scores become softcap·tanh(score/softcap).
     """
     num_rows, num_heads, head_dim = query.shape
     kv_heads = key_pages.shape[1]
@@ -71,18 +71,18 @@ def space_attention(
 
 
 class _OnlineSoftmax:
-    """Running maximum, sum and weighted values of each row; a block of hidden keys leaves all three as they are."""
+    """Running maximum, sum and weighted values of each row; a block of masked keys changes none of them."""
 
     def __init__(self, queries: Tensor, softcap: float | None, *, floor: bool) -> None:
-        """queries [S, G, M, D], scaled. `floor` is needed where a row's first block may be hidden from it whole."""
+        """queries [S, G, M, D], scaled. `floor`: required if a row's first block may be masked completely."""
         self._queries, self._softcap, self._floor = queries.flatten(0, 1), softcap, floor
         self._kv_heads = queries.shape[1]
         self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, keys: Tensor, values: Tensor, bound: Tensor | None) -> None:
-        """Join keys and values [n·G, N, D] of the first n sequences.
+        """Add keys and values [n·G, N, D] of the first n sequences.
 
-        bound [m, 1, P, 1, N]: what the scores of the last m of these may be.
+        bound [m, 1, P, 1, N]: upper bounds of the scores of the last m of these: -inf where masked, else inf.
         """
         scores = torch.bmm(self._queries[: len(keys)], keys.transpose(1, 2))  # [n·G, M, N]
         if self._softcap is not None:
@@ -107,7 +107,7 @@ class _OnlineSoftmax:
         top.copy_(peak)
 
     def result(self) -> Tensor:
-        """[S·G·M, D]: the weighted values over the sum of weights."""
+        """Return the weighted values divided by the sum of weights, [S·G·M, D]."""
         if self._state is None:
             raise ValueError("No keys were given.")
         _, total, output = self._state

@@ -1,4 +1,4 @@
-"""The configurations that fused attention is compiled in without a GPU: the shapes of common models."""
+"""The configurations of fused attention for compile_check: the shapes of common models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this machine keeps what was measured and compiled on it."""
+"""The folder for files that were measured or compiled on this machine."""
 
 from __future__ import annotations
 

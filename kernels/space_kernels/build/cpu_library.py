@@ -1,8 +1,8 @@
-"""The compiled operations of this processor: built once, with the compiler that is there, and kept.
+"""The compiled CPU operations: built once with the machine's C++ compiler, then cached.
 
-    library = cpu_library()      None: there is no compiler, or the processor is none of those in cpu/isa.h
+    library = cpu_library()      None: no compiler, or a processor that cpu/isa.h does not support
 
-Plain C, called with addresses: nothing of torch's own interfaces is built against, so one library serves every torch.
+The interface is plain C with raw addresses. Nothing is built against torch, so one library works with every version.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ KINDS = {
     },
     "aarch64": {"neon_bf16": "-march=armv8.2-a+bf16"},
 }
-"""By machine: the kinds of processor in cpu/isa.h, the best first, and the flags that compile for them."""
+"""By machine: the processor kinds of cpu/isa.h, best first, and their compiler flags."""
 
 SLOW_PAIRS = {"GenuineIntel"}
-"""Makers whose processors multiply pairs of bfloat16 half as fast as float32: one instruction in two cycles beside two
-in one (measured on Emerald Rapids). Kinds differ in the last bits of what they compute, so that the best is told by the
-maker, not by a measurement that a bad moment could turn.
+"""Vendors whose bfloat16 pair instruction is half as fast as float32 multiplication: one per two cycles instead of two
+per cycle (measured on Emerald Rapids). Kinds differ in the last bits of their results, so the choice follows the vendor
+and not a benchmark, whose outcome could vary from start to start.
 """
 
 _NEEDS = {
@@ -63,22 +63,22 @@ _NEEDS = {
     "avx2": {"avx2", "fma"},
     "neon_bf16": {"asimd", "bf16"},
 }
-"""What the kernel of the operating system calls what they need."""
+"""The CPU flags each kind requires, as Linux names them."""
 
 _SOURCE_FILES = (
     "team.cpp", "linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp",
 )  # fmt: skip
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
-"""Longest that the compiler may take."""
+"""Timeout of one compiler call, in seconds."""
 
 SWITCH = "SPACESERVE_CPU_KERNELS"
 CHOICES = ("auto", "compiled", "torch", *(kind for kinds in KINDS.values() for kind in kinds))
-"""What the variable may be: compiled where that can be, compiled or it is an error, torch's; compiled for that kind."""
+"""Values of the variable: compiled if possible; compiled or an error; torch's operations; compiled for that kind."""
 
 
 class CpuLibrary:
-    """The functions of cpu/api.cpp, those for this kind of processor."""
+    """The functions of cpu/api.cpp for one processor kind."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.kind, self.path = kind, path
@@ -107,9 +107,9 @@ class CpuLibrary:
 
 @cache
 def cpu_library() -> CpuLibrary | None:
-    """The library, built if it is not there yet; None where it cannot be had or is not wanted.
+    """Return the library, building it on first use; None if it cannot be built or is switched off.
 
-    Raises ValueError where the environment asks for it and it cannot be had.
+    Raises ValueError if SPACESERVE_CPU_KERNELS requires it and it cannot be built.
     """
     asked = os.environ.get(SWITCH, "auto")
     if asked not in CHOICES:
@@ -132,12 +132,12 @@ def cpu_library() -> CpuLibrary | None:
 
 
 def own_kinds() -> list[str]:
-    """The kinds that this processor is, the best first."""
+    """Return the kinds that this processor supports, best first."""
     return kinds_of(platform.machine(), set(cpu_fact("flags", "Features").split()), cpu_fact("vendor_id"))
 
 
 def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
-    """The kinds that a processor of this maker with these flags is, the best first."""
+    """Return the kinds that a processor of this vendor with these flags supports, best first."""
     found = [kind for kind in KINDS.get(machine, {}) if cpu_flags >= _NEEDS[kind]]
     if maker in SLOW_PAIRS and "avx512_bf16" in found:
         found.remove("avx512_bf16")
@@ -146,12 +146,12 @@ def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
 
 
 def library_for(kind: str) -> CpuLibrary:
-    """The library of a kind that this processor is, built if it is not there yet. Raises OSError."""
+    """Load the library of a kind that this processor supports, building it if needed. Raises OSError."""
     return CpuLibrary(library_file(kind), kind)
 
 
 def library_file(kind: str) -> Path:
-    """Where the library of a kind of processor is, built if it is not there yet. Raises OSError."""
+    """Return the path of a kind's library, building it if needed. Raises OSError."""
     flags = (*_FLAGS, *KINDS[platform.machine()][kind].split())
     key = hashlib.sha256(repr(flags).encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -161,7 +161,7 @@ def library_file(kind: str) -> Path:
     for place in places:
         if place.is_file():
             return place
-    for place in reversed(places):  # where the cache cannot be written to, beside the sources
+    for place in reversed(places):  # the cache first; beside the sources if the cache is read-only
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=place.parent) as folder:
@@ -173,7 +173,7 @@ def library_file(kind: str) -> Path:
 
 
 def cpu_fact(*names: str) -> str:
-    """What Linux says of the first processor under one of these names; elsewhere nothing."""
+    """Return the first matching field of /proc/cpuinfo; "" on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -205,7 +205,8 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Build for every kind of this machine beside the sources, as an image wants it; the exit code."""
+    """Build every kind for this machine's architecture beside the sources, for a container image. Returns the exit
+    code."""
     built = _SOURCES.with_name("built")
     try:
         for kind in KINDS.get(platform.machine(), {}):

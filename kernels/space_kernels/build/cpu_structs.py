@@ -1,4 +1,4 @@
-"""What the compiled operations are called with: the structures of cpu/*.h, field by field."""
+"""ctypes mirrors of the structures in cpu/*.h, with the same fields in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way in which a Triton kernel is launched: what compile_check compiles without a GPU."""
+"""A launch configuration of a Triton kernel, for compile_check."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tuned:
-    """A kernel and a configuration that its wrapper can launch it in. A Triton module lists them in `TUNED`."""
+    """A kernel and one configuration that its wrapper launches it in. Triton modules list theirs in `TUNED`."""
 
-    kernel: Any  # what triton.jit returned
-    signature: Mapping[str, str]  # argument -> "*bf16", "i32", "fp32", …; "*bf16" and "i64" may end in ":16", as below
+    kernel: Any  # a triton.jit function
+    signature: Mapping[str, str]  # argument -> "*bf16", "i32", "fp32", …; an integer may end in ":16", see below
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
 
-    # Pointers are taken to be multiples of 16 bytes, as torch allocates; an integer only where it says so ("i64:16").
+    # Pointers are assumed to be multiples of 16 bytes, as torch allocates them; integers only if marked ("i64:16").
 
     @property
     def name(self) -> str:
-        """kernel(bf16, fp32)[BLOCK=128, …]: the tensors' formats, and the constants."""
+        """The kernel with its tensor dtypes and constants: `kernel(bf16, fp32)[BLOCK=128, …]`."""
         formats = dict.fromkeys(
             kind.lstrip("*").partition(":")[0] for kind in self.signature.values() if kind[0] == "*"
         )

@@ -1,4 +1,4 @@
-// What Python calls: one set of functions for each kind of processor, named by it.
+// The functions that Python calls, one set per kind of processor, named after it.
 
 #include "draft.h"
 #include "export.h"
@@ -25,7 +25,7 @@ void EXPORT(norm)(const bf16* x, const bf16* weight, int64_t num_rows, int64_t w
     norm(x, weight, num_rows, width, eps, out, num_threads);
 }
 
-// Heads are normed, turned and stored as a layer of `forward` does it; `cos` null: only stored.
+// Norms, rotates and stores heads as a layer of `forward` does; with `cos` null they are only stored.
 void EXPORT(store)(const Rows* rows, const Heads* heads, const Attention* a, const bf16* query_norm,
                    const bf16* key_norm, float eps, const float* cos, const float* sin, int num_threads) {
     turn_and_store(*rows, *heads, *a, query_norm, key_norm, eps, cos, sin, num_threads);

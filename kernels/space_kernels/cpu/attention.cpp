@@ -8,11 +8,11 @@ namespace KIND {
 
 namespace {
 
-constexpr int BLOCK = 64;        // positions joined at once
-constexpr int64_t FEW = 3;      // query rows up to which keys and values are read as they lie
+constexpr int BLOCK = 64;        // positions per step of the online softmax
+constexpr int64_t FEW = 3;      // up to this many query rows keys and values are read without repacking
 
-// Query rows that are joined together, so that a column is loaded once for all of them; and how columns are held: where
-// they are not loaded once, the less there is of them the better.
+// Query rows processed together, so that a column is loaded once for all of them; and the format of columns: the
+// smaller one if they are loaded repeatedly.
 #if defined(__AVX512F__)
 constexpr int ABREAST = 4;
 using Held = Laid;
@@ -21,9 +21,9 @@ constexpr int ABREAST = 1;
 using Held = bf16;
 #endif
 
-constexpr float FLOOR = -1e30f;  // least running maximum: e^(FLOOR - anything seen) is 0
+constexpr float FLOOR = -1e30f;  // smallest running maximum: e^(FLOOR - score) is 0
 
-// 32 numbers: the first `n` of a load from (16 - n) are those of the front half
+// 32 numbers: a load from (16 - n) begins with `n` of the first half
 struct Fence {
     float one[2 * LANES], bound[2 * LANES];
     Fence() {
@@ -36,25 +36,25 @@ int within(int64_t n) { return int(std::clamp<int64_t>(n, 0, LANES)); }
 Lanes ones_up_to(int64_t n) { return load(FENCE.one + LANES - within(n)); }
 Lanes bound_up_to(int64_t n) { return load(FENCE.bound + LANES - within(n)); }
 
-// What one query head of one row has come to: greatest score, sum of weights, weighted values.
+// The online softmax of one query head of one row: greatest score, sum of weights, weighted values.
 struct State {
     float peak, sum;
     float* out;         // [dim]
     const bf16* query;  // [dim]
-    const Laid* laid;   // the same, laid out
+    const Laid* laid;   // the query, prepared for multiplication
 };
 
-// A block as it lies in the pages, and as it is read by many: 16 keys side by side, two values side by side.
+// A block of the pages, and its repacked form for many rows: 16 keys side by side, two values side by side.
 struct Block {
     const bf16* key[BLOCK];
-    const bf16* value[BLOCK + 1];  // behind the last: zeros
+    const bf16* value[BLOCK + 1];  // after the last: zeros
     int64_t count;
     Held* keys;    // [16-groups][dim/2] columns, or null
     Held* values;  // [keys/2][dim/16] columns, or null
 };
 
 #if defined(__AVX512F__)
-// Sixteen pairs of each of up to sixteen keys, as columns.
+// Transposes sixteen pairs of each of up to sixteen keys to columns.
 void turn(const bf16* const* from, int64_t at, int64_t count, Held* to) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_loadu_si512(from[i] + at) : _mm512_setzero_si512();
@@ -81,10 +81,10 @@ void turn(const bf16* const* from, int64_t at, int64_t count, Held* to) {
         lay_column({_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd)}, to + 32 * (i + 12));
     }
 }
-constexpr int64_t TURNED = 32;  // elements of a key that are turned at once
+constexpr int64_t TURNED = 32;  // elements of a key transposed at once
 #endif
 
-// Keys so that sixteen are one column.
+// Repacks keys so that sixteen form one column.
 void lay_out_keys(Block& block, int64_t dim) {
     for (int64_t first = 0; first < block.count; first += LANES) {
         Held* to = block.keys + first * dim;
@@ -102,7 +102,7 @@ void lay_out_keys(Block& block, int64_t dim) {
     }
 }
 
-// Values so that those of two keys are pairs; where there is an odd one, the last is paired with zeros.
+// Repacks values so that those of two keys form pairs; an odd last one is paired with zeros.
 void lay_out_values(Block& block, int64_t dim) {
     for (int64_t j = 0; j < block.count; j += 2)
         for (int64_t d = 0; d < dim; d += LANES)
@@ -114,11 +114,11 @@ Lanes capped(Lanes s, float cap) {  // cap · tanh(s / cap)
     return mul(same(cap), sub(same(1.0f), div(same(2.0f), add(e, same(1.0f)))));
 }
 
-// A score has sixteen sums, of the pairs 0, 16, 32, … of query and key, of 1, 17, 33, … and so on. Four by four they are
-// added, 0 and 2, 1 and 3, then these; and the four in the same way. So it can be made of sixteen keys side by side, one
-// lane each, or of one key alone, one sum a lane.
+// A score is sixteen sums: of the pairs 0, 16, 32, … of query and key, of 1, 17, 33, … and so on. Groups of four are
+// added as 0 and 2, 1 and 3, then these; and the four results in the same way. So a score has the same bits computed
+// for sixteen keys side by side, one lane each, and for one key alone, one sum per lane.
 
-// Sixteen keys side by side, and COUNT query rows.
+// Scores of sixteen keys side by side for COUNT query rows.
 template <int COUNT>
 void score_beside(const Held* keys, const State* const* state, int64_t dim, Lanes* to) {
     Lanes four[4][COUNT];
@@ -151,7 +151,7 @@ void score_beside(const Held* keys, const State* const* state, int64_t dim, Lane
 }
 
 #if defined(__AVX512F__)
-// Sixteen keys as they lie; dim a multiple of 32, DIM if that is not 0. Added lane by lane as above.
+// Scores of sixteen keys without repacking; dim is a multiple of 32, and DIM if that is not 0. Same order of sums.
 template <int64_t DIM>
 Lanes score_alone(const bf16* const* key, const bf16* query, int64_t dim) {
     __m512 sum[16], half[8], quarter[4];
@@ -191,7 +191,7 @@ struct Seen {
     int64_t from, to;
 };
 
-// What COUNT rows make of sixteen keys of the block from `first` on; of those that a row does not see, -inf.
+// Scores of COUNT rows for sixteen keys of the block from `first` on; -inf for keys that a row does not see.
 template <int COUNT>
 void score(const Block& block, const State* const* state, const Seen* seen, int64_t first, const Attention& a,
            int64_t dim, float (*scores)[BLOCK]) {
@@ -246,7 +246,7 @@ void weigh(State* const* state, const Block& block, const Laid (*weights)[BLOCK]
         for (int i = 0; i < WIDTH; ++i) store(state[s]->out + at + i * LANES, out[s][i]);
 }
 
-// COUNT rows through the block together: what one of them does not see weighs nothing.
+// Adds the block to COUNT rows together; keys that a row does not see have weight 0.
 template <int COUNT>
 void join(State* const* state, const Seen* seen, const Block& block, const Attention& a, int64_t dim) {
     float scores[COUNT][BLOCK], shrink[COUNT];
@@ -272,14 +272,14 @@ void join(State* const* state, const Seen* seen, const Block& block, const Atten
         one.sum = one.sum * shrink[i] + total(sum);
         one.peak = peak;
     }
-    const int64_t begin = from / 2 * 2;  // a hidden partner has weight 0
+    const int64_t begin = from / 2 * 2;  // a masked partner has weight 0
     int64_t at = 0;
     for (; at + 4 * LANES <= dim; at += 4 * LANES) weigh<4, COUNT>(state, block, weights, begin, to, shrink, dim, at);
     for (; at + 2 * LANES <= dim; at += 2 * LANES) weigh<2, COUNT>(state, block, weights, begin, to, shrink, dim, at);
     for (; at < dim; at += LANES) weigh<1, COUNT>(state, block, weights, begin, to, shrink, dim, at);
 }
 
-// Every state through the block; `seen[i]` of state i.
+// Adds the block to every state; state i sees `seen[i]` of it.
 void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a, int64_t dim,
               const bf16* none) {
     block.value[block.count] = none;
@@ -300,8 +300,7 @@ void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& 
     for (int i = 0; i < count; ++i) join<1>(abreast + i, sight + i, block, a, dim);
 }
 
-// Keys and values of a head at positions [begin, end) on their way into the cache: a page is too short for the
-// processor to notice that it is read from end to end.
+// Prefetches a head's keys and values at positions [begin, end): a page is too short for the hardware prefetcher.
 void fetch(const Heads& heads, const Attention& a, const int64_t* pages, int64_t head, int64_t begin, int64_t end) {
     while (begin < end) {
         const int64_t slot = begin % a.block_size, count = std::min(a.block_size - slot, end - begin);
@@ -385,7 +384,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         block.count = size;
         if (begin + BLOCK < furthest)
             fetch(heads, a, pages, head, begin + BLOCK, std::min(begin + 2 * BLOCK, furthest));
-        else if (head + 1 < heads.kv)  // the next item, most often
+        else if (head + 1 < heads.kv)  // usually the next item
             fetch(heads, a, pages, head + 1, first_block, std::min(first_block + BLOCK, furthest));
         for (int64_t m = 0; m < count; ++m) {
             const int64_t row = members[m];
@@ -396,7 +395,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         }
         join_all(scratch.states, scratch.seen, block, a, dim, scratch.none.data());
     }
-    for (int64_t m = 0; m < count;) {  // mask groups, one after the other; longer ones than a block in parts
+    for (int64_t m = 0; m < count;) {  // mask groups in turn; those longer than a block in parts
         const int64_t group = rows.peers[members[m]];
         if (group < 0) {
             ++m;
@@ -433,7 +432,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
             const State& state = scratch.states[m * sharing + q];
             bf16* out = a.out + (members[m] * heads.query + head * sharing + q) * dim;
             const Lanes share = same(1.0f / state.sum);
-            // + 0: the sign of a zero may have come from a hidden partner
+            // + 0: a masked partner may have set the sign of a zero
             for (int64_t d = 0; d < dim; d += LANES) store(out + d, add(mul(load(state.out + d), share), zeros()));
         }
 }

@@ -10,11 +10,11 @@ namespace KIND {
 
 namespace {
 
-constexpr int64_t BLOCK = 512;  // logits whose greatest is kept
+constexpr int64_t BLOCK = 512;  // logits per cell; only a cell's greatest is kept
 constexpr int64_t CELL = 16;
 
-// Whole numbers in the order of the floats: what is no number lies beyond both infinities, and -0 is 0. Compilers make
-// vectors of reductions over these, which they may not of floats.
+// Integers in the order of the floats: NaN lies beyond both infinities, and -0 equals 0. Compilers vectorise reductions
+// over integers, which they may not for floats.
 inline int32_t rank_of(float x) {
     x += 0.0f;
     int32_t bits;
@@ -57,8 +57,8 @@ void choose_row(const float* x, int64_t vocabulary, int64_t* id, bool* usable) {
 }
 
 struct Best {
-    std::vector<int32_t> cells;  // the greatest of each
-    std::vector<std::pair<int32_t, int32_t>> found;  // rank and id, the better the smaller
+    std::vector<int32_t> cells;  // the greatest of each cell
+    std::vector<std::pair<int32_t, int32_t>> found;  // rank and id; smaller is better
 
     void of_row(const float* x, int64_t vocabulary, int64_t count, int64_t* ids, float* offsets) {
         int64_t cell = CELL;
@@ -66,7 +66,7 @@ struct Best {
         cells.clear();
         for (int64_t first = 0; first < vocabulary; first += cell)
             cells.push_back(greatest(x + first, std::min(cell, vocabulary - first)));
-        // At least `count` logits are no smaller than the greatest of the count-th best cell.
+        // At least `count` logits are no smaller than the greatest logit of the count-th best cell.
         int32_t bound = std::numeric_limits<int32_t>::min();
         if (int64_t(cells.size()) > count) {
             order = cells;

@@ -9,7 +9,7 @@ namespace KIND {
 
 namespace {
 
-// The pairs of two rows in sixteen sums, added in one fixed order; width even.
+// Dot product of two rows by pairs, in sixteen sums that are added in a fixed order; width even.
 float dot_rows(const bf16* a, const bf16* b, int64_t width) {
     Lanes sum = zeros();
     int64_t i = 0;
@@ -19,7 +19,7 @@ float dot_rows(const bf16* a, const bf16* b, int64_t width) {
     return total(sum) + rest;
 }
 
-// What W1 reads for one sequence: [h ; s·e(previous)], or the latter alone.
+// Writes the input of W1 for one sequence: [h ; s·e(previous)], or the latter alone.
 void look_at(const DraftHead& head, const bf16* row, int64_t previous, bf16* out) {
     if (!head.low_rank) {
         std::memcpy(out, row, head.hidden * sizeof(bf16));
@@ -43,7 +43,7 @@ int64_t best(const DraftHead& head, const Drafts& d, int64_t sequence, int64_t m
     for (int64_t m = first; m < first + d.candidates; ++m) {
         float value = (dot_rows(row, head.output + d.ids[m] * head.hidden, head.hidden) + d.offsets[m]) / divisor;
         if (d.noise) value += d.noise[m];
-        if (value > greatest) greatest = value, chosen = d.ids[m];  // equal values: the lower id
+        if (value > greatest) greatest = value, chosen = d.ids[m];  // ties: the lower id
     }
     return chosen;
 }

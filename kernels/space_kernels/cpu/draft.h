@@ -1,4 +1,4 @@
-// The draft head: k small steps, one after the other, in which each draft knows the token before it.
+// The draft head: k small sequential steps that condition each draft on the token before it.
 
 #pragma once
 
@@ -10,7 +10,7 @@ struct DraftHead {
     Linear w1, w2;
     const bf16 *embedding, *output;  // [vocabulary, hidden]
     int64_t hidden;
-    float scale;    // of an embedding
+    float scale;    // s, of the embeddings
     bool low_rank;  // h + W2·(W1·(s·e)), else h + W2·silu(W1·[h ; s·e])
 };
 
@@ -21,7 +21,7 @@ struct Drafts {
     const int64_t* ids;    // [S, K, M] ascending
     const float* offsets;  // [S, K, M] added to the logits; -inf: impossible
     const float* divisor;  // [S] of the logits; null: 1
-    const float* noise;    // [S, K, M] added behind that; null: none
+    const float* noise;    // [S, K, M] added after the division; null: none
     const int64_t* bonus;  // [S] the token before the first draft
     int64_t* chosen;       // [S, K]
 };

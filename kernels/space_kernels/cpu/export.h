@@ -1,4 +1,4 @@
-// Names of what Python calls: one function for each kind of processor, all in one library.
+// The exported names: space_<name>_<kind>.
 
 #pragma once
 

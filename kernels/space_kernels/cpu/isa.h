@@ -1,6 +1,6 @@
-// Sixteen float32 lanes, and the product of bfloat16 pairs summed into them, on each kind of processor.
+// Vectors of sixteen float32 lanes, and the dot product of bfloat16 pairs into them, for each kind of processor.
 //
-// A translation unit is compiled once per kind, with its flags; everything here is in that kind's own namespace.
+// Each source file is compiled once per kind, with its flags; everything is in that kind's own namespace.
 
 #pragma once
 
@@ -27,7 +27,7 @@
 namespace KIND {
 
 using bf16 = uint16_t;
-using Code = uint8_t;  // of a whole number, -127 .. 127
+using Code = uint8_t;  // an int8 weight, -127 .. 127, as packed
 
 constexpr int LANES = 16;
 
@@ -38,7 +38,7 @@ static inline float widen(bf16 x) {
     return value;
 }
 
-static inline bf16 round(float x) {  // to the nearest, ties to even; what is no number stays none
+static inline bf16 round(float x) {  // to the nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16(bits >> 16 | 0x40);
@@ -47,7 +47,7 @@ static inline bf16 round(float x) {  // to the nearest, ties to even; what is no
 
 #if defined(__AVX512F__)
 
-constexpr int VECTORS = 1;  // that sixteen lanes take
+constexpr int VECTORS = 1;  // registers that sixteen lanes take
 
 struct Lanes {
     __m512 v;
@@ -67,7 +67,7 @@ static inline Lanes load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 static inline void store(bf16* p, Lanes a) {
-    // not vcvtneps2bf16: it takes denormals for zeros
+    // not vcvtneps2bf16: it flushes denormals to zero
     __m512i bits = _mm512_castps_si512(a.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
@@ -83,10 +83,10 @@ static inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline Lanes whole(Lanes a) { return {_mm512_roundscale_ps(a.v, 0x08)}; }
-static inline Lanes two_to(Lanes a) {  // a whole
+static inline Lanes two_to(Lanes a) {  // a: an integer
     return {_mm512_scalef_ps(_mm512_set1_ps(1.0f), a.v)};
 }
-static inline Lanes finite(Lanes a) {  // what is not: 0
+static inline Lanes finite(Lanes a) {  // 0 for values that are not finite
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(a.v), _mm512_set1_ps(INFINITY), _CMP_LT_OQ), a.v)};
 }
 
@@ -97,7 +97,7 @@ static inline Pairs same_pair(const bf16* p) {
     return {_mm512_set1_epi32(bits)};
 }
 static inline void store_pairs(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
-// 16 of each, pair by pair
+// interleaves 16 numbers of each
 static inline Pairs beside(const bf16* first, const bf16* second) {
     __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
     __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
@@ -120,7 +120,7 @@ struct alignas(64) Sizes {
 };
 static constexpr Sizes SIZES;
 
-// The codes of two steps as pairs: sign and size of each number, whose bfloat16 is looked up byte by byte.
+// Converts the codes of two steps to pairs: each is sign and size, whose bfloat16 is looked up byte by byte.
 static inline Two two_steps(const Code* p) {
     const __m512i codes = _mm512_loadu_si512(p);
     const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(SIZES.low), codes, _mm512_load_si512(SIZES.low + 64));
@@ -346,16 +346,15 @@ static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i]
 #endif
 
 #if defined(__x86_64__) && !defined(__AVX512BF16__)
-#define WIDENS  // no instruction multiplies pairs: their numbers are multiplied one after the other
+#define WIDENS  // no instruction multiplies pairs: the two numbers are multiplied separately
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), sum));
 }
 static inline Pairs one_step(const Code* p) { return paired(whole_numbers(p), whole_numbers(p + LANES)); }
 #endif
 
-// What is multiplied, pair by pair: a column of sixteen pairs by one pair, in one part; or, where no instruction takes
-// pairs, in two, first the second number of each pair and then its first. What all parts come to is what `dot` does.
-// A pair that is used often is laid out as it is multiplied best.
+// Multiplies a column of sixteen pairs by one pair: in one part, or in two if no instruction multiplies pairs (the
+// second number of each pair, then the first). All parts together equal `dot`. Pairs used often are kept prepared.
 #if defined(WIDENS)
 using Laid = float;
 using Column = Lanes;
@@ -382,7 +381,7 @@ static inline void lay_column(Pairs a, float* to) { store(to, seconds(a)), store
 static inline void lay_column(const bf16* first, const bf16* second, float* to) {
     store(to, load(second)), store(to + LANES, load(first));
 }
-// Sixteen numbers rounded to bfloat16, and what they are then.
+// Rounds sixteen numbers to bfloat16 and widens them again.
 static inline Lanes lay_rounded(Lanes a, float* to) {
     bf16 rounded[LANES];
     store(rounded, a);
@@ -390,7 +389,7 @@ static inline Lanes lay_rounded(Lanes a, float* to) {
     store(to, back);
     return back;
 }
-// What `dot` makes of the two beside each other.
+// Equals `dot` of the two interleaved.
 static inline Lanes dot_beside(Lanes sum, const bf16* first, const bf16* second, const float* pair) {
     return fma(load(first), number<1>(pair), fma(load(second), number<0>(pair), sum));
 }
@@ -422,13 +421,13 @@ static inline void lay_column(const bf16* first, const bf16* second, bf16* to) {
 }
 
 #if !defined(__AVX512BF16__)
-// The codes of two steps as pairs. Of each step there are sixteen first numbers, then sixteen second ones.
+// Converts the codes of two steps to pairs. Each step has sixteen first numbers, then sixteen second ones.
 static inline Two two_steps(const Code* p) { return {one_step(p), one_step(p + 2 * LANES)}; }
 static inline Code code_of(int8_t number) { return Code(number); }
 static inline int place_of(int step, int output, int which) { return (step * 2 + which) * LANES + output; }
 #endif
 
-// The lanes added in one fixed order: i and i + 8, then i and i + 4, ….
+// Adds the lanes in a fixed order: i and i + 8, then i and i + 4, ….
 #if defined(__x86_64__)
 #if defined(__AVX512F__)
 static inline __m256 lower(Lanes a) { return _mm512_castps512_ps256(a.v); }

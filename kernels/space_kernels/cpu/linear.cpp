@@ -8,37 +8,37 @@ namespace KIND {
 
 namespace {
 
-constexpr int64_t STEP = 2 * LANES;  // weights of a panel that a step takes
+constexpr int64_t STEP = 2 * LANES;  // weights of a panel per step
 
-// Steps of a panel: of codes there are always two together.
+// Steps of a panel; codes always come in two steps together.
 template <typename Weight>
 constexpr int64_t steps_of(int64_t inputs) {
     return sizeof(Weight) == 1 ? (inputs + 3) / 4 * 2 : inputs / 2;
 }
 
-// Registers hold 32 vectors, AVX2's 16.
+// There are 32 vector registers, 16 with AVX2.
 constexpr int SUMS = VECTORS == 1 ? 24 : VECTORS == 2 ? 8 : 6;
-constexpr int MOST = VECTORS == 1 ? 12 : SUMS;              // rows of a tile
-constexpr int USUAL = VECTORS == 1 && PARTS == 2 ? 12 : 6;  // and of one of several
-constexpr int GROUP = 4;                                    // panels that several tiles go through in turn
+constexpr int MOST = VECTORS == 1 ? 12 : SUMS;              // maximum rows of a tile
+constexpr int USUAL = VECTORS == 1 && PARTS == 2 ? 12 : 6;  // and if there are several tiles
+constexpr int GROUP = 4;                                    // panels that all tiles visit before the next ones
 
-// Panels whose sums are made at once.
+// Panels that are summed at once.
 constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <= SUMS ? 2 : 1; }
 
-// What is fetched while sums are made: so many lines for each panel, these bytes apart. From null: the panels
-// themselves, a little ahead, and towards their end those behind them.
+// Prefetches during the sums: the given number of cache lines per panel, with this stride. From null: the panels
+// themselves, a little ahead, and near their end the next ones.
 struct Next {
     const char* from;
     int64_t lines, apart;
 };
 
-// The sums of a tile, from `to` on, rows of `count` panels.
+// Writes the sums of a tile to `to`, in rows of `count` panels.
 //
-// The rows of a tile lie pair by pair: pair 0 of each row, pair 1 of each row, … So they are one stream, and rows that
-// are a power of two apart do not push each other out of the cache.
+// The rows of a tile are interleaved by pairs: pair 0 of each row, pair 1 of each row, … So they form one stream, and
+// rows with a power-of-two stride do not evict each other from the cache.
 template <typename Weight, int ROWS, int PANELS>
 inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
-    constexpr int64_t AHEAD = VECTORS == 1 ? 2048 : 8192 / PANELS;  // bytes fetched before they are needed
+    constexpr int64_t AHEAD = VECTORS == 1 ? 2048 : 8192 / PANELS;  // prefetch distance in bytes
     constexpr int64_t EARLY = AHEAD / int64_t(STEP * sizeof(Weight));
     const Weight* weight[PANELS];
     for (int j = 0; j < PANELS; ++j) weight[j] = panels + j * steps * STEP;
@@ -111,7 +111,7 @@ void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x,
     }
 }
 
-// What becomes of the sums of rows [row, row + rows): `count` panels from `panel` on.
+// Finishes and stores the sums of rows [row, row + rows): `count` panels from `panel` on.
 void finish(const Linear& w, const Product& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < count; ++j) {
@@ -152,7 +152,7 @@ void finish(const Linear& w, const Product& p, Lanes* sum, int64_t row, int64_t 
         }
 }
 
-// Rows [row, row + rows) pair by pair, with zeros behind them up to `steps` pairs.
+// Interleaves rows [row, row + rows) by pairs, padded with zeros up to `steps` pairs.
 void lay_out(const Product& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
     for (int64_t i = 0; i < rows; ++i) {
         const bf16* from = p.x + (row + i) * p.x_stride;
@@ -162,7 +162,7 @@ void lay_out(const Product& p, int64_t row, int64_t rows, int64_t inputs, int64_
     }
 }
 
-// Codes as bfloat16.
+// Converts codes to bfloat16.
 void widen(const Code* panels, int64_t steps, bf16* to) {
     for (int64_t k = 0; k < steps; k += 2) {
         const Two columns = two_steps(panels + k * STEP);
@@ -172,15 +172,13 @@ void widen(const Code* panels, int64_t steps, bf16* to) {
 
 }  // namespace
 
-// four panels stay in the cache while all rows go through them; the next four are fetched meanwhile
+// Four panels stay in the cache while all row tiles use them; the next four are prefetched meanwhile.
 //
 //            panels 0..3          panels 4..7
 //  rows 0..5 | tile | fetch 4      | tile | fetch 8
 //  rows 6..9 | tile | to 7         | tile | to 11
 //
-// few rows are one tile, and nothing is read twice
-//
-// for more than one tile codes become bfloat16 once, for all of them
+// Few rows form one tile, and nothing is read twice. With several tiles, codes are converted to bfloat16 only once.
 template <typename Weight>
 void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh) {
     static thread_local std::vector<Laid> laid_out;
@@ -196,7 +194,7 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last,
         if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
         bounds.assign(num_tiles + 1, 0);
     }
-    for (int64_t n = 0; fresh && n < num_tiles; ++n) {  // evenly: no tile of one row behind those of six
+    for (int64_t n = 0; fresh && n < num_tiles; ++n) {  // evenly, so that no tile has a single row
         bounds[n + 1] = bounds[n] + (p.rows - bounds[n] + num_tiles - n - 1) / (num_tiles - n);
         lay_out(p, bounds[n], bounds[n + 1] - bounds[n], w.inputs, steps, laid_out.data() + bounds[n] * width);
     }
@@ -217,7 +215,7 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last,
             widen(here, count * steps, widened.data());
             wide = widened.data();
         }
-        const bool is_last = panel + count >= w.panels;  // of all: what lies behind this piece is the next, most often
+        const bool is_last = panel + count >= w.panels;  // of all panels; otherwise the next piece usually follows
         const int64_t apart = size * int64_t(sizeof(Weight)), lines = is_last ? 0 : apart / 64;
         const char* next = (const char*)(here + count * size);
         for (int64_t n = 0; n < num_tiles; ++n) {

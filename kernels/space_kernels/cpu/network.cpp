@@ -38,10 +38,10 @@ void turn_head(bf16* head, const float* cos, const float* sin, int64_t dim) {
 
 namespace {
 
-// Numbers that a thread goes through at least: fewer cost less than to tell another thread of them.
+// Minimum elements per thread: waking another thread costs more than processing fewer.
 constexpr int64_t LEAST_NUMBERS = 16384;
 
-// Rows of so many numbers, one by one.
+// Processes rows of the given width, one by one.
 template <typename Work>
 void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work) {
     const int64_t unit = std::max<int64_t>(1, LEAST_NUMBERS / std::max<int64_t>(1, width));
@@ -53,7 +53,7 @@ void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work
 }  // namespace
 
 void multiply(const Linear& w, const Product& p, int num_threads) {
-    constexpr int64_t TOGETHER = 4;  // panels that a thread takes at least
+    constexpr int64_t TOGETHER = 4;  // minimum panels per thread
     share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
         multiply(w, p, first * TOGETHER, std::min(w.panels, last * TOGETHER), fresh);
     });

@@ -1,4 +1,4 @@
-// A Llama-like decoder between the ids and the final norm, in one call.
+// A Llama-like decoder from token ids to the final norm, in one call.
 
 #pragma once
 
@@ -13,7 +13,7 @@ struct Layer {
     const bf16 *query_norm, *key_norm;  // [dim], or null
     Linear output;
     const bf16* mlp_norm;
-    Linear gate_up;  // panels of gate and up in turn
+    Linear gate_up;  // alternating panels of gate and up
     Linear down;
     bf16 *key_pages, *value_pages;
     int64_t window;
@@ -34,27 +34,27 @@ struct Buffers {  // [rows, …]
     bf16 *x, *normed, *fused, *attended, *inner;
 };
 
-// buffers.normed [rows, hidden] is the result. False, and nothing done: some id is none of the embedding's.
+// Writes the result to buffers.normed [rows, hidden]. Returns false, without computing, if an id is out of range.
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
-// The whole product, by so many threads.
+// The whole matmul, by num_threads threads.
 void multiply(const Linear& w, const Product& p, int num_threads);
 
-// All rows: queries and keys normed (null: not) and turned (cos null: not), chain rows stored.
+// For all rows: norm queries and keys (unless null), apply the rotary embedding (unless cos is null), store chain rows.
 // cos, sin [positions, dim/2]
 void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, const bf16* query_norm,
                     const bf16* key_norm, float eps, const float* cos, const float* sin, int num_threads);
 
-// Every head of the KV cache, every tile of rows.
+// Attention of every tile of rows and kv head.
 void attend(const Rows& rows, const Heads& heads, const Attention& a, int num_threads);
 
-// Each row normed.
+// RMS norm of each row.
 void norm(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out, int num_threads);
 
 // x / sqrt(mean(x²) + eps) · weight, in float32, rounded once.
 void norm_row(const bf16* x, const bf16* weight, int64_t width, float eps, bf16* out);
 
-// Each pair (i, i + dim/2) of a head turned by its angle, in float32, rounded once.
+// Rotate each pair (i, i + dim/2) of a head by its angle, in float32, rounded once.
 void turn_head(bf16* head, const float* cos, const float* sin, int64_t dim);
 
 }  // namespace KIND

@@ -1,4 +1,4 @@
-// What this processor can at most, to read other figures by; and whether each unit is done once.
+// Peak rates of this processor, as a baseline for benchmarks, and a test that each unit is done exactly once.
 
 #include <algorithm>
 #include <mutex>
@@ -11,7 +11,7 @@ using namespace KIND;
 
 extern "C" {
 
-// Reads `count` floats from end to end; their sum, so that nobody may leave it out.
+// Reads `count` floats sequentially; returns their sum, so that the compiler cannot drop the reads.
 float EXPORT(read)(const float* from, int64_t count, int num_threads) {
     constexpr int64_t UNIT = 1024 * LANES;
     std::mutex turn;
@@ -31,7 +31,7 @@ float EXPORT(read)(const float* from, int64_t count, int num_threads) {
     return sum;
 }
 
-// So many products of sixteen pairs by each thread, twelve at a time; their sum.
+// Multiplies sixteen pairs the given number of times per thread, twelve at a time; returns the sum.
 float EXPORT(dots)(int64_t count, int num_threads) {
     constexpr int64_t UNIT = 12 * 256;
     std::mutex turn;
@@ -51,7 +51,7 @@ float EXPORT(dots)(int64_t count, int num_threads) {
     return sum;
 }
 
-// Adds one to each of `count` numbers, each of them a unit that is shared out.
+// Adds one to each of `count` numbers; each is one unit of work.
 void EXPORT(mark)(int32_t* marks, int64_t count, int num_threads) {
     share_out(num_threads, count, [&](int64_t first, int64_t last, bool) {
         for (int64_t i = first; i < last; ++i) ++marks[i];

@@ -20,12 +20,11 @@ namespace KIND {
 
 namespace {
 
-// A thread that waits stays awake for a while, which is what a machine of its own wants: to be woken takes as long as much
-// of what is shared out. Where other programs want the processor this is a waste of the share of it that they leave, so
-// that a thread which was displaced lately soon sleeps.
-constexpr int64_t AWAKE = 2'000'000;         // ns; steps are less apart
-constexpr int64_t AWAKE_IF_BUSY = 5'000;     // ns; pieces end hardly further apart, where all threads run
-constexpr int64_t BUSY_FOR = 1'000'000'000;  // ns after having been displaced: a thread that sleeps often seldom is
+// A waiting thread spins for a while, because waking it takes as long as many of the jobs. If other programs need the
+// CPU, spinning wastes this process's share, so a thread that was preempted recently sleeps soon.
+constexpr int64_t AWAKE = 2'000'000;         // ns; longer than the gap between steps
+constexpr int64_t AWAKE_IF_BUSY = 5'000;     // ns; about as long as the pieces' ends are apart if all threads run
+constexpr int64_t BUSY_FOR = 1'000'000'000;  // ns after a preemption: a thread that often sleeps is seldom preempted
 constexpr int64_t BETWEEN_LOOKS = 20'000;    // ns
 
 int64_t now() {
@@ -50,10 +49,10 @@ void wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-// Whether it pays to stay awake, from how often this thread was displaced.
+// Decides between spinning and sleeping, by how often this thread was preempted.
 class Waiter {
    public:
-    // Until `is_over`, or it is better to sleep.
+    // Spins until `is_over`, or until sleeping is better.
     template <typename Over>
     bool wait(const Over& is_over) {
         const int64_t begun = now();
@@ -81,12 +80,12 @@ class Waiter {
     }
 };
 
-// Units that are left of one thread's part, both bounds in one word: whoever exchanges it has taken a piece.
+// The remaining units of one thread's part, both bounds in one word: a successful exchange takes a piece.
 class Part {
    public:
     void set(int64_t first, int64_t last) { word.store(joined(first, last), std::memory_order_release); }
 
-    // Half of what is left, from the front or the end of it; false: nothing is.
+    // Takes half of the remaining units, from the front or the end; returns false if none remain.
     bool take(bool from_front, int64_t* first, int64_t* last) {
         uint64_t seen = word.load(std::memory_order_acquire);
         for (;;) {
@@ -95,7 +94,7 @@ class Part {
             const int64_t some = (end - front + 1) / 2;
             *first = from_front ? front : end - some, *last = *first + some;
             const uint64_t left = from_front ? joined(*last, end) : joined(front, *first);
-            // That it is the word of another job by now does no harm: then the piece is one of that job.
+            // The word may belong to another job by now; the piece is then one of that job.
             if (word.compare_exchange_weak(seen, left, std::memory_order_acq_rel, std::memory_order_acquire)) return true;
         }
     }
@@ -107,7 +106,7 @@ class Part {
 
 struct alignas(128) Member {
     Part part;
-    std::atomic<uint32_t> bell{0};  // the number of the last job that it was called to
+    std::atomic<uint32_t> bell{0};  // number of the last job that this member was woken for
     std::atomic<uint32_t> is_asleep{0};
 };
 
@@ -137,17 +136,17 @@ class Team {
     std::mutex turn;
 
    private:
-    // What is taken belongs to the job of now, which cannot end before it is done: so these are read behind a take.
+    // A taken piece belongs to the current job, which cannot end before it is done; so read these after a take.
     Piece piece = nullptr;
     const void* job = nullptr;
     uint32_t number = 0;
-    alignas(128) std::atomic<uint32_t> left{0};     // units that are not done
+    alignas(128) std::atomic<uint32_t> left{0};     // unfinished units
     std::atomic<uint32_t> is_caller_asleep{0};
     std::atomic<int> seats{0};                       // members of the job
-    int size = 0;                                    // members that there are
+    int size = 0;                                    // started members
     std::unique_ptr<Member> members[MOST];           // the caller is the first
 
-    // Members that there are, at most so many as wanted.
+    // Starts members up to the wanted number; returns how many there are.
     int grow(int wanted) {
         for (; size < std::min(wanted, MOST); ++size) {
             members[size] = std::make_unique<Member>();
@@ -156,7 +155,7 @@ class Team {
         return std::min(size, wanted);
     }
 
-    // A helper, deaf to signals: they are the program's. False: no more threads may be had.
+    // Starts a helper that blocks all signals, which are the program's. Returns false if no thread can be started.
     bool start(int n) {
         sigset_t all, before;
         sigfillset(&all);
@@ -174,7 +173,7 @@ class Team {
         return started;
     }
 
-    // Whatever is left of the job, this member's own part first.
+    // Does what remains of the job, this member's own part first.
     void help(int own) {
         const int num_parts = seats.load(std::memory_order_acquire);
         uint32_t last_number = 0, num_done = 0;
@@ -211,7 +210,7 @@ class Team {
     }
 };
 
-// It is never taken down: its threads may be asleep in it when the process ends. A child of a fork has none of them.
+// Never destroyed: its threads may be asleep in it when the process ends. A forked child has none of these threads.
 Team* team = new Team;
 const int on_fork = pthread_atfork(nullptr, nullptr, [] { team = new Team; });
 

@@ -1,16 +1,15 @@
-// Threads that share out work, on a machine that may be busy with other things.
+// A thread pool with work stealing, for machines that also run other programs.
 //
 //     share_out(num_threads, count, [&](int64_t first, int64_t last, bool fresh) { … units [first, last) … });
 //
-// The caller and num_threads - 1 helpers each have a part of the units, take from it in ever smaller pieces, and then
-// from the parts of the others:
+// The caller and num_threads - 1 helpers each have a part of the units. A thread takes ever smaller pieces from its own
+// part, then from the other parts:
 //
 //     caller   [0 ....... | .... | .. )        helper 1   [ ....... | .... | .. )
-//               1st piece   2nd    3rd                      not there? its part is taken from the end
+//               1st piece   2nd    3rd                      not scheduled: others take its part from the end
 //
-// A helper without a processor holds up nothing: its part is done by the others. Only a thread that loses its processor
-// in the middle of a piece is waited for. Who does which unit is left to chance, so a unit's result may not depend on
-// it; everything here that is shared out keeps to that.
+// A helper that gets no CPU delays nothing, because the others do its part. Only a thread that is descheduled in the
+// middle of a piece is waited for. Which thread does a unit varies, so a unit's result must not depend on it.
 
 #pragma once
 
@@ -20,11 +19,11 @@
 
 namespace KIND {
 
-// Does units [first, last) of a job; fresh: the first ones of this job that this thread does.
+// Does units [first, last) of a job; fresh: this thread's first piece of the job.
 using Piece = void (*)(const void* job, int64_t first, int64_t last, bool fresh);
 
-// Returns when all units [0, count) have been done, each once. While another thread shares something out, and where
-// no threads can be had, the caller does them by itself. A piece must not throw, nor share out anything itself.
+// Returns when all units [0, count) have been done, each once. The caller does all of them itself while another thread
+// uses the pool, or if no threads can be started. A piece must not throw, nor call share_out.
 void share_out(int num_threads, int64_t count, Piece piece, const void* job);
 
 template <typename Work>

@@ -1,1 +1,1 @@
-"""What a decoder layer computes between its linears: norms, rotary positions, activations."""
+"""The operations of a decoder layer between its linear layers: norms, rotary embedding, activations."""

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows on a GPU: one program reads a row once and keeps it in registers."""
+"""RMS norm on a GPU: one program reads a row once and keeps it in registers."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from space_kernels.build.launch import Tuned
 
 _WIDEST = 32768
-"""Elements a program of 16 warps keeps in registers: 64 of float32 per thread."""
+"""Most elements that a program of 16 warps keeps in registers: 64 float32 per thread."""
 
 
 @triton.jit
@@ -54,9 +54,9 @@ def _add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension: x [..., D], weight [D] -> [..., D].
+    """As `norm.rms_norm`: x [..., D], weight [D] -> [..., D]. Rows may have any stride (a slice of a wider tensor).
 
-    In float32, rounded to x's dtype once. Rows may be apart (a slice of a wider tensor).
+    Raises ValueError for rows too wide for a program's registers.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and the sum rounded to x's dtype: x, residual [R, D] -> (normed, sum), [R, D] each."""
+    """As `norm.add_rms_norm`: x, residual [R, D] -> (normed, sum), [R, D] each."""
     out, total = torch.empty_like(x), torch.empty_like(x)
     block, warps = _shape(x.shape[-1])
     if len(x):
@@ -92,7 +92,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Block and warps for rows of this width: a warp per 512 elements (16 per thread), 1 to 16 of them."""
+    """Return block size and warps for rows of this width: one warp per 512 elements (16 per thread), 1 to 16 warps."""
     if width > _WIDEST:
         raise ValueError(f"Rows of {width} elements do not fit a program's registers; at most {_WIDEST} do.")
     block = triton.next_power_of_2(width)

@@ -1,4 +1,4 @@
-"""Rotary positions of a step's queries and keys, and the store of its chain rows into the pages: the reference."""
+"""Rotary embedding of queries and keys, fused with storing chain rows into the pages: the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from space_kernels.layers.norm import rms_norm
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The norm over the head dimension that queries and keys go through before they are turned (Qwen3)."""
+    """The norm over the head dimension of queries and keys before the rotary embedding (Qwen3)."""
 
     query_weight: Tensor  # [D]
     key_weight: Tensor  # [D]
@@ -21,7 +21,7 @@ class HeadNorm:
 
 
 def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each pair's angle, times the family's scaling.
+    """Return cosine and sine of each pair's angle, times the model family's scaling.
 
     positions [R] int64, frequencies [D/2] float32 -> (cos, sin), float32 [R, D/2] each.
     """
@@ -30,7 +30,7 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tupl
 
 
 # fused [R, H + 2G, D]:   | query heads 0..H | key heads 0..G | value heads 0..G |
-#                           normed?, turned    normed?, turned   as they are           all R rows, in place
+#                           normed?, rotated   normed?, rotated  unchanged             all R rows, in place
 #                                              -> key_pages      -> value_pages        rows with a slot only
 def rotary_store(
     fused: Tensor,
@@ -44,14 +44,14 @@ def rotary_store(
     kv_heads: int,
     norm: HeadNorm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys to their positions, in place, and store the keys and values of rows that have a slot.
+    """Apply the rotary embedding to queries and keys in place, and store keys and values of rows that have a slot.
 
     fused [R, (H+2G)·D]; cos, sin [R, D/2] float32; pages [num_blocks, G, block_size, D];
-    slots [N] int64, N ≤ R: block number · block size + offset of the first N rows, negative: the row is not stored.
+    slots [N] int64, N ≤ R: block number · block size + offset of the first N rows; negative: not stored.
     Returns (query [R, H, D], key [R, G, D], value [R, G, D]): views of `fused`.
 
-    Norm and turn are in float32, each rounded to the dtype once: a normed head is rounded before it is turned. What is
-    not finite is stored as 0, so that a row gone wrong stays alone.
+    Norm and rotation are computed in float32, each rounded to the dtype once. Values that are not finite are stored as
+    0, so that NaN in one row does not spread to others.
     """
     num_rows = len(fused)
     heads = fused.view(num_rows, num_heads + 2 * kv_heads, -1)

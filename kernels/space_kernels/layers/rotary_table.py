@@ -1,4 +1,4 @@
-"""Cosines and sines of all positions so far, computed in pieces that are always alike."""
+"""A growing table of the rotary embedding's cosines and sines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from space_kernels.layers.rotary import angles
 
 _PIECE = 1024
-"""Positions computed at once: always so many, so that a position's angles do not depend on who came before."""
+"""Positions computed at a time. Fixed, so that a position's angles do not depend on how the table grew."""
 
 
 class RotaryTable:
-    """Grows with the positions that are asked for."""
+    """Cosines and sines of all positions used so far."""
 
     def __init__(self, frequencies: Tensor, scaling: float = 1.0) -> None:
-        """frequencies [D/2] float32, on the CPU; `scaling`: the family's, of both tables."""
+        """frequencies [D/2] float32, on the CPU; `scaling`: the model family's factor of both tables."""
         self._frequencies, self._scaling = frequencies, scaling
         self.cos = self.sin = frequencies.new_empty(0, len(frequencies))  # [positions, D/2] float32
 
     def reach(self, num_positions: int) -> None:
-        """Have the positions 0 .. num_positions - 1."""
+        """Grow the table to at least the positions 0 .. num_positions - 1."""
         known = len(self.cos)
         if num_positions <= known:
             return

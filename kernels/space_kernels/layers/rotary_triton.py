@@ -1,4 +1,4 @@
-"""Rotary positions and the store into the pages on a GPU: one pass over the fused projection, in place."""
+"""Rotary embedding and storing into the pages on a GPU: one pass over the fused projection, in place."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _finite(x):
 
 @triton.jit
 def _normed(first, second, weight, lanes, inside, eps, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Halves [heads, HALF'] of heads normed over both, rounded to the dtype."""
+    """Norm heads given as two halves [heads, HALF'], rounded to the dtype."""
     squares = tl.sum(first * first + second * second, 1) / (2 * HALF)
     scale = tl.rsqrt(squares + eps)[:, None]
     before = tl.load(weight + lanes, inside, other=0.0).to(tl.float32)[None, :]
@@ -111,10 +111,10 @@ def rotary_store(
     kv_heads: int,
     norm: HeadNorm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys to their positions, in place, and store the keys and values of rows that have a slot.
+    """As `rotary.rotary_store`.
 
     fused [R, (H+2G)·D]; cos, sin [R, D/2] float32; pages [num_blocks, G, block_size, D];
-    slots [N] int64, N ≤ R: block number · block size + offset of the first N rows, negative: the row is not stored.
+    slots [N] int64, N ≤ R: block number · block size + offset of the first N rows; negative: not stored.
     Returns (query [R, H, D], key [R, G, D], value [R, G, D]): views of `fused`.
     """
     num_rows, all_heads = len(fused), num_heads + 2 * kv_heads
@@ -151,7 +151,7 @@ def rotary_store(
 
 
 def _warps(half: int) -> int:
-    """A warp per 128 pairs of a program's heads: 4 of each per thread."""
+    """Return one warp per 128 pairs of a program's heads: 4 pairs per thread."""
     return min(max(_HEADS * triton.next_power_of_2(half) // 128, 1), 4)
 
 

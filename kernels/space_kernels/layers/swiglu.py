@@ -1,4 +1,4 @@
-"""The gated activation between a decoder's MLP products: the reference."""
+"""The SwiGLU activation: the reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate)·up of [R, 2·I], gate in front -> [R, I]. In float32, rounded to the dtype once, at the end."""
+    """Return silu(gate)·up of [R, 2·I], gate first -> [R, I]. Computed in float32, rounded to the dtype once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)

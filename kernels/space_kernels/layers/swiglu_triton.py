@@ -1,4 +1,4 @@
-"""The gated activation on a GPU: one pass over the fused product's output."""
+"""The SwiGLU activation on a GPU: one pass over the output of the fused matmul."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from space_kernels.build.launch import Tuned
 
 _BLOCK = 1024
-"""Elements per program, 8 per thread: 16 bytes of bfloat16 to each of its loads."""
+"""Elements per program, 8 per thread: 16-byte loads of bfloat16."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _swiglu(gate_up, out, gate_up_stride, out_stride, inner, BLOCK: tl.constexpr
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate)·up of [R, 2·I], gate in front -> [R, I]. In float32, rounded to the dtype once, at the end."""
+    """Return silu(gate)·up of [R, 2·I], gate first -> [R, I]. Computed in float32, rounded to the dtype once."""
     num_rows, inner = len(gate_up), gate_up.shape[-1] // 2
     out = gate_up.new_empty(num_rows, inner)
     if num_rows:

@@ -1,4 +1,4 @@
-"""Linear layers by the compiled product: weights read once at the speed of memory, row-invariant bitwise."""
+"""Compiled linear layers: the weights are read once at memory speed, and rows are bitwise independent."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
 LANES = 16
-"""Outputs of a panel."""
+"""Outputs per panel."""
 
 
 class Then(IntEnum):
-    """What becomes of a product before it is rounded."""
+    """The operation fused to a matmul, before rounding."""
 
     NOTHING = 0
-    ADD = 1  # another tensor is added
-    SWIGLU = 2  # the panels are gate and up in turn: silu(gate)·up
+    ADD = 1  # add another tensor
+    SWIGLU = 2  # the panels alternate between gate and up: silu(gate)·up
 
 
 class CompiledLinear(nn.Module):
-    """x·Wᵀ + b in bfloat16 with float32 sums; a row's result does not depend on the other rows, nor on their number."""
+    """x·Wᵀ + b in bfloat16 with float32 sums; a row's result does not depend on the other rows or their number."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class CompiledLinear(nn.Module):
     ) -> None:
         """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
 
-        `wide`: results are float32; `eight_bits`: the copy is of whole numbers and scales.
+        `wide`: results are float32; `eight_bits`: the copy is quantised to int8. Raises ValueError for other weights.
         """
         super().__init__()
         if not self.takes(weight):
@@ -67,7 +67,7 @@ class CompiledLinear(nn.Module):
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether it can be packed for the compiled product."""
+        """Whether the compiled matmul supports this weight: bfloat16 with an even number of inputs."""
         return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,11 +75,11 @@ class CompiledLinear(nn.Module):
         return self._product(x, Then.NOTHING, None, self.out_features)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
+        """Return x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
         return self._product(x, Then.ADD, other, self.out_features)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        """silu(gate)·up, rounded once, of weights from `in_turn`: [..., in] -> [..., out/2]"""
+        """Return silu(gate)·up, rounded once, for weights from `in_turn`: [..., in] -> [..., out/2]"""
         return self._product(x, Then.SWIGLU, None, self.out_features // 2)
 
     def _product(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
@@ -98,7 +98,7 @@ class CompiledLinear(nn.Module):
 
 
 def _per_output(values: Tensor, num_panels: int) -> Tensor:
-    """[out] -> [panels·16] float32"""
+    """Pad [out] to [panels·16] float32."""
     padded = torch.zeros(num_panels * LANES)
     padded[: len(values)] = values
     return padded
@@ -109,7 +109,10 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
-    """[inner, in] twice, inner a multiple of 16 -> [2·inner, in]: sixteen outputs of gate, sixteen of up, …"""
+    """Interleave gate and up, [inner, in] each, inner a multiple of 16 -> [2·inner, in]: 16 rows of gate, 16 of up, …
+
+    Raises ValueError for other sizes.
+    """
     inner, width = gate.shape
     if inner % LANES:
         raise ValueError(f"Gate and up have {inner} outputs; panels in turn need a multiple of {LANES}.")
@@ -117,7 +120,7 @@ def in_turn(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cpu_linear(weight: Tensor, bias: Tensor | None, *, eight_bits: bool = False) -> nn.Module:
-    """The best linear layer for this weight on this processor; `eight_bits`: of whole numbers and scales."""
+    """Return the fastest linear layer for this weight on this processor; `eight_bits`: quantise to int8."""
     library = cpu_library() if CompiledLinear.takes(weight) else None
     if library is not None:
         return CompiledLinear(library, weight, bias, eight_bits=eight_bits)

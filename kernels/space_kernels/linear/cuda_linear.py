@@ -1,6 +1,6 @@
-"""Products on a GPU: the library's, or a row-invariant one of our own, which weights of eight bits have always.
+"""Linear layers on a GPU: by cuBLAS, or by our row-invariant kernel, which fp8 weights always use.
 
-The library picks its kernel by the number of rows, so that a row's bits depend on its company; ours does not.
+cuBLAS picks its kernel by the number of rows, so a row's bits depend on the rest of the batch; our kernel's do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CudaLinear(nn.Module):
 
 
 class ExactLinear(CudaLinear):
-    """x·Wᵀ + b, a row's result the same bits whatever the other rows and their number. Needs triton."""
+    """x·Wᵀ + b whose rows are bitwise independent of the other rows and their number. Requires triton."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
@@ -44,13 +44,13 @@ class ExactLinear(CudaLinear):
 
 
 class Fp8Linear(nn.Module):
-    """x·Wᵀ + b with weights of eight bits, row-invariant: on a GPU by triton, elsewhere by the definition.
+    """Row-invariant x·Wᵀ + b with fp8 weights: by Triton on a GPU, by the reference elsewhere.
 
-    A module of transformers' own models too: its path and its sizes are those of the linear it stands for.
+    Also used inside transformers' models, where it has the path and sizes of the linear layer that it replaces.
     """
 
     def __init__(self, kept: Fp8, bias: Tensor | None) -> None:
-        """Nothing is copied."""
+        """kept: weight [out, in]; bias [out]. Neither is copied."""
         super().__init__()
         self.out_features, self.in_features = kept.numbers.shape
         self.numbers: Tensor
@@ -62,7 +62,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def joined(cls, linears: Sequence[Fp8Linear]) -> Fp8Linear:
-        """One below the other; all have a bias, or none."""
+        """Concatenate layers along their outputs; either all have a bias or none."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
         kept = Fp8.joined([Fp8(linear.numbers, linear.scale) for linear in linears])
         return cls(kept, torch.cat(biases) if biases else None)
@@ -80,6 +80,6 @@ class Fp8Linear(nn.Module):
 
 
 def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, in], weight [out, in] -> [R, out]: the definition. Sums in float32, rounded to x's dtype once."""
+    """x [R, in], weight [out, in] -> [R, out]: the reference. Sums in float32, rounded to x's dtype once."""
     product = x.float() @ weight.float().T
     return (product if bias is None else product + bias.float()).to(x.dtype)

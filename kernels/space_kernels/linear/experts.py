@@ -1,4 +1,4 @@
-"""Mixture of experts, router and feed-forward, whose rows do not depend on which other rows there are."""
+"""Row-invariant mixture of experts: router and feed-forward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from space_kernels.linear.cpu_linear import cpu_linear
 class RowInvariantExperts(nn.Module):
     """y = Σ over the row's experts, ascending, of weight · down(act(gate(x)) · up(x)).
 
-    The rows of one expert are gathered and padded to a tile, so that their number changes no row's sum.
+    The rows of each expert are gathered and padded to whole tiles, so that their number changes no row's sum.
     """
 
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, eight_bits: bool = False
     ) -> None:
-        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `eight_bits`: how they are kept."""
+        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `eight_bits`: quantise them to int8."""
         super().__init__()
         self.gate_up = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in gate_up)
         self.down = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in down)
@@ -46,19 +46,19 @@ class RowInvariantExperts(nn.Module):
 
 
 class RowInvariantRouter(nn.Module):
-    """A router of transformers that multiplies by its own `weight` [experts, hidden] through `F.linear`.
+    """Wraps a transformers router that multiplies by its `weight` [experts, hidden] with `F.linear`.
 
-    Only that product depends on the number of rows: it is computed by a row-invariant linear in the dtype that the
-    router asks for. Softmax, top-k and sums run over a row's experts.
+    Only that matmul depends on the number of rows, so it is replaced by a row-invariant one in the dtype that the
+    router uses. Softmax, top-k and sums run over one row's experts.
     """
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
         self.router = router
-        self._linear_of: dict[torch.dtype, nn.Module] = {}  # by the dtype of the product
+        self._linear_of: dict[torch.dtype, nn.Module] = {}  # by dtype of the matmul
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """What the router gives."""
+        """Return the router's output."""
         with _OwnLinear(self._product, self.router.get_parameter("weight").shape):
             return self.router(*arguments, **named)
 
@@ -71,7 +71,7 @@ class RowInvariantRouter(nn.Module):
 
 
 class _OwnLinear(TorchFunctionMode):
-    """Sends products with a weight of this shape elsewhere."""
+    """Redirects `F.linear` calls with a weight of this shape to another function."""
 
     def __init__(self, product: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a gated adapter adds to linears, for the rows it acts on: scale · B·(A·x) (arXiv 2507.11851)."""
+"""The output of a gated LoRA adapter for the rows it applies to: scale · B·(A·x) (arXiv 2507.11851)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from space_kernels.linear.cpu_linear import cpu_linear, in_turn
 
 
 class GatedDelta:
-    """The deltas of one adapter on linears that read the same rows, side by side as their outputs are.
+    """The deltas of one adapter on linear layers with the same input, concatenated like their outputs.
 
-        A = [A_1; A_2; …]        B = [B_1       ]        a linear without a pair gets 0
+        A = [A_1; A_2; …]        B = [B_1       ]        a layer without a pair gets 0
                                      [    B_2 … ]
 
-    The scale is in B: what is left per row is two products and one sum, rounded once each. On the CPU a row's delta
-    has the same bits whatever the other rows.
+    The scale is folded into B, which leaves two matmuls and one sum per row, each rounded once. On the CPU a row's
+    delta does not depend on the other rows, bitwise.
     """
 
     def __init__(
         self, pairs: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], scale: float, *, turns: bool = False
     ) -> None:
-        """`pairs`: a [rank, in] and b [out, rank] per linear, at least one; `sizes`: out of each linear.
+        """`pairs`: A [rank, in] and B [out, rank] per layer, at least one not None; `sizes`: outputs of each layer.
 
-        `turns`: of two linears whose outputs take turns (`in_turn`).
+        `turns`: the outputs of the two layers are interleaved (`in_turn`).
         """
         present = [pair for pair in pairs if pair is not None]
         a = torch.cat([pair[0] for pair in present])  # [ranks, in]
@@ -45,7 +45,7 @@ class GatedDelta:
         return delta
 
     def add_to(self, y: Tensor, x: Tensor, rows: slice) -> None:
-        """y [R, outs], x [R, in]: the delta of `rows`, added to y in place. Other rows of y are not touched."""
+        """Add the delta of `rows` to y in place. y [R, outs], x [R, in]."""
         y[rows] += self(x[rows])
 
 

@@ -1,8 +1,8 @@
-"""Weights in whole numbers of eight bits: half the bytes of bfloat16 to read and to hold.
+"""int8 weights: half the bytes of bfloat16 to read and to hold.
 
-Each output has its own scale, the greatest size of its weights over 127, so the error of a weight is at most half of
-that. bfloat16 has every whole number up to 256 exactly: a product with them is summed up as if they were bfloat16
-weights, and each sum is multiplied by its scale once.
+Each output has its own scale, the greatest absolute weight over 127, so a weight's error is at most half the scale.
+bfloat16 represents every integer up to 256 exactly, so the numbers are multiplied and summed as bfloat16 weights, and
+each sum is multiplied by its scale once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from space_kernels.layers.activation import silu
 from space_kernels.linear.packed_linear import PLAIN_TILE, pad_rows
 
 GREATEST = 127
-"""Numbers are -127 .. 127: as many below zero as above."""
+"""Numbers are in the symmetric range -127 .. 127."""
 
 _OUTPUTS = 1024
-"""Outputs whose weights are in memory as float32 at the same time."""
+"""Outputs converted at a time, to bound the float32 copies in memory."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Int8Weights:
     """W[n, k] ≈ scale[n]·numbers[n, k]"""
 
     numbers: Tensor  # [out, in] int8
-    scale: Tensor  # [out] float32; of an output without weights, 1
+    scale: Tensor  # [out] float32; 1 for an output of zeros
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weights:
-        """The nearest to a weight [out, in]."""
+        """Quantise a weight [out, in] to the nearest numbers."""
         numbers, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
         for begin in range(0, len(weight), _OUTPUTS):
             rows = slice(begin, begin + _OUTPUTS)
@@ -43,14 +43,14 @@ class Int8Weights:
         return cls(numbers, scale)
 
     def dense(self) -> Tensor:
-        """[out, in] float32"""
+        """Dequantise: [out, in] float32."""
         return self.numbers.float().mul_(self.scale[:, None])
 
 
 class Int8Linear(nn.Module):
-    """x·Wᵀ + b by torch alone, in float32; a row's result does not depend on the other rows, nor on their number.
+    """x·Wᵀ + b by torch alone, in float32; a row's result does not depend on the other rows or their number.
 
-    What stands in where nothing can be compiled: it holds as little as the compiled product, and is slower than
+    The fallback where nothing can be compiled: it uses as little memory as the compiled layer, but is slower than
     bfloat16.
     """
 
@@ -67,22 +67,22 @@ class Int8Linear(nn.Module):
         return self._rounded(self._product(x), x)
 
     def silu(self, x: Tensor) -> Tensor:
-        """silu(x·Wᵀ + b), rounded once."""
+        """Return silu(x·Wᵀ + b), rounded once."""
         return self._rounded(silu(self._product(x)), x)
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x·Wᵀ + b)·other, rounded once."""
+        """Return (x·Wᵀ + b)·other, rounded once."""
         return self._rounded(self._product(x).mul_(other), x)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """x·Wᵀ + b + other, rounded once."""
+        """Return x·Wᵀ + b + other, rounded once."""
         return self._rounded(self._product(x).add_(other), x)
 
     def _rounded(self, product: Tensor, x: Tensor) -> Tensor:
         return product if self._wide else product.to(x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out] float32, in tiles of as many rows as are summed in one order."""
+        """[..., in] -> [..., out] float32, in row tiles of a fixed size, which fixes the order of summation."""
         num_rows = x.numel() // self.in_features
         tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), PLAIN_TILE), PLAIN_TILE)
         whole = torch.empty(len(tiles) * PLAIN_TILE, self.out_features)

@@ -1,14 +1,14 @@
-"""A product on a GPU that takes one arithmetic path for every number of rows.
+"""A matmul on a GPU whose arithmetic is the same for every number of rows.
 
     out[m, n] = ( Σ_part  Σ_k in part  x[m, k]·w[n, k] ) + bias[n]        parts, and k in each, in ascending order
 
-Tiles are of 64 rows whatever their number: few rows are bound by reading the weight, not by the arithmetic on rows that
-are not there. Into how many parts k is cut depends on the weight's shape alone. With few rows each part is a program's,
-as else too few programs would read the weight, and a second pass adds them up; with many rows one program takes all
-parts one after the other. Both add the same numbers in the same order.
+Tiles have 64 rows for any number of rows: with few rows, reading the weight takes longer than the arithmetic on padding
+rows. The number of parts that k is split into depends on the weight's shape alone. With few rows each part is one
+program, because otherwise too few programs would read the weight, and a second pass adds the parts up; with many rows
+one program computes all parts in turn. Both add the same numbers in the same order.
 
-Weights of eight bits (float8.py) are read as they are and widened in registers, exactly; the sum over all parts is
-multiplied by its output's scale. They are widened by shifting bits, which every GPU can: 8.0 has no instruction for it.
+fp8 weights (fp8.py) are converted exactly in registers, by bit shifts, because compute capability 8.0 has no
+instruction for it. The sum over all parts is multiplied by the output's scale.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -25,15 +25,15 @@ from space_kernels.build.launch import Tuned
 from space_kernels.fp8_bits import widened
 
 _PROGRAMS = 264
-"""Programs that keep a GPU's memory busy: two on each of 132 multiprocessors."""
+"""Programs needed to saturate a GPU's memory: two on each of 132 multiprocessors."""
 
 _FEW_ROWS = 256
-"""Up to so many rows the parts are programs of their own: their sums then are at most 256·out·parts·4 bytes."""
+"""Up to this many rows each part is its own program; the partial sums take at most 256·out·parts·4 bytes."""
 
 
 @dataclass(frozen=True)
 class LinearTile:
-    """What one program computes at a time, and into how many parts its sums over k are cut."""
+    """The tile of one program, and the number of parts that sums over k are split into."""
 
     rows: int
     outs: int
@@ -45,7 +45,7 @@ class LinearTile:
 
     @classmethod
     def of(cls, out: int, width: int, dtype: torch.dtype) -> LinearTile:
-        """By the weight's shape and dtype alone."""
+        """Choose by the weight's shape and dtype alone."""
         wide = dtype is torch.float32
         rows, outs, depth = (32, 64, 32) if wide else (64, 64, 64)
         steps = triton.cdiv(width, depth)
@@ -96,7 +96,7 @@ def _product(
     n = (tl.program_id(1) * OUTS + tl.arange(0, OUTS)).to(tl.int64)
     total = tl.zeros([ROWS, OUTS], tl.float32)
     if SPLIT:
-        # the sum of one part, as it is
+        # store the sum of one part, without scale and bias
         part = tl.program_id(2)
         first = part * PART_DEPTH
         total = _part(
@@ -163,7 +163,7 @@ def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the same with weights of eight bits."""
+    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: sums in float32, rounded to x's dtype once."""
     return _launch(x, weight.view(torch.uint8), scale, bias)
 
 
@@ -221,7 +221,7 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 
 
 _JOINED = 512
-"""Outputs a program joins: 4 per thread."""
+"""Outputs per program of `_join`: 4 per thread."""
 
 
 def _tuned() -> tuple[Tuned, ...]:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once for the CPU's matrix units, row-invariant bitwise."""
+"""Row-invariant linear layers with weights packed for the CPU's matrix units (oneDNN)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROW_TILE = 4
-"""Rows of a product are a multiple of this: fewer take another order of summation (measured on torch 2.13)."""
+"""Rows are padded to a multiple of this: fewer are summed in another order (measured on torch 2.13)."""
 
 PLAIN_TILE = 32
-"""Plain products are of exactly so many rows each: which counts take other orders of summation depends on the processor
-(on an x86-64 of model 207 those below 16 do, and with several threads some up to 64; torch 2.13)."""
+"""Rows per unpacked matmul. The size is fixed, because which row counts are summed in another order depends on the
+processor (on an x86-64 of model 207 those below 16, and with several threads some up to 64; torch 2.13)."""
 
 _TYPICAL_ROWS = 16
-"""Row count the packed layout is chosen for: that of a SPACE step of one sequence."""
+"""Row count that the packed layout is optimised for: that of a SPACE step of one sequence."""
 
 
 class PackedLinear(nn.Module):
-    """x·Wᵀ + b with W in the CPU library's own layout: about twice as fast as the plain one for few rows.
+    """x·Wᵀ + b with W in oneDNN's packed layout: about twice as fast as the plain layout for few rows.
 
-    A row's result does not depend on the other rows, bitwise, for row counts that are multiples of ROW_TILE; other
-    counts are padded here.
+    Bitwise, a row's result does not depend on the other rows. Row counts are padded to multiples of ROW_TILE.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -52,20 +51,20 @@ class PackedLinear(nn.Module):
         return whole.view(*x.shape[:-1], self.out_features)
 
     def silu(self, x: Tensor) -> Tensor:
-        """silu(x·Wᵀ + b), rounded once; packed only, rows a multiple of ROW_TILE."""
+        """Return silu(x·Wᵀ + b), rounded once; packed only, rows a multiple of ROW_TILE."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
         return product
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.
+        """Return (x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.
 
-        Two operations: the library's product with a product or a sum fused behind it gives a row of bfloat16 other bits
-        beside some numbers of rows (20 to 64) than beside 128, on a processor with AMX (torch 2.13).
+        Not fused: with a fused product or sum, oneDNN gives bfloat16 rows different bits at 20 to 64 rows than at 128,
+        on a processor with AMX (torch 2.13).
         """
         return self._product(x).mul_(other)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """x·Wᵀ + b + other, in two operations as `times`; packed only, rows a multiple of ROW_TILE."""
+        """Return x·Wᵀ + b + other, not fused, as `times`; packed only, rows a multiple of ROW_TILE."""
         return self._product(x).add_(other)
 
     def extra_repr(self) -> str:
@@ -73,22 +72,22 @@ class PackedLinear(nn.Module):
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_TILE) -> Tensor:
-    """[N, …] -> [N', …]: rows of zeros up to the next multiple; x itself where none are needed."""
+    """Append rows of zeros up to the next multiple: [N, …] -> [N', …]; x itself if none are needed."""
     missing = -len(x) % multiple
     return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] -> the same numbers in the layout that products of a few rows read fastest."""
+    """Convert a weight [out, in] to the layout that is fastest for a few rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TYPICAL_ROWS)
     return packed
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has the packed product and it computes what it should: the operators are private ones."""
+    """Whether this torch has a working packed matmul for the dtype. Tested, because the operators are private."""
     if dtype is torch.float16:
-        return False  # only some processors multiply it, in other orders each: plain tiles have one
+        return False  # processors sum it in different orders, and some do not support it; plain tiles are consistent
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 40, generator=generator).to(dtype)
     bias = torch.randn(24, generator=generator).to(dtype)

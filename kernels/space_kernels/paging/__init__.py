@@ -1,1 +1,1 @@
-"""Which rows a step has, and where their keys and values lie in the pages."""
+"""The rows of a step and the location of their keys and values in the paged KV cache."""

@@ -1,4 +1,4 @@
-"""The index arithmetic of paged attention: built once per step, shared by all layers with the same heads and window."""
+"""The index arithmetic of paged attention, built once per step and shared by layers with the same heads and window."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class KeyBlock:
 
     num_sequences: int
     index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
-    run: int  # slots fetched at once: whole pages (of a larger one its part of the block), or single slots where some
-    # of the block is not written yet
-    bound: Tensor | None  # [m, 1, P, 1, KEY_BLOCK] of the last m of the n; -inf for keys a row must not attend, else
-    # inf; None: every row attends all
+    run: int  # slots fetched at once: whole pages (or a larger page's part of the block); single slots if some of the
+    # block is not written yet
+    bound: Tensor | None  # [m, 1, P, 1, KEY_BLOCK] for the last m of the n; -inf for masked keys, else inf; None: every
+    # row attends the whole block
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Bucket:
     queries: Tensor  # [S·G·P·Q] rows of the queries seen as [R·H, D]
     blocks: Sequence[KeyBlock]  # ascending
     step_keys: Tensor | None  # [S·G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
-    step_bound: Tensor | None  # [S, 1, P, 1, N] -inf for masks a row must not attend, else inf
+    step_bound: Tensor | None  # [S, 1, P, 1, N] -inf for masks that a row must not attend, else inf
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where one step's queries, keys and values are."""
+    """The indexes of one step's queries, keys, values and outputs."""
 
     writes: Tensor  # [chain rows·G] rows of the pages seen as [num_blocks·G·block_size, D]
     buckets: Sequence[Bucket]
@@ -51,7 +51,7 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, rows: StepRows, key: PlanKey) -> AttentionPlan:
-        """The plan of this step, built on first use."""
+        """Return the plan of a step, built on first use. Raises ValueError for a block size that does not fit."""
         plan = rows.plans.get(key)
         if plan is None:
             plan = rows.plans[key] = _build(rows, key)
@@ -78,12 +78,12 @@ def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:
 
 
 def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts: Ints, written: Ints) -> KeyBlock:
-    """Where its keys are, and what of it each row must not attend. starts, written [S]"""
+    """Return the indexes of the block's keys and the bounds of its scores. starts, written [S]"""
     n, free = block.num_sequences, block.num_free
     if isinstance(block.keys, Tensor):
         index, run = block.keys, min(rows.block_size, KEY_BLOCK)
     else:
-        # a slot not written yet may hold NaN: its key is hidden from every row, and the block's first one is read
+        # an unwritten slot may hold NaN: every row masks it, so the block's first key is read in its place
         behind = (written[:n] - block.begin)[:, None, None]
         index, run = _to(np.where(behind > _LANES, block.keys, block.keys[..., :1]).reshape(-1), rows), 1
     bound = None
@@ -97,10 +97,10 @@ def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts:
 
 _LANES = np.arange(KEY_BLOCK, dtype=np.int64)
 _UP_TO = np.where(np.arange(KEY_BLOCK + 1)[:, None] > _LANES, np.float32(np.inf), np.float32(-np.inf))
-"""[KEY_BLOCK+1, KEY_BLOCK] row n: what scores may at most be where the first n keys are attended (minimum is several
-times faster than a mask)."""
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: upper bounds of the scores if the first n keys are attended (a minimum is several
+times faster than a masked fill)."""
 _FROM = -_UP_TO
-"""[KEY_BLOCK+1, KEY_BLOCK] row n: the same where the keys from the n-th on are attended."""
+"""[KEY_BLOCK+1, KEY_BLOCK] row n: the same if the keys from n on are attended."""
 
 
 def _to(values: npt.NDArray[Any], rows: StepRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""The part of an attention plan that follows from the row pattern alone: found once, and used step after step."""
+"""The part of an attention plan that depends on the row pattern alone: built once and reused by later steps."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from torch import Tensor
 from space_kernels.paging.row_pattern import Ints, RowPattern
 
 _TILE = 4
-"""Rows of a product are a multiple of this: fewer take another order of summation (measured)."""
+"""Matmul rows are padded to a multiple of this: fewer rows are summed in another order (measured)."""
 
 _TILE_DIM = 64
-"""Elements of a head for each tile that there must be: of few rows, long heads are summed up in another order than of
-many (below 3 rows of 64 elements, 6 of 128, 11 of 256 on an x86-64 of model 207; torch 2.13)."""
+"""One tile of rows is required per this many head elements: with few rows, long heads are summed in another order
+(below 3 rows of 64 elements, 6 of 128, 11 of 256 on an x86-64 of model 207; torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """What a plan depends on besides the rows."""
+    """The parameters of a plan besides the rows."""
 
     num_heads: int
     kv_heads: int
     head_dim: int
-    window: int | None  # positions a row may look back, its own included; None: all
+    window: int | None  # positions a row sees back, its own included; None: all
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share a key-value head."""
+        """Query heads per kv head."""
         return self.num_heads // self.kv_heads
 
     def padded(self, num_rows: int) -> int:
-        """Rows with padding: few distinct numbers, rows · queries per kv head whole tiles, and enough of them."""
+        """Return the padded number of rows: rows · queries per kv head fill whole tiles, and enough of them.
+
+        Few distinct values result, so sequences share buckets.
+        """
         fewest = -(-self.head_dim // _TILE_DIM) * _TILE
         most = max(num_rows, -(-fewest // self.queries_per_kv))
         step = _TILE // math.gcd(_TILE, self.queries_per_kv) if most < _TILE else _TILE
@@ -51,21 +54,21 @@ class BucketPattern:
     table: Ints  # [S, P] flat row numbers; padding repeats the sequence's first row
     queries: Tensor  # [S, G·P·Q] rows of the queries seen as [R·H, D]
     step_keys: Tensor | None  # [S, G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
-    step_bound: Tensor | None  # [S or 1, 1, P, 1, N] -inf for masks a row must not attend, else inf; 1: all are alike
+    step_bound: Tensor | None  # [S or 1, 1, P, 1, N] -inf for masks a row must not attend, else inf; 1: equal for all
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPatterns:
-    """The buckets of a step, and where the outputs of each row are."""
+    """The buckets of a step, and the location of each row's outputs."""
 
     buckets: Sequence[BucketPattern]
-    places: Ints  # [sequences] first row of a sequence's outputs, while the buckets keep their order
-    within: Ints  # [R, H] rows of a row's outputs from its sequence's first on; 0 for padding
-    outputs: Tensor  # [R, H] both together
+    places: Ints  # [sequences] first output row of a sequence, in the buckets' own order
+    within: Ints  # [R, H] output row relative to the sequence's first; 0 for padding
+    outputs: Tensor  # [R, H] the sum of both
 
 
 def bucket_patterns(rows: RowPattern, key: PlanKey, device: torch.device) -> BucketPatterns:
-    """The buckets of steps with this pattern, built on first use."""
+    """Return the buckets of a pattern, built on first use."""
     known = rows.parts.get((key, device))
     if not isinstance(known, BucketPatterns):
         known = rows.parts[key, device] = _build(rows, key, device)
@@ -101,7 +104,7 @@ def _build(rows: RowPattern, key: PlanKey, device: torch.device) -> BucketPatter
 
 
 def _table(rows: RowPattern, numbers: Ints, num_padded: int) -> tuple[Ints, np.ndarray]:
-    """[S, P] flat row numbers, and False where they are padding."""
+    """Return flat row numbers [S, P], and a mask that is False for padding."""
     chain, num_chain = (bound[numbers, None] for bound in rows.chains)
     masks, num_masks = (bound[numbers, None] for bound in rows.masks)
     lane = np.arange(num_padded, dtype=np.int64)
@@ -112,7 +115,7 @@ def _table(rows: RowPattern, numbers: Ints, num_padded: int) -> tuple[Ints, np.n
 def _in_step(
     rows: RowPattern, key: PlanKey, numbers: Ints, table: Ints, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Where the masks of each sequence are, and which of them a row must not attend."""
+    """Return the indexes of each sequence's masks, and bounds that are -inf for masks a row must not attend."""
     first, count = (bound[numbers, None] for bound in rows.masks)
     widest = int(count.max())
     if not widest:

@@ -1,4 +1,4 @@
-"""The part of an attention plan that stays while no sequence gets another page or reaches another key block."""
+"""The part of an attention plan that stays valid while no sequence gets a new page or reaches a new key block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from space_kernels.paging.row_pattern import Ints
 from space_kernels.paging.slots import StepRows
 
 KEY_BLOCK = 128
-"""Positions per key block. Fixed and aligned to absolute position, so that a row's sums never depend on its company."""
+"""Positions per key block. Fixed and aligned to absolute positions, so that a row's sums do not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,16 @@ class CachedBlock:
 
     num_sequences: int
     begin: Ints  # [n] absolute position of the block's first slot
-    keys: Tensor | Ints  # where all of the block is written: [n·G·units] units seen as [slots·G/unit], on the device;
+    keys: Tensor | Ints  # if the whole block is written: [n·G·units] units seen as [slots·G/unit], on the device;
     # else [n, G, KEY_BLOCK] slots seen as [num_blocks·G·block_size]
-    num_free: int  # leading sequences all of whose rows attend the whole block
+    num_free: int  # leading sequences whose rows all attend the whole block
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBucket:
-    """Sequences with (padded) the same number of rows, those with the most key blocks first.
+    """Sequences with the same padded number of rows, by descending number of key blocks.
 
-    Of sequences with equally many, those come last whose rows are the first not to see all of a block.
+    Ties are ordered by descending number of blocks that all of the sequence's rows see whole.
     """
 
     shape: tuple[int, int, int, int]  # S, G, P, Q
@@ -40,24 +40,24 @@ class CachedBucket:
     queries: Tensor  # [S·G·P·Q]
     step_keys: Tensor | None  # [S·G·N]
     step_bound: Tensor | None  # [S, 1, P, 1, N]
-    reach: Ints  # [S, P] slots that a row attends, from its sequence's first chain row on
-    oldest: Ints | None  # [S, P] the first of them, counted from there too; None: all before
+    reach: Ints  # [S, P] slots that a row attends, counted from its sequence's first chain row
+    oldest: Ints | None  # [S, P] the first slot that it attends, counted likewise; None: no window
     blocks: Sequence[CachedBlock]  # ascending
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPlan:
-    """What the plans of consecutive steps have in common."""
+    """The part of a plan that consecutive steps share."""
 
     page_table: Ints
-    lowest: Ints  # [sequences] starts from here on
-    highest: Ints  # [sequences] up to here leave everything below as it is
+    lowest: Ints  # [sequences] smallest and
+    highest: Ints  # [sequences] largest start for which the fields below are valid
     buckets: Sequence[CachedBucket]
     outputs: Tensor  # [R·H]
 
     @classmethod
     def of(cls, rows: StepRows, key: PlanKey) -> CachedPlan:
-        """The ground of the last step with this pattern if it still holds, else a new one."""
+        """Return the cached plan of the last step with this pattern if it is still valid, else build a new one."""
         name = (cls, key, rows.device)
         known = rows.pattern.parts.get(name)
         if not isinstance(known, CachedPlan) or not known._holds(rows):
@@ -74,8 +74,8 @@ def _build(rows: StepRows, key: PlanKey) -> CachedPlan:
     first, highest = (
         np.zeros_like(starts),
         np.minimum(
-            -(-rows.written // KEY_BLOCK) * KEY_BLOCK - num_chain,  # as many slots as the key blocks have are written
-            ((starts + 1) // KEY_BLOCK + 1) * KEY_BLOCK - 2,  # the first row does not see the next of them whole
+            -(-rows.written // KEY_BLOCK) * KEY_BLOCK - num_chain,  # the written slots still fit the key blocks
+            ((starts + 1) // KEY_BLOCK + 1) * KEY_BLOCK - 2,  # the first row does not yet see another whole block
         ),
     )
     if key.window is not None:
@@ -100,7 +100,7 @@ def _build(rows: StepRows, key: PlanKey) -> CachedPlan:
 
 
 def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) -> tuple[CachedBucket, Ints | None]:
-    """And the order of its sequences; None: as they are."""
+    """Build a bucket; also return the order of its sequences, or None if unchanged."""
     order, table = bucket.numbers, bucket.table
     queries, step_keys, step_bound = bucket.queries, bucket.step_keys, bucket.step_bound
     count = -(-rows.written[order] // KEY_BLOCK) - first[order]
@@ -131,7 +131,7 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
 
 
 # the i-th key block of the first n sequences                          sequences with fewer key blocks
-# [0 ... free: whole for every row ...) [... some row does not see it) [n ...
+# [0 ... num_free: every row sees it whole) [... some row does not)     [n ...
 def _blocks(
     rows: StepRows, key: PlanKey, order: Ints, first: Ints, num_blocks: Ints, num_whole: Ints
 ) -> list[CachedBlock]:
@@ -142,7 +142,7 @@ def _blocks(
     columns = first[:, None] * per_block + np.arange(counts[0] * per_block, dtype=np.int64)
     held = rows.page_table[order[:, None], np.minimum(columns // per_page, rows.page_table.shape[1] - 1)]
     heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
-    # [S, G, units]: any page where a sequence has no more
+    # [S, G, units]: an arbitrary page beyond a sequence's last
     pages = (held[:, None] * key.kv_heads + heads) * per_page + (columns % per_page)[:, None]
     lanes = np.arange(unit, dtype=np.int64)
     blocks = []

@@ -1,4 +1,4 @@
-"""How a step's rows stand to each other: all that does not change when every sequence moves on by some positions."""
+"""The relative layout of a step's rows: everything that does not change when the sequences advance."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Ints = npt.NDArray[np.int64]
 #  K, V go to the pages first            K, V live in the step only                    writes nothing, result unused
 @dataclass(frozen=True, eq=False)
 class RowPattern:
-    """The rows of a step, with positions counted from the first chain row of their sequence.
+    """The rows of a step, with positions relative to the first chain row of their sequence.
 
-    Rows of a sequence are two runs: its chain rows, and its mask rows, group after group. Steps that lay out the same
-    have the same pattern, step after step, so what follows from it alone is kept in `parts`.
+    A sequence has two runs of rows: its chain rows, and its mask rows, group after group. Consecutive steps with the
+    same draft layout share the pattern, so everything derived from it alone is cached in `parts`.
     """
 
     chain_runs: Sequence[range]  # per sequence: flat row numbers of its chain rows; positions are consecutive
     mask_runs: Sequence[range]  # per sequence: flat row numbers of its mask rows
-    offsets: Ints  # [rows] position behind the sequence's first chain row
-    reach: Ints  # [rows] slots from there on that the row may attend: one more than its chain or base row's offset
+    offsets: Ints  # [rows] position relative to the sequence's first chain row
+    reach: Ints  # [rows] slots, from that row on, that the row may attend: its own or its base row's offset plus one
     group: Ints  # [rows] a number shared by the masks of one group of one sequence, -1 for chain rows
     num_chain_rows: int
     num_padded: int
@@ -34,17 +34,17 @@ class RowPattern:
 
     @cached_property
     def chains(self) -> tuple[Ints, Ints]:
-        """Per sequence: first flat row of its chain, and how many there are."""
+        """First flat row and number of the chain rows, per sequence."""
         return _bounds(self.chain_runs)
 
     @cached_property
     def masks(self) -> tuple[Ints, Ints]:
-        """Per sequence: first flat row of its masks, and how many there are."""
+        """First flat row and number of the mask rows, per sequence."""
         return _bounds(self.mask_runs)
 
     @cached_property
     def owner(self) -> Ints:
-        """[rows] which sequence a row is of."""
+        """[rows] sequence of each row."""
         owner = np.empty(len(self.offsets), dtype=np.int64)
         for number, (chain, masks) in enumerate(zip(self.chain_runs, self.mask_runs, strict=True)):
             owner[chain.start : chain.stop] = number

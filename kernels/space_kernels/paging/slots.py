@@ -1,4 +1,4 @@
-"""Which rows a step has, and which slots of the paged keys and values each of them sees."""
+"""The rows of a step and the KV cache slots that each of them sees."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The rows of one step: a pattern, and where each of its sequences stands.
+    """The rows of one step: a pattern, and the position and pages of each sequence.
 
-    A row attends the slots of its sequence up to its reach (fewer with a sliding window); a mask row also the masks
-    before it in its group, and itself.
+    A row attends the slots of its sequence up to its reach (fewer with a sliding window); a mask row also attends
+    itself and the masks before it in its group.
     """
 
     pattern: RowPattern
@@ -32,16 +32,16 @@ class StepRows:
     block_size: int
     device: torch.device
     plans: dict[PlanKey, AttentionPlan] = field(default_factory=dict)  # built on first use, shared by all layers
-    parts: dict[Hashable, object] = field(default_factory=dict)  # the like, of other kernels
+    parts: dict[Hashable, object] = field(default_factory=dict)  # likewise, for other kernels
 
     @property
     def chain_runs(self) -> Sequence[range]:
-        """Per sequence: flat row numbers of its chain rows."""
+        """Flat row numbers of the chain rows, per sequence."""
         return self.pattern.chain_runs
 
     @property
     def num_chain_rows(self) -> int:
-        """The first rows, which write their keys and values."""
+        """Number of chain rows, which come first and store their keys and values."""
         return self.pattern.num_chain_rows
 
     @cached_property
@@ -51,14 +51,14 @@ class StepRows:
 
     @cached_property
     def written(self) -> Ints:
-        """[S] slots that hold keys and values once this step has written."""
+        """[S] slots that hold keys and values after this step's store."""
         return self.starts + self.pattern.chains[1]
 
     @cached_property
     def page_table(self) -> Ints:
-        """[S, most pages] block numbers; 0 where a sequence has fewer. The last step's while nobody got another page.
+        """[S, most pages] block numbers, padded with 0; the last step's array if no sequence got a new page.
 
-        Arrays of pages are never written to, so the same array is the same pages; a list may have grown.
+        Arrays of pages are immutable, so an identical array means identical pages; a list may have grown.
         """
         known = self.pattern.parts.get(_PageTable)
         if isinstance(known, _PageTable) and all(map(is_, known.pages, self.pages)):
@@ -72,7 +72,7 @@ class StepRows:
         return table
 
     def chain_slots(self) -> Ints:
-        """[chain rows] the slot each chain row writes: block number · block size + offset in the block."""
+        """Return the slot that each chain row writes: block number · block size + offset in the block."""
         chain = self.pattern.num_chain_rows
         positions = self.positions[:chain]
         blocks = positions // self.block_size
@@ -82,7 +82,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class _PageTable:
-    """The page table that the last step with a pattern had."""
+    """The page table of the last step with a pattern."""
 
     pages: Sequence[Sequence[int] | Ints]
     table: Ints

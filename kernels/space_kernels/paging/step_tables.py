@@ -1,4 +1,4 @@
-"""What a step's kernels read on the device: who a row is, how far it sees, and where its sequence's pages are."""
+"""The tables that a step's kernels read on the device: sequence, offset and reach of each row, and the page table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from space_kernels.paging.slots import StepRows
 
 @dataclass(frozen=True, eq=False)
 class PatternTables:
-    """A row pattern on a device: constants of every step that lays out the same. All int32."""
+    """A row pattern on a device, constant over steps with the same layout. All int32."""
 
     chain_first: Tensor  # [S] first flat row of the sequence's chain
     num_chain: Tensor  # [S]
-    mask_first: Tensor  # [S] first flat row of its masks
+    mask_first: Tensor  # [S] first flat row of the sequence's masks
     num_masks: Tensor  # [S]
     owner: Tensor  # [rows] sequence
-    offset: Tensor  # [rows] position behind the sequence's first chain row
-    reach: Tensor  # [rows] slots from there on that the row may attend
+    offset: Tensor  # [rows] position relative to the sequence's first chain row
+    reach: Tensor  # [rows] slots, from that row on, that the row may attend
     group: Tensor  # [rows] number shared by the masks of a group, -1 for chain rows
-    group_first: Tensor  # [rows] flat row of the first mask of the row's group; for a chain row the row behind it
+    group_first: Tensor  # [rows] flat row of the first mask of the row's group; for a chain row the next row
     num_rows: int  # without padding
     num_padded: int
     num_chain_rows: int
@@ -35,7 +35,7 @@ class PatternTables:
 
     @classmethod
     def of(cls, pattern: RowPattern, device: torch.device) -> PatternTables:
-        """The pattern's tables, uploaded on first use."""
+        """Return the pattern's tables, uploaded on first use."""
         known = pattern.parts.get((cls, device))
         if not isinstance(known, PatternTables):
             known = pattern.parts[cls, device] = _upload(pattern, device)
@@ -43,18 +43,18 @@ class PatternTables:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of the step."""
+        """S."""
         return len(self.rows_per_sequence)
 
     @cached_property
     def has_masks(self) -> bool:
-        """Whether any row has keys that are not in the pages."""
+        """Whether there are mask rows, whose keys are not in the pages."""
         return self.num_rows > self.num_chain_rows
 
     def tiles(self, queries_per_kv: int, height: int) -> Tensor:
-        """[tiles, 2] int32: sequence, and the how-manieth `height` of its rows · queries per kv head.
+        """Return [tiles, 2] int32: sequence, and number of the tile of `height` packed rows in it.
 
-        A sequence's last tiles, which see most, come first: they are what a prefill waits for.
+        A sequence's last tiles come first: they see the most keys and would finish last in a prefill.
         """
         known = self.known_tiles.get((queries_per_kv, height))
         if known is None:
@@ -67,23 +67,23 @@ class PatternTables:
 
 # one sequence's slots
 # [0 ........ start)      [start ...... start + num_written)    [...
-#  earlier steps' keys     this step's, after the store           never read, whatever lies there
+#  earlier steps' keys     this step's, after the store           never read
 @dataclass(frozen=True, eq=False)
 class StepTables:
-    """Where a step's sequences stand. The tensors may be updated in place between replays of a CUDA graph.
+    """Positions and pages of a step's sequences. The tensors may be updated between replays of a CUDA graph.
 
-    A sequence of which nothing is to be stored (a dead one, or padding of a batch) has `num_written` 0.
+    A sequence that stores nothing (a dead one, or padding of the batch) has `num_written` 0.
     """
 
     pattern: PatternTables
     starts: Tensor  # [S] int32 position of each sequence's first chain row
-    page_table: Tensor  # [S, P] int32 block numbers; anything where a sequence has fewer
+    page_table: Tensor  # [S, P] int32 block numbers; arbitrary beyond a sequence's last page
     block_size: int
-    num_written: Tensor  # [S] int32 chain rows that store keys and values: the first so many of each sequence
+    num_written: Tensor  # [S] int32 number of leading chain rows that store keys and values
 
     @classmethod
     def of(cls, rows: StepRows) -> StepTables:
-        """The tables of this step, built on first use and shared by all layers."""
+        """Return the tables of a step, built on first use and shared by all layers."""
         known = rows.parts.get((cls, rows.device))
         if not isinstance(known, StepTables):
             pattern = PatternTables.of(rows.pattern, rows.device)
@@ -94,9 +94,9 @@ class StepTables:
         return known
 
     def as_rows(self, pattern: RowPattern) -> StepRows:
-        """A step's rows whose places only the device knows: `StepTables.of` them gives these tables.
+        """Return rows for which `StepTables.of` gives these tables.
 
-        Nothing else about places may be asked of them: there are no starts and no pages on the host.
+        Their `starts` and `pages` are empty, because only the device knows the positions.
         """
         device = self.starts.device
         parts: dict[Hashable, object] = {(StepTables, device): self}
@@ -104,11 +104,11 @@ class StepTables:
 
     @property
     def capacity(self) -> int:
-        """Positions that the page table has room for: all that a launch grid may depend on."""
+        """Positions that the page table covers; launch grids may depend on this alone."""
         return self.page_table.shape[1] * self.block_size
 
     def slots(self) -> Tensor:
-        """[chain rows] int64: block number · block size + offset that a row stores to; -1: it stores nothing."""
+        """Return [chain rows] int64: the slot (block number · block size + offset) a row stores to; -1: none."""
         chain = self.pattern.num_chain_rows
         owner, offset = self.pattern.owner[:chain].long(), self.pattern.offset[:chain].long()
         positions = self.starts[owner] + offset
@@ -119,14 +119,14 @@ class StepTables:
 
 @dataclass(frozen=True, slots=True)
 class _Uploaded:
-    """The page table that the last step with a pattern had, and its copy on the device."""
+    """The page table of the last step with a pattern, and its copy on the device."""
 
     host: Ints
     device: Tensor
 
 
 def _page_table(rows: StepRows) -> Tensor:
-    """The step's, uploaded anew only where some sequence got another page."""
+    """Return the step's page table on the device, uploaded only if some sequence got a new page."""
     host, name = rows.page_table, (_Uploaded, rows.device)
     known = rows.pattern.parts.get(name)
     if not isinstance(known, _Uploaded) or known.host is not host:
@@ -136,7 +136,7 @@ def _page_table(rows: StepRows) -> Tensor:
 
 
 def _upload(pattern: RowPattern, device: torch.device) -> PatternTables:
-    """All tables in one copy, each beginning at a multiple of 16 bytes."""
+    """Upload all tables in one copy, each aligned to 16 bytes."""
     group = pattern.group
     group_first = np.arange(1, len(group) + 1)
     masks = np.arange(pattern.num_chain_rows, len(group))

@@ -1,1 +1,1 @@
-"""Sampling: parameters, logits processors, keyed noise, and the choice itself."""
+"""Sampling: parameters, logits processors, keyed noise, and the sampling itself."""

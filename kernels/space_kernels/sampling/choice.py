@@ -1,4 +1,4 @@
-"""The choice itself: the largest logit, or the largest logit plus keyed Gumbel noise; and log-probabilities."""
+"""Sampling on the host: argmax of the logits, or of logits plus keyed Gumbel noise; and log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 
 _LOUD_NOISE = 6.0
 _LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
-"""Fewer bits than these mean noise below _LOUD_NOISE (399 of 400 cells)."""
+"""Random bits below this give noise below _LOUD_NOISE (399 of 400 cells)."""
 _CELLS_AT_ONCE = 1 << 18
-"""Bits drawn at once: what stays in a processor's own cache."""
+"""Cells drawn at a time, to stay in a core's cache."""
 _NO_ID = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What N rows chose."""
+    """The sampled ids of N rows."""
 
-    ids: Tensor  # [N] int64; without meaning where not `usable`
-    usable: Tensor  # [N] bool: the row had no NaN, and at least one possible id
+    ids: Tensor  # [N] int64; undefined where not `usable`
+    usable: Tensor  # [N] bool: the row had no NaN and at least one possible id
 
 
 def choose_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
-    """What each row chooses under its law.
+    """Sample one id per row with the row's sampling parameters.
 
-    logits [N, V] float32 raw (overwritten), N rows, banned_ids [B] int64: never chosen.
+    logits [N, V] float32 raw (overwritten), banned_ids [B] int64: never sampled.
     """
     runs = SamplingRows.of(rows)
     if is_bare(runs.run_laws) and (library := takes(logits)) is not None:
@@ -61,19 +61,19 @@ def _is_sampled(sampling_params: SamplingParams) -> bool:
 
 
 def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """argmax_v(z_v + gumbel(key, position, v)), equal sums: the lower id.
+    """Return argmax_v(z_v + gumbel(key, position, v)), ties to the lower id.
 
     z [N, V] float32 (÷ temperature, impossible ids -inf), keys [N] int64, positions [N] int64 -> [N] int64
 
-    Noise is bounded: z_v + GUMBEL_MAX must reach max(z) + GUMBEL_MIN for v to win. Where few ids can, as behind a
-    top-k, the others are left out before anything is drawn. The winner is the same.
+    Noise is bounded: v can win only if z_v + GUMBEL_MAX reaches max(z) + GUMBEL_MIN. If few ids can, as after top-k,
+    noise is drawn for these alone; the result is the same.
     """
     N, V = z.shape
     streams = row_streams(keys, positions)
     ids = torch.arange(V, device=z.device)[None]
     possible = z >= z.amax(dim=1, keepdim=True) - (GUMBEL_MAX - GUMBEL_MIN + 0.01)
     counts = possible.sum(dim=1)
-    most = max(1, int(counts.max()))  # 0 where every row has a NaN
+    most = max(1, int(counts.max()))  # the maximum is 0 if every row has a NaN
     if most < V // 4:
         row, id_ = possible.nonzero(as_tuple=True)  # row-major: ids ascend in a row
         column = torch.arange(len(row), device=z.device) - (counts.cumsum(dim=0) - counts)[row]
@@ -88,10 +88,10 @@ def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _loudest(z: Tensor, ids: Tensor, streams: Tensor) -> Tensor:
-    """The winning id of each row. z [n, M], ids [n, M] or [1, M], streams [n] -> [n]
+    """Return the winning id of each row. z [n, M], ids [n, M] or [1, M], streams [n] -> [n]
 
-    Every cell has its bits drawn, and few of them become noise: one in 400 is loud, and the best of these leaves hardly
-    a quiet one that could still win.
+    Bits are drawn for every cell, but turned into noise for few: first for the loud cells, one in 400; then for the
+    quiet cells that could still beat the best of these.
     """
     n, M = z.shape
     bits = random_bits(streams[:, None], ids)  # [n, M]
@@ -105,13 +105,13 @@ def _loudest(z: Tensor, ids: Tensor, streams: Tensor) -> Tensor:
     wins = score == highest[row]
     winner = torch.full((n,), _NO_ID, dtype=torch.int64, device=z.device)
     winner.scatter_reduce_(0, row[wins], id_[wins], "amin")
-    return torch.where(winner == _NO_ID, 0, winner)  # only a row of NaN has no winner
+    return torch.where(winner == _NO_ID, 0, winner)  # a row of NaN has no winner
 
 
 def _join(
     highest: Tensor, cells: Tensor, z: Tensor, ids: Tensor, bits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Score the `cells` [n, M]: the highest score of each row with them, and their rows, ids and scores."""
+    """Score the selected `cells` [n, M]; return each row's new highest score, and the cells' rows, ids and scores."""
     row, column = cells.nonzero(as_tuple=True)
     score = z[row, column].to(torch.float64) + gumbel_of_bits(bits[row, column])
     return highest.scatter_reduce(0, row, score, "amax"), row, ids[row, column], score
@@ -119,7 +119,7 @@ def _join(
 
 @dataclass(frozen=True, slots=True)
 class IdLogprobs:
-    """Log-probability of one id, and the most probable ids of its row with theirs."""
+    """The log-probability of one id, and of the most probable ids of its row."""
 
     id: int
     logprob: float
@@ -128,9 +128,9 @@ class IdLogprobs:
 
 
 def log_probabilities(raw: Tensor, ids: Sequence[int], num_top: int) -> list[IdLogprobs]:
-    """float32 log-softmax of raw logits [N, V] at `ids` (N of them), with the `num_top` most probable ids.
+    """Return float32 log-probabilities of raw logits [N, V] at `ids` [N], and each row's `num_top` most probable ids.
 
-    Most probable first, equal values: the lower id first.
+    Most probable first, ties by the lower id.
     """
     logprobs = torch.log_softmax(raw.to(torch.float32), dim=1)
     columns = first_columns(logprobs, min(num_top, raw.shape[1]))

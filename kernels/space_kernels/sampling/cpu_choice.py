@@ -1,4 +1,4 @@
-"""Choices over the vocabulary in one call, for logits in float32 on a CPU: what laws without processors ask for."""
+"""Compiled argmax and top-k over the vocabulary, for float32 logits on a CPU without logits processors."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from space_kernels.sampling.sampling_rows import BatchSamplingParams
 
 
 def takes(logits: Tensor) -> CpuLibrary | None:
-    """The library, where it can be called with these."""
+    """Return the compiled library if it supports these logits, else None."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
         return None
     return cpu_library()
 
 
 def is_bare(batch_params: BatchSamplingParams) -> bool:
-    """Whether choosing by these is taking the greatest logit that is not banned."""
+    """Whether these parameters sample the greatest logit that is not banned."""
     return not (batch_params.edits or batch_params.divides or batch_params.truncates or batch_params.samples)
 
 
 def greatest(library: CpuLibrary, logits: Tensor, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, V], overwritten at the banned ids -> each row's first greatest id [N] int64, and whether it has one [N] bool:
-    no NaN, and its greatest logit is finite."""
+    """Return each row's greatest id [N] int64, ties to the lower id, and whether it is usable [N] bool.
+
+    logits [N, V], overwritten at the banned ids. A row is usable if it has no NaN and its greatest logit is finite.
+    """
     ids, usable = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
     library.choose(byref(_struct(logits, banned_ids)), ids.data_ptr(), usable.data_ptr(), torch.get_num_threads())
     return ids, usable
 
 
 def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """[N, V], overwritten at the banned ids -> each row's best ids, ascending, [N, M] int64; and [N, M] float32 of 0,
-    or -inf where the logit is. M: `count`, or V if that is fewer. Equal logits: the lower ids."""
+    """Return each row's best M = min(count, V) ids, ascending, [N, M] int64, and offsets [N, M] float32.
+
+    logits [N, V], overwritten at the banned ids. An offset is -inf where the logit is, else 0. Ties: the lower ids.
+    """
     count = min(count, logits.shape[1])
     ids, offsets = torch.empty(len(logits), count, dtype=torch.int64), torch.empty(len(logits), count)
     here = byref(_struct(logits, banned_ids))

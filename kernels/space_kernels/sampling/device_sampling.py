@@ -1,7 +1,7 @@
-"""What every row of a step chooses, from tensors alone: the reference of the device's sampling.
+"""Sampling for a whole step by tensor operations alone: the reference of the Triton kernels.
 
-The law is `processors`' and `sampling`'s, stage by stage. What those ask of Python objects row by row stands in tensors
-here, and nothing reads a tensor's value on the host, so a launch can be captured.
+The stages are those of `logits_processors` and `choice`, with parameters in tensors instead of Python objects. Nothing
+reads a tensor's value on the host, so a launch can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def choose(
     counts: Tensor | None = None,
     bans: Tensor | None = None,
 ) -> SampledTokens:
-    """What J rows of each of S sequences choose: ids and usable, [S, J] each.
+    """Sample J rows of each of S sequences: ids and usable, [S, J] each.
 
-    logits [S, J, V] float32 raw (overwritten); positions [S] int64: absolute index of the token that a sequence's
-    first row chooses, each row behind it the next; banned_ids [M] int64: never chosen.
-    tails [S, T] int64, num_tail [S, J] int64: row j stands behind the first num_tail[s, j] ids of its sequence's tail,
-    which are not among its known ids: drafts for a chain row, what was emitted for a mask.
-    counts [S, V] int32: of the known ids (`law_tensors.token_counts`), needed where `stages.penalises`.
-    bans [S, J, X] int64: ids impossible in one row, NO_ID otherwise (`end_bans`, `word_bans`), where `stages.edits`.
+    logits [S, J, V] float32 raw (overwritten); positions [S] int64: absolute position of the token sampled by a
+    sequence's first row, later rows follow; banned_ids [M] int64: never sampled.
+    tails [S, T] int64, num_tail [S, J] int64: row j follows the first num_tail[s, j] ids of its sequence's tail, which
+    come after the known ids: drafts for a chain row, emitted ids for a mask.
+    counts [S, V] int32: `sampling_tensors.token_counts` of the known ids, required if `stages.penalises`.
+    bans [S, J, X] int64: ids impossible in single rows, padded with NO_ID (`end_bans`, `word_bans`), used if
+    `stages.edits`.
     """
     S, J, V = logits.shape
     z = edit(logits, batch_params, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
@@ -74,7 +75,7 @@ def edit(
     counts: Tensor | None = None,
     bans: Tensor | None = None,
 ) -> Tensor:
-    """The stages before the temperature; arguments as `choose` takes them. [S, J, V], perhaps in place."""
+    """Apply the stages before the temperature; arguments as in `choose`. Returns [S, J, V], possibly in place."""
     z = logits
     if stages.edits:
         z = _biased(z, batch_params)
@@ -92,7 +93,7 @@ def edit(
 
 
 def end_bans(batch_params: SamplingTensors, num_generated: Tensor) -> Tensor:
-    """EOS and stop ids where a row stands before min_tokens. num_generated [S, J] -> [S, J, num_ends], or NO_ID."""
+    """Return the end ids banned by min_tokens. num_generated [S, J] -> [S, J, num_ends], NO_ID elsewhere."""
     early = num_generated < batch_params.min_tokens[:, None]  # [S, J]
     return torch.where(early[..., None], batch_params.end_ids[:, None], -1)
 
@@ -105,10 +106,10 @@ def word_bans(
     num_tail: Tensor,
     num_unknown: Tensor,
 ) -> Tensor:
-    """Last ids of the bad words whose other ids each row's prefix ends with; [S, J, num_words], NO_ID elsewhere.
+    """Return the last id of each bad word whose other ids end the row's prefix; [S, J, num_words], NO_ID elsewhere.
 
-    history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as `choose` takes them;
-    num_unknown [J] int64: ids between prefix and choice that nobody knows yet (a mask's drafts before it).
+    history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as in `choose`;
+    num_unknown [J] int64: ids between prefix and sampled id that are not known yet (earlier drafts, for a mask).
     """
     S, J = num_tail.shape
     length = batch_params.words.shape[2]
@@ -128,10 +129,8 @@ def word_bans(
 
 
 def log_probabilities(raw: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 log-softmax of raw logits [N, V] at ids [N]: [N], and the num_top most probable ids with theirs.
-
-    Most probable first, equal values: the lower id first. [N, num_top] int64 and float32.
-    """
+    """Return float32 log-probabilities [N] of raw logits [N, V] at ids [N], and the num_top most probable ids with
+    their log-probabilities, [N, num_top] int64 and float32: most probable first, ties by the lower id."""
     logprobs = torch.log_softmax(raw.to(torch.float32), dim=1)
     columns = first_columns(logprobs, min(num_top, raw.shape[1]))
     return logprobs.gather(1, ids[:, None])[:, 0], columns, logprobs.gather(1, columns)
@@ -139,19 +138,19 @@ def log_probabilities(raw: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, T
 
 def _biased(z: Tensor, batch_params: SamplingTensors) -> Tensor:
     S, J, _ = z.shape
-    at, values = _lines(batch_params.bias_ids, z), torch.where(batch_params.bias_ids >= 0, batch_params.bias, 0.0)
-    wide = torch.nn.functional.pad(z, (0, 1))  # the column behind takes what fills the lists
+    at, values = _columns(batch_params.bias_ids, z), torch.where(batch_params.bias_ids >= 0, batch_params.bias, 0.0)
+    wide = torch.nn.functional.pad(z, (0, 1))  # an extra column receives the lists' padding
     shape = (S, J, at.shape[1])
     return wide.scatter_add(2, at[:, None].expand(shape), values[:, None].expand(shape))[..., :-1]
 
 
 def _without(z: Tensor, bans: Tensor) -> Tensor:
     wide = torch.nn.functional.pad(z, (0, 1))
-    return wide.scatter(2, _lines(bans, z), _NEVER)[..., :-1]
+    return wide.scatter(2, _columns(bans, z), _NEVER)[..., :-1]
 
 
-def _lines(ids: Tensor, z: Tensor) -> Tensor:
-    """Where the entries of a list go: the column behind the vocabulary for those that only fill it."""
+def _columns(ids: Tensor, z: Tensor) -> Tensor:
+    """Return the target columns of listed ids; padding goes to the extra column after the vocabulary."""
     return torch.where(ids >= 0, ids, z.shape[2])
 
 
@@ -179,7 +178,7 @@ def _penalised(z: Tensor, batch_params: SamplingTensors, counts: Tensor, tails: 
 
 
 def _first(z: Tensor, batch_params: SamplingTensors) -> Tensor:
-    """top-k, then top-p among those: `processors._keep_first` with every candidate sorted."""
+    """Apply top-k, then top-p among those: `logits_processors._keep_first` with every candidate sorted."""
     S, J, V = z.shape
     k, p = batch_params.top_k.clamp(max=V)[:, None, None], batch_params.top_p[:, None, None]
     keys = order_keys(z.reshape(S * J, V)).sort(dim=1, descending=True).values.view(S, J, V)
@@ -193,7 +192,7 @@ def _first(z: Tensor, batch_params: SamplingTensors) -> Tensor:
 
 
 def _typical(z: Tensor, batch_params: SamplingTensors) -> Tensor:
-    """`processors._keep_typical`."""
+    """As `logits_processors._keep_typical`."""
     log_p = torch.log_softmax(z.to(torch.float64), dim=2)
     probability = log_p.exp()
     possible = z > _NEVER

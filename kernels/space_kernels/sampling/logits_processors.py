@@ -1,11 +1,11 @@
-"""The law of choice on rows of logits: every stage of SPACE §3, in its order, with the state each row's prefix implies.
+"""The logits processors: every stage of SPACE §3 in order, applied to rows of logits with the state of their prefixes.
 
     raw logits -> bias, allowed and banned ids, grammar, min_tokens, bad words
                -> repetition, presence, frequency penalties
                -> ÷ temperature -> top-k -> top-p -> min-p -> typical-p
 
-A chain row's prefix is hypothetical: the known ids, then the drafts before it. Every stage treats each row by itself,
-so a row's result does not depend on the rows beside it; stages that no row uses cost nothing.
+A chain row's prefix is hypothetical: the known ids, then the drafts before it. Every stage treats each row separately,
+so a row's result does not depend on the other rows. Stages that no row uses cost nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from space_kernels.sampling.token_list_tensors import TokenListTensors
 
 _NEVER = -math.inf
 _FIRST_CANDIDATES = 256
-"""Candidates sorted at first for a nucleus; rows that need more are sorted deeper. The result does not depend on it."""
+"""Candidates sorted first for top-p; rows that need more are sorted deeper. The result does not depend on it."""
 
 _CEILINGS = torch.where((torch.arange(256)[:, None] >> torch.arange(8) & 1).bool(), math.inf, -math.inf)
-"""[256, 8]: infinity for each bit of a byte that is set, the lowest first."""
+"""[256, 8]: for each byte, infinity for a set bit and -infinity for a clear one, lowest bit first."""
 
 
 def process(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> Tensor:
-    """Apply the whole law of each row, in place; impossible ids become -inf.
+    """Apply all stages to each row, in place; impossible ids become -inf.
 
     logits [N, V] float32 (overwritten and returned), N rows, banned_ids [B] int64 (impossible in every row).
     """
@@ -47,7 +47,7 @@ def process(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> 
 
 
 def edit(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> None:
-    """Bias, allowed and banned ids, grammar, min_tokens, bad words, penalties; in place."""
+    """Apply bias, allowed and banned ids, grammar, min_tokens, bad words and penalties, in place."""
     runs = SamplingRows.of(rows)
     edited = runs.rows(_edits) if runs.run_laws.edits else []
     if edited:
@@ -62,13 +62,13 @@ def edit(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> Non
 
 
 def _cells(cells: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row, id) pairs as two index tensors."""
+    """Convert (row, id) pairs to two index tensors."""
     pairs = torch.tensor(cells, dtype=torch.int64, device=device)
     return pairs[:, 0], pairs[:, 1]
 
 
 def _places(found: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The same of rows with several ids each."""
+    """Convert rows with several ids each to two index tensors."""
     numbers = np.repeat([number for number, _ in found], [len(ids) for _, ids in found])
     ids = torch.cat([ids for _, ids in found])
     return torch.from_numpy(numbers).to(ids.device), ids
@@ -86,7 +86,7 @@ def _add_bias(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
 def _keep_allowed(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     bounded = [(number, row.sampling_params) for number, row in edited if row.sampling_params.allowed_ids]
     together = groupby(enumerate(bounded), key=lambda one: (id(one[1][1]), one[1][0] - one[0]))
-    for _, group in together:  # consecutive rows of one law
+    for _, group in together:  # consecutive rows with the same parameters
         rows = [row for _, row in group]
         forbidden = TokenListTensors.of(rows[0][1], logits).forbidden
         if forbidden is not None:
@@ -106,9 +106,9 @@ def _keep_possible(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> Non
 
 
 def _ceilings(words: Tensor, num_ids: int) -> Tensor:
-    """Infinity for the ids in a set, -infinity for the others. words [P, ceil(V / 32)] int32 -> [P, V] float32
+    """Return infinity for the ids in a set, -infinity for the others. words [P, ceil(V / 32)] int32 -> [P, V] float32
 
-    The smaller of these and the logits: branchless, and the logits of ids in the set keep their bits.
+    The minimum of these and the logits masks without branches, and keeps the bits of allowed logits.
     """
     P, W = words.shape
     in_bytes = words.view(torch.uint8)  # [P, 4·W], little-endian: byte b holds ids 8·b, 8·b + 1, …
@@ -162,14 +162,14 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
 
 
 def divide(logits: Tensor, rows: SamplingRows) -> None:
-    """÷ temperature, in place; rows at temperature 0 stay as they are."""
+    """Divide by the temperature, in place; rows at temperature 0 stay unchanged."""
     if rows.run_laws.divides:
         divisors = [sampling_params.divisor for sampling_params in rows.batch_params()]
         logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
 def truncate(z: Tensor, rows: SamplingRows) -> None:
-    """top-k, top-p, min-p, typical-p; in place, on rows already divided by their temperature."""
+    """Apply top-k, top-p, min-p and typical-p, in place, to logits already divided by the temperature."""
     if not rows.run_laws.truncates:
         return
     if nucleus := rows.numbers(_has_nucleus):
@@ -200,10 +200,10 @@ def _is_typical(sampling_params: SamplingParams) -> bool:
 
 
 def _keep_first(z: Tensor, batch_params: list[SamplingParams]) -> Tensor:
-    """The top_k first candidates, then of those the first that together reach top_p (at least one).
+    """Keep the top_k candidates, then of those the first that together reach top_p (at least one).
 
-    A candidate stays if the probability before it, renormalised over the top-k, is below top_p. Sums run in float64
-    from the most probable candidate on, so that they do not depend on how many candidates were sorted.
+    A candidate stays if the probability before it, renormalised over the top-k, is below top_p. Sums are float64,
+    starting from the most probable candidate, so they do not depend on how many candidates were sorted.
     """
     V = z.shape[1]
     top_k = [min(sampling_params.top_k, V) if sampling_params.top_k > 0 else V for sampling_params in batch_params]
@@ -226,21 +226,21 @@ def _keep_first(z: Tensor, batch_params: list[SamplingParams]) -> Tensor:
         kept[todo] = torch.full_like(kept[todo], _NEVER).scatter(
             1, columns, torch.where(stays, z[todo].gather(1, columns), _NEVER)
         )
-        # Rows whose last sorted candidate stays may have more to keep, unless top-k ended them.
+        # If the last sorted candidate stays, more may have to be kept, unless top-k is reached.
         todo = todo[stays[:, -1] & (k[todo][:, 0] > count)]
         count = min(V, count * 8)
     return kept
 
 
 def _keep_probable(z: Tensor, min_p: list[float]) -> Tensor:
-    """Candidates at least min_p times as probable as the most probable one."""
+    """Keep candidates at least min_p times as probable as the most probable one."""
     log_floor = torch.tensor([math.log(fraction) for fraction in min_p], dtype=torch.float64, device=z.device)
     below_best = z.to(torch.float64) - z.amax(dim=1, keepdim=True)
     return torch.where(below_best >= log_floor[:, None], z, _NEVER)
 
 
 def _keep_typical(z: Tensor, typical_p: list[float]) -> Tensor:
-    """Candidates whose information is closest to the entropy, until they together reach typical_p (at least one)."""
+    """Keep the candidates whose information is closest to the entropy until they reach typical_p (at least one)."""
     log_p = torch.log_softmax(z.to(torch.float64), dim=1)
     probability = log_p.exp()
     possible = z > _NEVER

@@ -1,9 +1,9 @@
-"""Keyed Gumbel noise in Triton: same numbers as `noise`, drawn in registers where a kernel needs them.
+"""Keyed Gumbel noise in Triton: the numbers of `noise`, drawn in registers inside a kernel.
 
-The 32 random bits of a cell are `noise`'s, bit by bit: integer arithmetic modulo 2^64. Noise from bits is
--log(-log u) in float64 as there; a device's logarithm may differ from a processor's in its last bit, so noise agrees
-within a few units of 2^-53, and a choice differs only where two sums are that close (below 1e-14: about one choice in
-10^13). On one device the same bits always give the same noise.
+The 32 random bits of a cell equal those of `noise` exactly: integer arithmetic modulo 2^64. Noise is computed from bits
+in float64 as there. A GPU's logarithm may differ from a CPU's in the last bit, so noise agrees within a few units of
+2^-53, and a sampled id differs only if two sums are that close (below 1e-14: about one in 10^13). On one device the
+same bits always give the same noise.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from space_kernels.build.launch import Tuned
 
 NEARLY = 1e-4
-"""`nearly_gumbel` is closer to the noise than this (tested; the approximate logarithm of CUDA loses most of it)."""
+"""Error bound of `nearly_gumbel` (tested; most of it comes from CUDA's approximate logarithm)."""
 
 
 @triton.jit
 def finalise(word):
-    """SplitMix64's finaliser. uint64"""
+    """Apply SplitMix64's finaliser. uint64 -> uint64"""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
@@ -30,13 +30,13 @@ def finalise(word):
 
 @triton.jit
 def row_stream(key, position):
-    """The stream over token ids of one row. int64 each -> uint64"""
+    """Return one row's stream over token ids. int64 each -> uint64"""
     return finalise(finalise(key.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
 
 
 @triton.jit
 def random_bits(stream, ids):
-    """32 random bits of each cell. uint64, integers -> uint32"""
+    """Draw 32 random bits per cell. uint64, integers -> uint32"""
     return (finalise(stream + (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 32).to(tl.uint32)
 
 
@@ -49,9 +49,9 @@ def gumbel_of_bits(bits):
 
 @triton.jit
 def nearly_gumbel(bits):
-    """The same to float32's precision, wherever the bits lie: what decides which cells are worth the exact noise.
+    """Approximate the noise in float32, to select the cells that need the exact noise.
 
-    Near 1 a float32 cannot hold u. There -log u is a series in w = 1 - u, which has its own bits.
+    float32 cannot represent u near 1. There -log u is a series in w = 1 - u, which is computed from the bits directly.
     """
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     w = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -86,12 +86,12 @@ _BLOCK = 1024
 
 
 def gumbel(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of each cell: `noise.gumbel`. keys, positions [N], ids [N, M] int64 -> [N, M] float64"""
+    """As `noise.gumbel`. keys, positions [N], ids [N, M] int64 -> [N, M] float64"""
     return _of_cells(keys, positions, ids, exact=True)
 
 
 def gumbel_nearly(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """The same within NEARLY, from float32 arithmetic."""
+    """As `gumbel`, by float32 arithmetic with an error below NEARLY."""
     return _of_cells(keys, positions, ids, exact=False)
 
 
@@ -104,7 +104,7 @@ def _of_cells(keys: Tensor, positions: Tensor, ids: Tensor, *, exact: bool) -> T
 
 
 def cell_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """The random bits of each cell. keys, positions [N], ids [N, M] int64 -> [N, M] int64"""
+    """Return the random bits of each cell. keys, positions [N], ids [N, M] int64 -> [N, M] int64"""
     N, M = ids.shape
     out = torch.empty(N, M, dtype=torch.int64, device=ids.device)
     _bits[(N, triton.cdiv(M, _BLOCK))](keys, positions, ids.contiguous(), out, M, BLOCK=_BLOCK)

@@ -1,4 +1,4 @@
-"""The one order of candidates: larger values first, and of equal values the lower id first."""
+"""The order of candidates: by descending value, ties by the lower id."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _LOW_WORD = 0xFFFFFFFF
 
 
 def order_keys(values: Tensor) -> Tensor:
-    """An int64 per entry that is larger where the entry comes earlier; all keys of a row differ.
+    """Return distinct int64 sort keys, larger for entries that come earlier in the order.
 
     values [N, V] float32 without NaN -> [N, V]. High word: the float as an integer of the same order; low word: the
-    column counted down.
+    column, inverted.
     """
     bits = (values + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
@@ -21,6 +21,6 @@ def order_keys(values: Tensor) -> Tensor:
 
 
 def first_columns(values: Tensor, count: int) -> Tensor:
-    """The first `count` columns of each row in that order. values [N, V] float32 without NaN -> [N, count] int64"""
+    """Return the first `count` columns of each row in order. values [N, V] float32 without NaN -> [N, count] int64"""
     keys = torch.topk(order_keys(values), count, dim=1).values
     return _LOW_WORD - (keys & _LOW_WORD)

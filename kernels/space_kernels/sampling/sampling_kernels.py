@@ -1,4 +1,4 @@
-"""The passes of choosing on a GPU that edit and weigh logits, and draw noise; see `sampling_triton`."""
+"""Triton kernels of sampling that edit logits, sum weights and draw noise; see `sampling_triton`."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from space_kernels.sampling.sampling_tensors import IN_PROMPT
 _BINS: tl.constexpr = tl.constexpr(128)
 _ID_BITS: tl.constexpr = tl.constexpr(20)
 _ID_MASK: tl.constexpr = tl.constexpr((1 << 20) - 1)
-_NOBODY: tl.constexpr = tl.constexpr((1 << 31) - 1)
+_NO_WINNER: tl.constexpr = tl.constexpr((1 << 31) - 1)
 _IN_PROMPT: tl.constexpr = tl.constexpr(IN_PROMPT)
 _REACH: tl.constexpr = tl.constexpr(GUMBEL_MAX - GUMBEL_MIN + 0.01)
 _NEAREST: tl.constexpr = tl.constexpr((1 << 63) - 1)
@@ -21,7 +21,7 @@ _NEAREST: tl.constexpr = tl.constexpr((1 << 63) - 1)
 
 @triton.jit
 def _order(z, ids):
-    """int64 that is larger where a candidate comes earlier. z float32, ids int"""
+    """Return an int64 sort key, larger for candidates that come earlier. z float32, ids int"""
     bits = (z + 0.0).to(tl.int32, bitcast=True)  # + 0.0: minus zero equals zero
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     return (ordered << _ID_BITS) + (_ID_MASK - ids.to(tl.int64))
@@ -56,7 +56,7 @@ def _edit(
         ids = tl.load(bias_ids + sequence * num_biases + at, at < num_biases, other=-1)
         z = tl.load(of_row + ids, ids >= 0, other=0.0)
         tl.store(of_row + ids, z + tl.load(biases + sequence * num_biases + at, at < num_biases, other=0.0), ids >= 0)
-    tl.debug_barrier()  # a ban outdoes a bias
+    tl.debug_barrier()  # bans are applied after biases
     for first in range(0, num_banned, BLOCK):
         at = first + lanes
         ids = tl.load(banned + at, at < num_banned, other=-1)
@@ -114,13 +114,13 @@ def _temper(
     peak = tl.max(tl.where(z == z, z, float("-inf")), 0)
     fault = tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0)
     tl.store(peaks + row * T + tile, peak)
-    tl.store(peak_ids + row * T + tile, tl.min(tl.where((z == peak) & inside, ids, _NOBODY), 0))
+    tl.store(peak_ids + row * T + tile, tl.min(tl.where((z == peak) & inside, ids, _NO_WINNER), 0))
     tl.store(faults + row * T + tile, fault)
 
 
 @triton.jit
 def _row_peak(peaks, faults, row, T, TILES: tl.constexpr):
-    """The row's largest value, and whether anything can be chosen."""
+    """Return the row's largest value, and whether any id can be sampled."""
     lanes = tl.arange(0, TILES)
     peak = tl.max(tl.load(peaks + row * T + lanes, lanes < T, other=float("-inf")), 0)
     fault = tl.max(tl.load(faults + row * T + lanes, lanes < T, other=0), 0)
@@ -129,7 +129,7 @@ def _row_peak(peaks, faults, row, T, TILES: tl.constexpr):
 
 @triton.jit
 def _bin(z, peak):
-    """How many quarters z lies below the peak; the last bin holds the rest."""
+    """Return the histogram bin of z: quarters below the peak; the last bin holds the rest."""
     return tl.minimum((peak - z) * 4.0, _BINS - 1.0).to(tl.int32)
 
 
@@ -166,7 +166,7 @@ def _weigh(
 
 @triton.jit
 def _nearness(z, peak, centre):
-    """int64 that is larger where a candidate's information lies nearer to the entropy; below _NEAREST."""
+    """Return an int64 below _NEAREST, larger the closer a candidate's information is to the entropy."""
     distance = tl.abs(peak.to(tl.float64) - z.to(tl.float64) - centre)
     return _NEAREST - 1 - distance.to(tl.int64, bitcast=True)
 
@@ -197,7 +197,7 @@ def _loudest(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // J
     best = tl.full([], float("-inf"), tl.float64)
-    winner = tl.full([], _NOBODY, tl.int32)
+    winner = tl.full([], _NO_WINNER, tl.int32)
     peak, usable = _row_peak(peaks, faults, row, T, TILES)
     tile_peak = tl.load(peaks + row * T + tile)
     if usable & (tl.load(greedy + sequence) == 0) & (tile_peak >= peak - _REACH):
@@ -218,7 +218,7 @@ def _loudest(
         nearly = tl.where(left, z + nearly_gumbel(bits), float("-inf"))
         loudest = tl.max(nearly, 0)
         if loudest > float("-inf"):
-            # two errors of nearly_gumbel, and of float32 sums
+            # the margin covers two errors of nearly_gumbel and of float32 sums
             close = left & (nearly >= loudest - (3e-4 + tl.abs(loudest) * 5e-7))
             if tl.sum(close.to(tl.int32), 0) == 1:
                 winner = tl.max(tl.where(close, ids, 0), 0)
@@ -227,7 +227,7 @@ def _loudest(
             else:
                 score = tl.where(close, z.to(tl.float64) + gumbel_of_bits(bits), float("-inf"))
                 best = tl.max(score, 0)
-                winner = tl.min(tl.where(close & (score == best), ids, _NOBODY), 0)
+                winner = tl.min(tl.where(close & (score == best), ids, _NO_WINNER), 0)
     tl.store(scores + row * T + tile, best)
     tl.store(winners + row * T + tile, winner)
 
@@ -253,12 +253,12 @@ def _winner(
     inside = lanes < T
     peak, usable = _row_peak(peaks, faults, row, T, TILES)
     of_tile = tl.load(peaks + row * T + lanes, inside, other=float("-inf"))
-    ids = tl.load(peak_ids + row * T + lanes, inside, other=_NOBODY)
-    winner = tl.min(tl.where(of_tile == peak, ids, _NOBODY), 0)
+    ids = tl.load(peak_ids + row * T + lanes, inside, other=_NO_WINNER)
+    winner = tl.min(tl.where(of_tile == peak, ids, _NO_WINNER), 0)
     if SAMPLES:  # noqa: SIM102
         if tl.load(greedy + row // J) == 0:
             score = tl.load(scores + row * T + lanes, inside, other=float("-inf"))
-            ids = tl.load(winners + row * T + lanes, inside, other=_NOBODY)
-            winner = tl.min(tl.where(score == tl.max(score, 0), ids, _NOBODY), 0)
+            ids = tl.load(winners + row * T + lanes, inside, other=_NO_WINNER)
+            winner = tl.min(tl.where(score == tl.max(score, 0), ids, _NO_WINNER), 0)
     tl.store(chosen + row, tl.where(usable & (winner < V), winner, 0).to(tl.int64))
     tl.store(usables + row, usable.to(tl.int8))

@@ -1,4 +1,4 @@
-"""The choices that rows of logits make: by which law each of them is made, and behind which ids."""
+"""Rows of logits to be sampled, with their sampling parameters and prefixes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from space_kernels.sampling.sampling_params import SamplingParams
 
 IdBits = npt.NDArray[np.int32]
-"""A set of ids, [ceil(V / 32)]: bit v % 32 of word v // 32 is set for the ids v in it."""
+"""A set of ids as bits [ceil(V / 32)]: id v is bit v % 32 of word v // 32."""
 
 
 class TokenCounts:
-    """How often each id occurs in one sequence: what penalties need, kept up to date instead of counted again."""
+    """Occurrences of each id in one sequence, for penalties; updated incrementally."""
 
     def __init__(
         self, ids: Sequence[int], num_prompt: int, vocab_size: int, device: torch.device | str = "cpu"
@@ -28,7 +28,7 @@ class TokenCounts:
         self.seen = torch.bincount(known, minlength=vocab_size) > 0  # [V] bool
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Count ids that were generated."""
+        """Count newly generated ids."""
         new = torch.tensor(ids, dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, new, torch.ones_like(new))
         self.seen[new] = True
@@ -36,35 +36,35 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One choice to be made: by which law, and behind which ids."""
+    """One row to be sampled: its sampling parameters and its prefix."""
 
     sampling_params: SamplingParams
     ids: Sequence[int]  # known ids of the sequence: prompt, then output
     num_prompt: int
-    tail: Sequence[int] = ()  # hypothetical ids behind them: drafts
-    counts: TokenCounts | None = field(default=None)  # of `ids`; where None, they are counted again
-    num_unknown: int = 0  # ids not known yet between the prefix and the choice (for a mask's draft)
-    possible: IdBits | None = None  # what the law's grammar allows behind the prefix; None: everything
+    tail: Sequence[int] = ()  # hypothetical ids after them: drafts
+    counts: TokenCounts | None = field(default=None)  # of `ids`; None: counted on demand
+    num_unknown: int = 0  # ids between prefix and sampled id that are not known yet (for a mask's draft)
+    possible: IdBits | None = None  # ids that the grammar allows after the prefix; None: all
 
     @property
     def position(self) -> int:
-        """Absolute index of the token being chosen."""
+        """Absolute position of the token being sampled."""
         return len(self.ids) + len(self.tail) + self.num_unknown
 
     @property
     def num_generated(self) -> int:
-        """Generated ids before this choice."""
+        """Number of generated ids before this one."""
         return self.position - self.num_prompt
 
     @property
     def last_id(self) -> int | None:
-        """Of the prefix; None where it is not known."""
+        """The id before the sampled one, or None if it is not known."""
         if self.num_unknown or not self.position:
             return None
         return self.tail[-1] if self.tail else self.ids[-1]
 
     def ends_with(self, head: Sequence[int]) -> bool:
-        """Whether the prefix is known to end with these ids."""
+        """Whether the prefix ends with these ids; False while ids before the sampled one are unknown."""
         if not head:
             return True
         if self.num_unknown or len(head) > self.position:
@@ -76,7 +76,7 @@ class SamplingRow:
 
 
 class BatchSamplingParams(Sequence[SamplingParams]):
-    """The laws of a step's sequences, and what of all of them together is asked at each step. Not to be changed."""
+    """The sampling parameters of a step's sequences, with properties of the whole batch. Immutable."""
 
     def __init__(self, batch_params: Sequence[SamplingParams]) -> None:
         self._batch_params = batch_params
@@ -88,7 +88,7 @@ class BatchSamplingParams(Sequence[SamplingParams]):
 
     @classmethod
     def of(cls, batch_params: Sequence[SamplingParams]) -> BatchSamplingParams:
-        """These laws."""
+        """Wrap a sequence of parameters; a BatchSamplingParams is returned unchanged."""
         return batch_params if isinstance(batch_params, BatchSamplingParams) else cls(batch_params)
 
     def __len__(self) -> int:
@@ -108,9 +108,9 @@ class BatchSamplingParams(Sequence[SamplingParams]):
 
 
 class SamplingRows(Sequence[SamplingRow]):
-    """The choices of a step: runs of consecutive positions, one for each sequence, sequence after sequence.
+    """The rows of a step: one run of consecutive positions per sequence.
 
-    Questions about all rows are answered run by run; a `SamplingRow` is made only where its parameters need its prefix.
+    Queries work run by run; a `SamplingRow` is created only where its parameters need the prefix.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class SamplingRows(Sequence[SamplingRow]):
         counts: Sequence[int],
         row: Callable[[int, int], SamplingRow],
     ) -> None:
-        """By run: the law, the absolute index of the first token being chosen, and how many choices.
+        """Per run: sampling parameters, absolute position of the first sampled token, and number of rows.
 
-        row(run, number): that choice of that run, both from 0.
+        row(run, number): creates row `number` of run `run`, both from 0.
         """
         self.run_laws = BatchSamplingParams.of(batch_params)
         self.run_positions, self.run_counts, self._row = positions, counts, row
@@ -130,7 +130,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow]) -> SamplingRows:
-        """These choices; each is a run of its own where nothing else is known."""
+        """Wrap rows, each as its own run; a SamplingRows is returned unchanged."""
         if isinstance(rows, SamplingRows):
             return rows
         return cls(
@@ -163,7 +163,7 @@ class SamplingRows(Sequence[SamplingRow]):
         raise IndexError(f"There are {self._count} rows; asked for row {number}.")
 
     def positions(self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True) -> list[int]:
-        """Absolute indices of the tokens that rows with such a law choose."""
+        """Return the absolute positions sampled by rows with matching parameters."""
         runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
         return list(
             chain.from_iterable(
@@ -174,14 +174,14 @@ class SamplingRows(Sequence[SamplingRow]):
     def batch_params(
         self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True
     ) -> list[SamplingParams]:
-        """The law of each row whose law is such a one."""
+        """Return the parameters of each row with matching parameters."""
         runs = zip(self.run_laws, self.run_counts, strict=True)
         return list(
             chain.from_iterable([sampling_params] * count for sampling_params, count in runs if wanted(sampling_params))
         )
 
     def numbers(self, wanted: Callable[[SamplingParams], bool]) -> list[int]:
-        """Rows with such a law."""
+        """Return the numbers of rows with matching parameters."""
         found: list[int] = []
         first = 0
         for sampling_params, count in zip(self.run_laws, self.run_counts, strict=True):
@@ -191,7 +191,7 @@ class SamplingRows(Sequence[SamplingRow]):
         return found
 
     def rows(self, wanted: Callable[[SamplingParams], bool]) -> list[tuple[int, SamplingRow]]:
-        """Rows with such a law, and their numbers."""
+        """Return the rows with matching parameters, each with its number."""
         runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
         made = (
             self._row(run, number)

@@ -1,4 +1,4 @@
-"""The laws of a running batch as tensors: what choosing on the device needs of them, one line per sequence."""
+"""The sampling parameters of a running batch as tensors, one entry per batch index."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 from space_kernels.sampling.sampling_params import SamplingParams
 
 NO_ID = -1
-"""Fills lists of ids up to their width."""
+"""Padding of id lists."""
 IN_PROMPT = 1 << 30
-"""Set in a token count whose id stands in the prompt; the bits below count how often it was generated."""
+"""Bit of a token count: the id occurs in the prompt. The lower bits count how often it was generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Which stages of the law a launch contains. A law that is neutral in a stage passes it unchanged, bit by bit.
+    """The sampling stages that a launch contains. Logits pass a stage unchanged where a sequence does not use it.
 
-    Known on the host and part of what a captured graph is captured for.
+    Known on the host; CUDA graphs are captured per set of stages.
     """
 
     edits: bool = False  # bias, min_tokens, bad words
     bounds: bool = False  # allowed ids
     penalises: bool = False
-    samples: bool = False  # somebody is not greedy
+    samples: bool = False  # some sequence is not greedy
     cuts: bool = False  # top-k, top-p, typical-p
     floors: bool = False  # min-p
 
     @classmethod
     def of(cls, batch_params: Iterable[SamplingParams]) -> Stages:
-        """Those that some of these laws need."""
+        """Return the stages that any of these parameters need."""
         return reduce(cls.__or__, map(cls._of_one, batch_params), cls())
 
     @classmethod
@@ -50,7 +50,7 @@ class Stages:
         )
 
     def __or__(self, other: Stages) -> Stages:
-        """What either contains."""
+        """Return the union."""
         return Stages(
             self.edits or other.edits,
             self.bounds or other.bounds,
@@ -63,7 +63,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class SamplingCapacity:
-    """The longest lists that a batch's laws may have."""
+    """Maximum list lengths of a batch's sampling parameters."""
 
     num_biases: int = 64
     num_ends: int = 16  # EOS and stop ids
@@ -71,7 +71,7 @@ class SamplingCapacity:
     word_length: int = 8  # ids of a bad word
 
     def holds(self, sampling_params: SamplingParams) -> bool:
-        """Whether this law's lists fit. A grammar has no list: it says something else at every place."""
+        """Whether these parameters' lists fit. Grammars never do: their allowed ids change at every position."""
         return (
             not sampling_params.grammar
             and len(sampling_params.bias) <= self.num_biases
@@ -83,7 +83,7 @@ class SamplingCapacity:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """The laws of S sequences. A line is written by `put`; its address never changes."""
+    """The sampling parameters of S sequences. `put` writes one batch index in place; addresses never change."""
 
     vocab_size: int
     room: SamplingCapacity
@@ -102,7 +102,7 @@ class SamplingTensors:
     min_tokens: Tensor  # [S] int64
     end_ids: Tensor  # [S, num_ends] int64, then NO_ID
     words: Tensor  # [S, num_words, word_length] int64, NO_ID before the ids of a bad word
-    allowed: Tensor  # [S, ceil(V / 32)] int32: bit v % 32 of word v // 32 allows id v; [S, 0] without room for it
+    allowed: Tensor  # [S, ceil(V / 32)] int32: bit v % 32 of word v // 32 allows id v; [S, 0] if not supported
 
     @classmethod
     def empty(
@@ -114,7 +114,7 @@ class SamplingTensors:
         bounds: bool = False,
         device: torch.device | str = "cpu",
     ) -> SamplingTensors:
-        """Room for S laws, greedy and neutral. `bounds`: also for allowed ids, a bit per id of the vocabulary."""
+        """Allocate for S sequences, greedy and neutral. `bounds`: support allowed ids, one bit per vocabulary id."""
         room = room or SamplingCapacity()
         S = num_sequences
 
@@ -147,7 +147,7 @@ class SamplingTensors:
     def of(
         cls, batch_params: list[SamplingParams], vocab_size: int, *, device: torch.device | str = "cpu"
     ) -> SamplingTensors:
-        """These laws, and room for no more than they need."""
+        """Build from these parameters, with the smallest capacity that holds them."""
         room = SamplingCapacity(
             num_biases=max([0, *(len(sampling_params.bias) for sampling_params in batch_params)]),
             num_ends=max([0, *(len(sampling_params.end_ids) for sampling_params in batch_params)]),
@@ -158,12 +158,12 @@ class SamplingTensors:
         )
         bounds = any(sampling_params.allowed_ids for sampling_params in batch_params)
         tensors = cls.empty(len(batch_params), vocab_size, room=room, bounds=bounds, device=device)
-        for line, sampling_params in enumerate(batch_params):
-            tensors.put(line, sampling_params)
+        for batch_index, sampling_params in enumerate(batch_params):
+            tensors.put(batch_index, sampling_params)
         return tensors
 
-    def put(self, line: int, sampling_params: SamplingParams) -> None:
-        """Write one sequence's law. Raises ValueError for one whose lists do not fit (`SamplingCapacity.holds`)."""
+    def put(self, batch_index: int, sampling_params: SamplingParams) -> None:
+        """Write one sequence's parameters. Raises ValueError if its lists do not fit (`SamplingCapacity.holds`)."""
         if not self.room.holds(sampling_params) or (sampling_params.allowed_ids and not self.allowed.shape[1]):
             raise ValueError(
                 f"Sampling parameters with {len(sampling_params.bias)} biases, {len(sampling_params.end_ids)} end ids, "
@@ -189,20 +189,23 @@ class SamplingTensors:
             (self.min_tokens, sampling_params.min_tokens),
         ]
         for tensor, value in values:
-            tensor[line].fill_(value)
+            tensor[batch_index].fill_(value)
         biased = [id_ for id_, _ in sampling_params.bias]
-        send(self.bias_ids[line], _list(biased, self.room.num_biases))
-        send(self.bias[line], _list([value for _, value in sampling_params.bias], self.room.num_biases, 0.0))
-        send(self.end_ids[line], _list(sampling_params.end_ids, self.room.num_ends))
+        send(self.bias_ids[batch_index], _list(biased, self.room.num_biases))
+        send(self.bias[batch_index], _list([value for _, value in sampling_params.bias], self.room.num_biases, 0.0))
+        send(self.end_ids[batch_index], _list(sampling_params.end_ids, self.room.num_ends))
         words = [[NO_ID] * (self.room.word_length - len(word)) + list(word) for word in sampling_params.bad_words]
         words += [[NO_ID] * self.room.word_length] * (self.room.num_words - len(words))
-        send(self.words[line], torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length))
+        send(
+            self.words[batch_index],
+            torch.tensor(words, dtype=torch.int64).view(self.room.num_words, self.room.word_length),
+        )
         if self.allowed.shape[1]:
-            send(self.allowed[line], _bits(sampling_params.allowed_ids, self.allowed.shape[1]))
+            send(self.allowed[batch_index], _bits(sampling_params.allowed_ids, self.allowed.shape[1]))
 
 
 def send(target: Tensor, values: Tensor) -> None:
-    """Copy the host's `values` into a device's tensor, behind what is queued there, without waiting for it."""
+    """Copy host `values` to a device tensor asynchronously, in stream order."""
     target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 
 
@@ -213,7 +216,7 @@ def _list(values: Iterable[float], width: int, fill: float = NO_ID) -> Tensor:
 
 
 def _bits(allowed_ids: tuple[int, ...], num_words: int) -> Tensor:
-    """A bit per id; all of them where every id is allowed."""
+    """Return one bit per id, all set if `allowed_ids` is empty."""
     if not allowed_ids:
         return torch.full((num_words,), -1, dtype=torch.int32)
     allowed = torch.zeros(num_words * 32, dtype=torch.int64)
@@ -223,7 +226,7 @@ def _bits(allowed_ids: tuple[int, ...], num_words: int) -> Tensor:
 
 
 def token_counts(ids: Iterable[int], num_prompt: int, vocab_size: int) -> Tensor:
-    """[V] int32: how often each id was generated, plus IN_PROMPT for those of the prompt."""
+    """Return [V] int32: how often each id was generated, plus IN_PROMPT for ids of the prompt."""
     known = torch.tensor(list(ids), dtype=torch.int64)
     counts = torch.bincount(known[num_prompt:], minlength=vocab_size)
     in_prompt = torch.bincount(known[:num_prompt], minlength=vocab_size) > 0

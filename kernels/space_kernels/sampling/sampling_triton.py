@@ -1,33 +1,34 @@
-"""Choosing on a GPU: `choose.choose` in passes over tiles of the vocabulary. No sort, no transfer, no second copy.
+"""Sampling on a GPU: `device_sampling.choose` in passes over tiles of the vocabulary, without sorting, host transfers
+or a copy of the logits.
 
-    _edit     (somebody has biases, bans; or ids nobody may choose)   a row      sparse lists into the logits
-    _temper                                                           a tile     allowed ids, penalties, ÷ temperature;
-                                                                                 each tile's peak and who has it
-    _weigh    (somebody truncates)                                    a tile     its probability, and a histogram
-    _cut      (somebody truncates)                                    a row      where top-k, top-p, typical-p cut
-    _loudest  (somebody samples)                                      a tile     noise for those who are left; the best
-    _winner                                                           a row      the best of the tiles
+    kernel    launched if                          one program   work
+    _edit     any bias or ban, or banned ids       per row       scatters sparse lists into the logits
+    _temper   always                               per tile      allowed ids, penalties, ÷ temperature; the tile's peak
+    _weigh    any truncation                       per tile      the tile's probability mass and a histogram
+    _cut      any truncation                       per row       the thresholds of top-k, top-p and typical-p
+    _loudest  any sampling                         per tile      noise for the remaining ids; the tile's best
+    _winner   always                               per row       the best of the tiles
 
-A stage that no law of the batch needs is not launched (`Stages`); rows that do not need one leave it at once.
+Stages that no sequence of the batch needs are not launched (`Stages`); rows that do not need a stage skip it.
 
-**Order.** Candidates are compared as integers of 52 bits: the float as an integer of the same order, then the id
-counted down. They are all different, larger is earlier, and a set "the first n candidates" is one threshold. So is a
-cut by top-k or top-p, ties and all: it is found by bisection, each step of which sums over candidates on one side.
+**Order.** Candidates are compared as 52-bit integers: the float as an integer of the same order, then the inverted id.
+All keys differ and larger comes first, so "the first n candidates" is one threshold, and so is a cut by top-k or top-p,
+ties included. The threshold is found by bisection; each step sums over the candidates above it.
 
-**Sums** are of integers: a candidate's weight is exp(z - max z) in units of 2^-44 (2^-45 for less than 2^17 ids),
-rounded. Integers add up to the same in any order, so a cut does not depend on tiles, warps or launch shapes. The
-reference sums float64; both find the same cut unless the sums come within V·2^-45 of the bound (4e-9 at 128k ids).
+**Sums** are integers: a candidate's weight is exp(z - max z) in units of 2^-44 (2^-45 below 2^17 ids), rounded. Integer
+sums do not depend on order, so a cut does not depend on tiles, warps or launch shapes. The reference sums float64; both
+find the same cut unless a sum is within V·2^-45 of the bound (4e-9 at 128k ids).
 
-**Few candidates.** Bisection over a whole vocabulary reads it twenty times. Nearly always a few hundred ids hold all
-the probability in question; the histogram (128 bins of ¼ below the peak) says how far down the first `FEW` reach, these
-are copied out, ascending, and searched instead. Where they do not suffice, which is checked and not assumed, the search
-reads the row. The result is the same.
+**Few candidates.** Bisection over a whole vocabulary would read it twenty times. Nearly always a few hundred ids hold
+all the relevant probability. The histogram (128 bins of ¼ below the peak) shows how far down the first `FEW` candidates
+reach; these are copied out in ascending order and searched instead. If they do not suffice, which is checked, the
+search reads the whole row. The result is the same.
 
-**Noise** is float64 and dear, so a tile draws it nearly, in float32 (`nearly_gumbel`), and exactly for whoever comes
-within the error of its best: one id, as a rule. Tiles whose peak is so far below the row's that no noise can make up
-for it draw none.
+**Noise** in float64 is expensive. A tile computes it approximately in float32 (`nearly_gumbel`), then exactly for the
+ids within the error of the tile's best, usually one. Tiles whose peak is too far below the row's for any noise to
+compensate draw none.
 
-A row reads its own logits, law and counts, and nothing of another row: what it chooses does not depend on the launch.
+A row reads only its own logits, parameters and counts, so its result does not depend on the launch.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
@@ -46,22 +47,23 @@ from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.sampling.top_k_top_p_kernels import _cut
 
 MAX_VOCAB = 1 << 20
-"""Ids that the order of candidates has bits for."""
+"""Largest supported vocabulary: the sort keys have 20 bits for the id."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsShape:
-    """How the passes share a vocabulary out. What is chosen does not depend on it."""
+    """How the passes divide the vocabulary. The sampled ids do not depend on it."""
 
     tile: int  # ids per program
-    few: int  # candidates that a cut is searched among
+    few: int  # candidates copied out for the search of a cut
     num_warps: int
 
     @classmethod
     def of(cls, vocab_size: int) -> LogitsShape:
-        """Large enough tiles that a row's peaks fit a warp's registers, small enough that 11 rows fill a device.
+        """Choose by vocabulary size. Raises ValueError beyond MAX_VOCAB.
 
-        32 to 64 tiles of 128k to 256k ids; 16 to 32 values per thread.
+        Tiles are large enough that a row's peaks fit a warp's registers, and small enough that 11 rows fill a GPU: 32
+        to 64 tiles for 128k to 256k ids, 16 to 32 values per thread.
         """
         if vocab_size > MAX_VOCAB:
             raise ValueError(f"A vocabulary of {vocab_size} ids is too large; at most {MAX_VOCAB} are ordered.")
@@ -71,7 +73,7 @@ class LogitsShape:
 
 
 def scale(vocab_size: int) -> float:
-    """Weight of the largest value. Sums stay below 2^62."""
+    """Return the integer weight of the largest logit, such that sums stay below 2^62."""
     return float(1 << (62 - max(17, (vocab_size - 1).bit_length())))
 
 
@@ -88,9 +90,9 @@ def choose(
     bans: Tensor | None = None,
     shape: LogitsShape | None = None,
 ) -> SampledTokens:
-    """What J rows of each of S sequences choose: `choose.choose`, in place on contiguous logits [S, J, V] float32.
+    """As `device_sampling.choose`, in place on contiguous logits [S, J, V] float32.
 
-    `shape`: how to launch it; None: by the size of the vocabulary.
+    `shape`: tile sizes; None: chosen by the size of the vocabulary.
     """
     S, J, V = logits.shape
     shape = shape or LogitsShape.of(V)
@@ -98,14 +100,14 @@ def choose(
     TILES = triton.next_power_of_2(T)
     device = logits.device
 
-    def room(*of: int, dtype: torch.dtype) -> Tensor:
+    def empty(*of: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*of, dtype=dtype, device=device)
 
-    chosen, usable = room(S, J, dtype=torch.int64), room(S, J, dtype=torch.bool)
+    chosen, usable = empty(S, J, dtype=torch.int64), empty(S, J, dtype=torch.bool)
     if not N:
         return SampledTokens(chosen, usable)
     warps = {"num_warps": shape.num_warps}
-    peaks, peak_ids, faults = (room(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
+    peaks, peak_ids, faults = (empty(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
     _edit_and_temper(
         logits,
         batch_params,
@@ -119,11 +121,11 @@ def choose(
         (peaks, peak_ids, faults),
         shape,
     )
-    cuts, nearests = room(N, dtype=torch.int64), room(N, dtype=torch.int64)
-    centres, near_ids = room(N, dtype=torch.float64), room(N, dtype=torch.int32)
+    cuts, nearests = empty(N, dtype=torch.int64), empty(N, dtype=torch.int64)
+    centres, near_ids = empty(N, dtype=torch.float64), empty(N, dtype=torch.int32)
     greedy = batch_params.greedy.view(torch.uint8)
     if stages.cuts:
-        masses, histograms = room(N, T, dtype=torch.int64), room(N, T, _BINS.value, dtype=torch.int32)
+        masses, histograms = empty(N, T, dtype=torch.int64), empty(N, T, _BINS.value, dtype=torch.int32)
         _weigh[(N, T)](
             logits,
             batch_params.top_k,
@@ -141,7 +143,7 @@ def choose(
             TILE=shape.tile,
             **warps,
         )
-        few_logits, few_ids = room(N, shape.few, dtype=torch.float32), room(N, shape.few, dtype=torch.int32)
+        few_logits, few_ids = empty(N, shape.few, dtype=torch.float32), empty(N, shape.few, dtype=torch.int32)
         _cut[(N,)](
             logits,
             batch_params.top_k,
@@ -154,7 +156,7 @@ def choose(
             histograms,
             few_logits,
             few_ids,
-            room(N, shape.few, dtype=torch.int64),
+            empty(N, shape.few, dtype=torch.int64),
             cuts,
             centres,
             nearests,
@@ -168,7 +170,7 @@ def choose(
             FEW=shape.few,
             **warps,
         )
-    scores, winners = room(N, T, dtype=torch.float64), room(N, T, dtype=torch.int32)
+    scores, winners = empty(N, T, dtype=torch.float64), empty(N, T, dtype=torch.int32)
     if stages.samples:
         _loudest[(N, T)](
             logits,
@@ -223,7 +225,7 @@ def edit(
     counts: Tensor | None = None,
     bans: Tensor | None = None,
 ) -> Tensor:
-    """The stages before the temperature, in place: `choose.edit`."""
+    """As `device_sampling.edit`, in place."""
     S, J, V = logits.shape
     shape = LogitsShape.of(V)
     T = triton.cdiv(V, shape.tile)
@@ -248,7 +250,7 @@ def _edit_and_temper(
     peaks: tuple[Tensor, ...],
     shape: LogitsShape,
 ) -> None:
-    """The first two passes. peaks: of each tile the value, the id, and whether it has a fault; written."""
+    """Run the first two passes; writes peaks: each tile's greatest value, its id, and whether it has NaN or +inf."""
     S, J, V = logits.shape
     N, T = S * J, triton.cdiv(V, shape.tile)
     if not logits.is_contiguous() or logits.dtype != torch.float32:
@@ -293,7 +295,7 @@ def _edit_and_temper(
         BOUNDS=stages.bounds,
         PENALISES=stages.penalises,
         TILE=shape.tile,
-        enable_fp_fusion=False,  # as the reference rounds: a product, then a difference
+        enable_fp_fusion=False,  # round product and difference separately, as the reference does
         num_warps=shape.num_warps,
     )
 
@@ -302,7 +304,7 @@ _LIST_BLOCK = 64
 
 
 def _tuned() -> tuple[Tuned, ...]:
-    """Every kernel at the shapes of a small and a large vocabulary."""
+    """Return every kernel with the shapes of a small and a large vocabulary."""
     sizes = {"J": "i32", "V": "i32", "T": "i32"}
     row = {"peaks": "*fp32", "faults": "*i32"}
     sampling_params = {"top_ks": "*i64", "top_ps": "*fp64", "typical_ps": "*fp64"}

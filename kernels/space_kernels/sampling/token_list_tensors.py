@@ -1,4 +1,4 @@
-"""The lists of a law as tensors, made once: what a row costs does not grow with them in Python."""
+"""The lists of one request's sampling parameters as tensors, built once so that rows need no Python loops over them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from space_kernels.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenListTensors:
-    """Biases, allowed ids, end ids and bad words of one law, where the logits are."""
+    """Biases, allowed ids, end ids and bad words of one request, on the device of the logits."""
 
     bias_ids: Tensor  # [B] int64
-    biases: Tensor  # [B], as the logits
+    biases: Tensor  # [B], dtype of the logits
     forbidden: Tensor | None  # [V] bool: every id that is not allowed; None: all are
     end_ids: Tensor  # [E] int64
     banned: Tensor  # [W] int64: bad words of one id
-    bad_behind: Mapping[int, Sequence[tuple[int, ...]]]  # longer ones, by their last id but one
+    bad_behind: Mapping[int, Sequence[tuple[int, ...]]]  # longer bad words, by their second-last id
 
     @classmethod
     def of(cls, sampling_params: SamplingParams, logits: Tensor) -> TokenListTensors:
-        """Those for such logits [N, V]. They are kept as long as the law is."""
+        """Return the tensors for logits [N, V], built on first use and cached in the parameters."""
         kind = (logits.shape[1], logits.dtype, logits.device)
         found = sampling_params.lists.get(kind)
         if found is None:

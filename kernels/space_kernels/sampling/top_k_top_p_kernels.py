@@ -1,4 +1,4 @@
-"""Where top-k, top-p and typical-p cut, found by bisection on a GPU; see `sampling_triton`."""
+"""Triton kernel that finds the cuts of top-k, top-p and typical-p by bisection; see `sampling_triton`."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from space_kernels.sampling.sampling_kernels import (
     _BINS,
     _ID_MASK,
     _NEAREST,
-    _NOBODY,
+    _NO_WINNER,
     _bin,
     _nearness,
     _order,
@@ -21,7 +21,7 @@ from space_kernels.sampling.sampling_kernels import (
 
 @triton.jit
 def _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW: tl.constexpr):
-    """Candidates `first` .. of a row: values and ids; -inf behind the last."""
+    """Load FEW candidates of a row from `first` on: values and ids; -inf after the last."""
     at = first + tl.arange(0, FEW)
     in_few, in_row = at < tl.where(is_few, count, 0), at < tl.where(is_few, 0, count)
     z = tl.load(few_logits + row * FEW + at, in_few, other=float("-inf"))
@@ -46,7 +46,7 @@ def _sums(
     SCALE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Over candidates of order `least` and above: the sum of their weights (1 each without WEIGHTS), and how many."""
+    """Return the sum of weights (1 each without WEIGHTS) and the number of candidates of order `least` or above."""
     total = tl.zeros([FEW], tl.int64)
     number = tl.zeros([FEW], tl.int32)
     for first in range(0, count, FEW):
@@ -85,12 +85,12 @@ def _search(
     SCALE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The largest order, `least` or above, from which on candidates reach the target (or one with the same candidates).
+    """Return the largest order >= `least` whose candidates reach the target (or an order with the same candidates).
 
-    From `least` on they must reach it, and so those of at least the value `lowest`.
+    The candidates from `least` on must reach it, and so must those with a value of at least `lowest`.
     """
     low = tl.maximum(least, _order(lowest, tl.full([], _ID_MASK, tl.int32)))
-    high = _order(peak, tl.zeros([], tl.int32)) + 1  # nobody is there
+    high = _order(peak, tl.zeros([], tl.int32)) + 1  # above every candidate
     num_low = count
     num_high = 0
     while (high - low > 1) & (num_low - num_high > 1):
@@ -120,7 +120,7 @@ def _search(
 
 @triton.jit
 def _kept(z, ids, peak, cut, log_floor):
-    """Those whom top-k, top-p and min-p leave."""
+    """Return which candidates top-k, top-p and min-p keep."""
     kept = (_order(z, ids) >= cut) & (z > float("-inf"))
     return kept & (z.to(tl.float64) - peak.to(tl.float64) >= log_floor)
 
@@ -143,7 +143,7 @@ def _typical_sums(
     SCALE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Over kept candidates nearer than `nearest`, or as near with an id below: sum of weights, number."""
+    """Return the sum of weights and number of kept candidates nearer than `nearest`, or as near with a lower id."""
     total = tl.zeros([FEW], tl.int64)
     number = tl.zeros([FEW], tl.int32)
     for first in range(0, count, FEW):
@@ -169,10 +169,10 @@ def _cut(
     few_logits,  # [N, FEW]
     few_ids,  # [N, FEW] int32
     few_weights,  # [N, FEW] int64
-    cuts,  # [N] int64: order of the last candidate that top-k and top-p leave
-    centres,  # [N] float64: information of the peak up to the entropy, for typical-p
+    cuts,  # [N] int64: order of the last candidate that top-k and top-p keep
+    centres,  # [N] float64: entropy minus the information of the peak, for typical-p
     nearests,  # [N] int64: nearness of the last typical candidate; -1: typical-p is off
-    near_ids,  # [N] int32: of those as near as that, ids below stay
+    near_ids,  # [N] int32: among candidates of that nearness, lower ids than this are kept
     J,
     V,
     T,
@@ -192,7 +192,7 @@ def _cut(
     tl.store(cuts + row, tl.zeros([], tl.int64))
     tl.store(nearests + row, tl.full([], -1, tl.int64))
     if usable & (by_count | by_mass | by_type):
-        # How many quarters below the peak hold at most FEW candidates.
+        # Count the bins below the peak that together hold at most FEW candidates.
         bins = tl.arange(0, _BINS)
         histogram = tl.zeros([_BINS], tl.int32)
         mass = tl.zeros([], tl.int64)
@@ -203,7 +203,7 @@ def _cut(
         num_bins = tl.sum(fits.to(tl.int32), 0)
         num_few = tl.sum(tl.where(fits, histogram, 0), 0)
 
-        # Copy them out, by id.
+        # Copy these candidates out in order of their ids.
         num_copied = tl.zeros([], tl.int32)
         few_mass = tl.zeros([], tl.int64)
         for tile in range(0, T):
@@ -220,15 +220,14 @@ def _cut(
                 few_mass += tl.sum(tl.where(taken, weight, 0), 0)
         tl.debug_barrier()
 
-        # All candidates in question are among them if the first k are, or if they have all the weight there is, or all
-        # that top-p asks for.
+        # They suffice if they include the first k, or have all the weight, or the weight that top-p requires.
         has_all = few_mass == mass
         wanted = tl.math.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
         is_few = has_all | (by_mass & (few_mass >= wanted))
         if by_count:
             is_few = (num_few >= top_k) | (has_all & (by_mass | by_type))
         count = tl.where(is_few, num_few, V)
-        # below every candidate that is copied, or has weight
+        # a value below every candidate that is copied or has weight
         lowest = peak - tl.where(is_few, num_bins * 0.25, 32.0) - 1.0 - tl.abs(peak) * 1e-6
 
         cut = tl.zeros([], tl.int64)
@@ -251,8 +250,8 @@ def _cut(
                 FEW,
             )
         if by_count & (num_few < top_k):
-            # All possible ids may be fewer than k: then all of them stay.
-            copied = num_few < 0  # never: the whole row is searched
+            # If fewer than k ids are possible, all are kept.
+            copied = num_few < 0  # always False: search the whole row
             _, possible = _sums(
                 logits, few_logits, few_ids, few_weights, row, V, copied, peak, cut, V, False, SCALE, FEW
             )
@@ -300,7 +299,7 @@ def _cut(
         tl.store(cuts + row, cut)
 
         if by_type:
-            # information - entropy = (peak - z) - (mean of peak - z): what normalises the two cancels
+            # information - entropy = (peak - z) - (mean of peak - z): the normalisation cancels
             total = tl.zeros([FEW], tl.int64)
             moment = tl.zeros([FEW], tl.int64)
             number = tl.zeros([FEW], tl.int32)
@@ -314,7 +313,7 @@ def _cut(
             mass = tl.sum(total, 0)
             centre = tl.sum(moment, 0).to(tl.float64) / mass.to(tl.float64)
             wanted = tl.maximum(tl.math.ceil(typical_p * mass.to(tl.float64)).to(tl.int64), 1)
-            # those as near as `low` and nearer reach what is wanted, those as near as `high` do not
+            # invariant: candidates of nearness >= `low` reach the wanted weight, those >= `high` do not
             low = tl.zeros([], tl.int64)
             high = tl.full([], _NEAREST, tl.int64)
             num_low = tl.sum(number, 0)
@@ -333,7 +332,7 @@ def _cut(
                     log_floor,
                     centre,
                     middle,
-                    _NOBODY,
+                    _NO_WINNER,
                     V,
                     SCALE,
                     FEW,
@@ -343,8 +342,8 @@ def _cut(
                 num_low = tl.where(reaches, found, num_low)
                 high = tl.where(reaches, high, middle)
                 num_high = tl.where(reaches, num_high, found)
-            below_id = tl.full([], _NOBODY, tl.int32)
-            if num_low - num_high > 1:  # several are equally near: the lower ids first
+            below_id = tl.full([], _NO_WINNER, tl.int32)
+            if num_low - num_high > 1:  # several are equally near: keep the lower ids
                 last = tl.zeros([], tl.int32)
                 bit = tl.full([], (_ID_MASK + 1) // 2, tl.int32)
                 while bit > 0:

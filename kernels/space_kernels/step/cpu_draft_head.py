@@ -1,4 +1,4 @@
-"""The draft head in one call, for bfloat16 on a CPU."""
+"""The compiled draft head, for bfloat16 on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns
 
 
 class CompiledDraftHead:
-    """`space_kernels.step.draft_head.propose` without truncation; verification decides, so last bits may differ."""
+    """`draft_head.propose` without truncation. Last bits may differ from the reference: drafts are verified anyway."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class CompiledDraftHead:
         embedding_scale: float,
         form: DraftHeadForm,
     ) -> None:
-        """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]: logits are products with its rows."""
+        """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]."""
         self._library = library
         self._inner, self._outer = CompiledLinear(library, w1, None), CompiledLinear(library, w2, None)
         self._held = embedding.contiguous(), output.contiguous()
@@ -39,12 +39,12 @@ class CompiledDraftHead:
 
     @staticmethod
     def takes(w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor) -> bool:
-        """Whether these can be compiled for."""
+        """Whether the compiled head supports these weights."""
         return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
 
     @staticmethod
     def obeys(batch_params: SamplingColumns) -> bool:
-        """Whether these laws are among those it chooses by."""
+        """Whether the compiled head supports these sampling parameters: it does not truncate."""
         return batch_params.top_k is None
 
     def propose(
@@ -57,7 +57,7 @@ class CompiledDraftHead:
         keys: Tensor,
         batch_params: SamplingColumns,
     ) -> Tensor:
-        """[S, K] int64; arguments as `propose` has them."""
+        """Return drafts [S, K] int64; arguments as in `draft_head.propose`."""
         num_sequences, num_masks, num_candidates = ids.shape
         hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()
         divisor, noise = None, None

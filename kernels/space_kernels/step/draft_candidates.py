@@ -1,4 +1,4 @@
-"""What the draft head chooses among, from tensors alone."""
+"""Draft candidates and their sampling parameters, by tensor operations alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns
 
 
 def sampling_columns(batch_params: SamplingTensors, stages: Stages) -> SamplingColumns:
-    """What choosing among candidates needs of these laws."""
+    """Extract what `choose_candidates` needs from the batch's sampling parameters."""
 
     def column(values: Tensor) -> Tensor:
         return values.to(torch.float64)[:, None]
@@ -29,10 +29,10 @@ def sampling_columns(batch_params: SamplingTensors, stages: Stages) -> SamplingC
 
 
 def candidates(logits: Tensor, stages: Stages, edit: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Each mask's best ids, ascending, and what the law adds to their logits.
+    """Return each mask's best ids, ascending, and the offsets that sampling parameters add to their logits.
 
-    logits [S, K, V] float32 raw (overwritten) -> [S, K, M] int64, [S, K, M] float32. `edit`: `choose.edit` of these
-    rows. Penalties are taken as a shift of the mask's own logit: close enough for a draft.
+    logits [S, K, V] float32 raw (overwritten) -> [S, K, M] int64, [S, K, M] float32. `edit`: `device_sampling.edit` for
+    these rows. Penalties become a shift of the mask's own logit, which is accurate enough for a draft.
     """
     raw = logits.clone() if stages.edits or stages.bounds or stages.penalises else None
     edited = edit(logits)

@@ -1,4 +1,4 @@
-"""The draft head: k small steps, one after the other, in which each draft knows the token before it (SPACE §4)."""
+"""The draft head: k small sequential steps that condition each draft on the token before it (SPACE §4)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.sampling_params import SamplingParams
 
 NUM_CANDIDATES = 256
-"""Ids per mask that are rescored: a mask's own 256 best keep 97 % of the agreement (SPACE §4)."""
+"""Candidate ids rescored per mask: a mask's 256 best ids keep 97 % of the accepted drafts (SPACE §4)."""
 
 
 class DraftHeadForm(StrEnum):
-    """What a draft head computes from a mask's row h and the embedding e of the token before its target."""
+    """The draft head's function of a mask's hidden state h and the embedding e of the previous token."""
 
     MLP = "mlp"  # h + W2·silu(W1·[h ; s·e]),   W1 [head hidden, 2·hidden]
-    LOW_RANK = "low-rank"  # h + W2·(W1·(s·e)),   W1 [head hidden, hidden]: a bias of the previous token alone
+    LOW_RANK = "low-rank"  # h + W2·(W1·(s·e)),   W1 [head hidden, hidden]: a bias by the previous token alone
 
     def num_inputs(self, hidden_size: int) -> int:
         """Columns of W1."""
@@ -31,17 +31,17 @@ class DraftHeadForm(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """What the choice among candidates needs of S laws, on the device. [S, 1] each; None: neutral for all."""
+    """Sampling parameters for choosing among candidates: columns [S, 1] on the device."""
 
-    greedy: Tensor | None  # bool; None: all are, and the others are empty
+    greedy: Tensor | None  # bool; None: every sequence is greedy, and the other columns are empty
     divisor: Tensor
-    top_k: Tensor | None  # as many as there are candidates where it is off
+    top_k: Tensor | None  # None: no sequence truncates; where off: at least the number of candidates
     top_p: Tensor
     min_p: Tensor
 
     @classmethod
     def of(cls, batch_params: Sequence[SamplingParams], device: torch.device) -> SamplingColumns:
-        """Float64, the precision of the choice. Of greedy laws nothing else is asked."""
+        """Build float64 columns, the precision of sampling; only `greedy` matters for greedy sequences."""
         if all(sampling_params.greedy for sampling_params in batch_params):
             none = torch.empty(0, 1, dtype=torch.float64, device=device)
             return cls(greedy=None, divisor=none, top_k=None, top_p=none, min_p=none)
@@ -74,10 +74,10 @@ class SamplingColumns:
 def choose_candidates(
     logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
 ) -> Tensor:
-    """One draft per row among few candidates: the same law and the same noise as the verdict's, over these ids alone.
+    """Sample one draft per row among a few candidates, with the noise that verification uses at that position.
 
-    logits [S, M] float32, ids [S, M] int64 ascending in each row, S laws, keys [S], positions [S] -> [S] int64.
-    Truncation is over the candidates alone, typical-p is left out: a draft only has to be likely, not exact.
+    logits [S, M] float32, ids [S, M] int64 ascending per row, keys [S], positions [S] int64 -> [S] int64.
+    Truncation considers the candidates only, and typical-p is skipped: a draft only has to be likely, not exact.
     """
     first = ids.gather(1, logits.argmax(dim=1, keepdim=True))  # equal values: the lower id
     if batch_params.greedy is None:
@@ -97,7 +97,7 @@ def choose_candidates(
 
 
 ChooseCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], Tensor]
-"""`choose_candidates`."""
+"""The signature of `choose_candidates`."""
 
 
 def propose(
@@ -117,14 +117,14 @@ def propose(
     logits_of: Callable[[Tensor, Tensor], Tensor],
     choose: ChooseCandidates = choose_candidates,
 ) -> Tensor:
-    """Drafts for S sequences of up to K usable masks each; columns beyond a sequence's own masks have no meaning.
+    """Draft up to K tokens for each of S sequences; returns [S, K] int64. Columns beyond a sequence's masks are unused.
 
-    hidden [S, K, hidden]: rows of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
-    offsets [S, K, M] float32: what the law adds to a candidate's logit (-inf: impossible); bonus [S] int64;
-    positions [S] int64: absolute index of the first draft; keys [S] int64; S laws.
+    hidden [S, K, hidden]: hidden states of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
+    offsets [S, K, M] float32: added to the candidates' logits by sampling parameters (-inf: impossible);
+    bonus [S] int64; positions [S] int64: absolute position of the first draft; keys [S] int64.
     `embed`: [S] ids -> [S, hidden]; `logits_of`: [S, hidden], [S, M] ids -> [S, M] float32.
 
-        mlp:       h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)])     previous: the bonus, then the draft before
+        mlp:       h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)])     previous: the bonus token, then the last draft
         low-rank:  h'_j = h_j + W2·(W1·(s·e(previous)))
     """
     previous = bonus

@@ -1,8 +1,8 @@
-"""The draft head's small steps on a GPU.
+"""Triton kernels of the draft head.
 
-Of each of its k steps the two products are torch's: they read W1 and W2 once, whatever the batch. What surrounds them
-is not: choosing among 256 candidates takes some forty tensor operations, k times in a row, and gathering the
-candidates' rows of the head writes them out and reads them back. Each of the two is one launch here.
+The two matmuls of each of the k steps stay torch's: they read W1 and W2 once for the whole batch. The rest is slow in
+torch: choosing among 256 candidates takes about forty tensor operations per step, and gathering the candidates' rows
+of the output head copies them. Here each of the two is one launch.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
@@ -18,7 +18,7 @@ from space_kernels.sampling.noise_triton import gumbel_of_bits, random_bits, row
 from space_kernels.step.draft_head import SamplingColumns
 
 _AT_ONCE = 32
-"""Candidates that all others are compared with at a time."""
+"""Candidates compared with all others at a time."""
 
 
 @triton.jit
@@ -54,10 +54,10 @@ def _choose_candidates(
             z = raw.to(tl.float64) / divisor
             left = inside
             if CUTS:
-                peak = tl.maximum(tl.max(z, 0), -1e300)  # -inf where nothing is possible
+                peak = tl.maximum(tl.max(z, 0), -1e300)  # the maximum is -inf if no id is possible
                 top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
                 rank = tl.zeros([BLOCK], tl.int32)
-                before = tl.zeros([BLOCK], tl.float64)  # weight of those before it
+                before = tl.zeros([BLOCK], tl.float64)  # total weight of the candidates ranked before
                 for first in range(0, M, AT_ONCE):
                     others = first + tl.arange(0, AT_ONCE)
                     other = tl.load(of_row + others, others < M, other=float("-inf")).to(tl.float64) / divisor
@@ -80,7 +80,7 @@ def _choose_candidates(
 def choose_candidates(
     logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
 ) -> Tensor:
-    """One draft per row among few candidates: `draft_head.choose_candidates`. logits and ids [S, M], rows apart."""
+    """As `draft_head.choose_candidates`. logits and ids [S, M] may have any row stride."""
     S, M = logits.shape
     drafts = torch.empty(S, dtype=torch.int64, device=logits.device)
     samples = batch_params.greedy is not None
@@ -142,9 +142,9 @@ _ROWS, _BLOCK = 8, 512
 
 
 def logits_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Products of each row with few rows of the head: hidden [S, hidden], weight [V, hidden], ids [S, M] -> [S, M].
+    """Compute logits of a few ids per row: hidden [S, hidden], weight [V, hidden], ids [S, M] -> [S, M] float32.
 
-    float32, without bias, scale or cap. Each row of the head is read once, where it lies.
+    Without bias, scale or soft cap. The head's rows are read in place, each once.
     """
     S, M = ids.shape
     out = torch.empty(S, M, dtype=torch.float32, device=hidden.device)

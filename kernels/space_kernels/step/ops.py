@@ -1,4 +1,4 @@
-"""Which implementation of each part of a device step a device gets."""
+"""The implementation of each part of a device step, by device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from space_kernels.step.uniform_index import StepIndex
 
 
 class Choose(Protocol):
-    """`choose.choose`."""
+    """`device_sampling.choose`."""
 
     def __call__(
         self,
@@ -38,12 +38,12 @@ class Choose(Protocol):
         counts: Tensor | None = None,
         bans: Tensor | None = None,
     ) -> SampledTokens:
-        """ids and usable, [S, J] each."""
+        """Return ids and usable, [S, J] each."""
         ...
 
 
 class Edit(Protocol):
-    """`choose.edit`."""
+    """`device_sampling.edit`."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class Edit(Protocol):
 
 @dataclass(frozen=True)
 class StepOps:
-    """One implementation of each part, like its reference in `state`, `device_sampling`, `draft_head` and so on."""
+    """One implementation of each part of a step; the references are in `state`, `device_sampling`, `draft_head`, …"""
 
     rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
     verify_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
@@ -76,14 +76,14 @@ class StepOps:
 
 
 def step_ops_for(device: torch.device | str) -> StepOps:
-    """Triton's kernels on a CUDA device that has triton, torch's operations elsewhere."""
+    """Return Triton's kernels for a CUDA device if triton is installed, else torch's operations."""
     if torch.device(device).type != "cuda" or find_spec("triton") is None:
         return reference_step_ops()
     return triton_step_ops()
 
 
 def reference_step_ops() -> StepOps:
-    """Torch's own operations, on any device."""
+    """Return torch's own operations, for any device."""
     return StepOps(
         rows=step_state.rows,
         verify_step=step_state.verify_step,
@@ -97,11 +97,10 @@ def reference_step_ops() -> StepOps:
 
 
 def triton_step_ops() -> StepOps:
-    """Triton's kernels: on a CUDA device, or interpreted where TRITON_INTERPRET=1 was set before."""
+    """Return Triton's kernels, for a CUDA device or for Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
     from space_kernels.sampling import sampling_triton
-    from space_kernels.step import draft_head_triton
+    from space_kernels.step import draft_head_triton, synthetic_acceptance_triton
     from space_kernels.step import state_triton as step_state_triton
-    from space_kernels.step import synthetic_acceptance_triton as decree_triton
 
     return StepOps(
         rows=step_state_triton.rows,
@@ -111,5 +110,5 @@ def triton_step_ops() -> StepOps:
         choose=sampling_triton.choose,
         edit=sampling_triton.edit,
         choose_candidates=draft_head_triton.choose_candidates,
-        synthetic_accept=decree_triton.synthetic_accept,
+        synthetic_accept=synthetic_acceptance_triton.synthetic_accept,
     )

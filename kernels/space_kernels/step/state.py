@@ -1,14 +1,15 @@
-"""The state of a running batch on the device, and how a step reads it and writes its successor.
+"""The state of a running batch on the device, and the functions of a step that read and update it.
 
-    rows(state, index)                      -> what the forward pass and attention need of R packed rows
-    chain_choices / mask_choices            -> what `choose` needs to know of the prefixes of rows
-    judge_step(state, rows, choice)         -> what each sequence emits (step_verdict.judge)
-    masks(state, index, verdict)            -> the rows that the next drafts come from
-    advance(state, rows, verdict, drafts)   -> the state in place, and one small tensor for the host
+    rows(state, index)                           -> inputs of the forward pass and attention for R packed rows
+    chain_choices / mask_choices                 -> inputs of `device_sampling.choose` about the rows' prefixes
+    verify_step(state, index, rows, choice)      -> the tokens that each sequence emits
+    masks(state, index, verification)            -> the rows that produce the next drafts
+    advance(state, rows, verification, drafts)   -> updates the state in place; returns one small tensor for the host
 
-Every function is tensor operations of fixed shapes: nothing is read on the host, so a step can be captured, and the
-next one launched before anybody has looked at this one. A line of the batch without a sequence, one that has ended and
-one without a free slot go along as dead rows: their positions are valid, they write nothing, and emit nothing.
+Every function consists of tensor operations of fixed shapes and reads nothing on the host, so a step can be captured in
+a CUDA graph, and the next step can be launched before the host has read this one. Batch indexes that are free, whose
+sequence has ended or has no free slot are laid out as dead rows: their positions are valid, but they write no keys and
+emit no tokens.
 """
 
 from __future__ import annotations
@@ -27,50 +28,50 @@ from space_kernels.step.step_verification import StepVerification, verify_sequen
 from space_kernels.step.uniform_index import StepIndex
 
 NO_SLOT = -1
-"""The slot of a row that writes nothing."""
+"""The slot of a row that writes no keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateAdmission:
-    """What a line of the batch is told about the sequence that takes it."""
+    """A sequence to be put at a batch index."""
 
-    ids: Sequence[int]  # prompt, then output; all but the last have K and V in the pages
+    ids: Sequence[int]  # prompt, then output; all but the last have keys and values in the pages
     num_prompt: int
     pages: Sequence[int]
     sampling_params: SamplingParams
-    num_left: int  # ids that it may still emit
+    num_left: int  # tokens it may still emit
     eos_ids: Sequence[int]
     stop_ids: Sequence[int]
-    max_drafts: int  # bound on drafts per step
-    max_masks: int  # bound on masks per group
-    drafts: Sequence[int] = ()  # to be verified by the next step
+    max_drafts: int  # limit on drafts per step
+    max_masks: int  # limit on masks per group
+    drafts: Sequence[int] = ()  # verified by the next step
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """S sequences between two steps, one line each. Tensors keep their addresses; `put` and `advance` write them.
+    """S sequences between two steps, one per batch index. `put` and `advance` write the tensors in place.
 
-    Of n known ids all but the root, the last one, have their keys and values in the pages.
+    All of a sequence's n known ids but the last, the root, have their keys and values in the pages.
     """
 
     block_size: int
-    window: int  # ids in all that a sequence may have
+    window: int  # maximum length of a sequence
     batch_params: SamplingTensors
     live: Tensor  # [S] bool: holds a sequence that has not ended
-    root: Tensor  # [S] int64
+    root: Tensor  # [S] int64: the last known id
     num_known: Tensor  # [S] int64: n, at least 1
     num_prompt: Tensor  # [S] int64
     num_left: Tensor  # [S] int64
     drafts: Tensor  # [S, K] int64
-    num_drafts: Tensor  # [S] int64: how many of them there are
+    num_drafts: Tensor  # [S] int64: valid columns of `drafts`
     max_drafts: Tensor  # [S] int64
     max_masks: Tensor  # [S] int64
     page_table: Tensor  # [S, P] int32: block numbers, position 0 onwards
     num_pages: Tensor  # [S] int64
     end_ids: Tensor  # [S, num_ends] int64: EOS ids, then stop ids, then NO_ID
     num_eos: Tensor  # [S] int64
-    history: Tensor  # [S, window + 1] int64: known ids; the last column is written to and never read; [S, 0] without
-    counts: Tensor  # [S, V] int32: law_tensors.token_counts of the known ids; [S, 0] without
+    history: Tensor  # [S, window + 1] int64: known ids; the last column is write-only scratch; [S, 0] if not kept
+    counts: Tensor  # [S, V] int32: sampling_tensors.token_counts of the known ids; [S, 0] if not kept
 
     @classmethod
     def empty(
@@ -88,7 +89,7 @@ class StepState:
         counts: bool = True,
         device: torch.device | str = "cpu",
     ) -> StepState:
-        """Lines without sequences. `max_drafts` is K; `history` serves bad words, `counts` penalties."""
+        """Allocate a state without sequences. `max_drafts` is K; bad words need `history`, penalties need `counts`."""
         S = num_sequences
         room = room or SamplingCapacity()
 
@@ -117,7 +118,7 @@ class StepState:
         )
 
     def first(self, num_sequences: int) -> StepState:
-        """The first lines, as views: the batch bucket that a graph is captured for."""
+        """Return views of the first batch indexes: the batch size that a CUDA graph is captured for."""
 
         def cut(of: Tensor) -> Tensor:
             return of[:num_sequences]
@@ -132,7 +133,7 @@ class StepState:
 
     @property
     def num_cached(self) -> Tensor:
-        """[S] slots whose keys and values are in place: those of all known ids but the root."""
+        """[S] slots that hold keys and values: one for each known id but the root."""
         return self.num_known - 1
 
     @property
@@ -142,8 +143,8 @@ class StepState:
 
     # ------------------------------------------------------------------------------------------ by the host
 
-    def put(self, line: int, admission: StateAdmission) -> None:
-        """Let a sequence take a line. Raises ValueError where its law or its pages do not fit."""
+    def put(self, batch_index: int, admission: StateAdmission) -> None:
+        """Put a sequence at a batch index. Raises ValueError if its sampling parameters or pages do not fit."""
         known, drafts = list(admission.ids), list(admission.drafts)
         ends = [*admission.eos_ids, *(id_ for id_ in admission.stop_ids if id_ not in set(admission.eos_ids))]
         sampling_params = admission.sampling_params
@@ -156,7 +157,7 @@ class StepState:
             sampling_params.bad_words and not self.history.shape[1]
         ):
             raise ValueError("Penalties need a state with counts, bad words one with history.")
-        self.batch_params.put(line, sampling_params)
+        self.batch_params.put(batch_index, sampling_params)
         for tensor, value in (
             (self.root, known[-1]),
             (self.num_known, len(known)),
@@ -168,41 +169,41 @@ class StepState:
             (self.num_eos, len(set(admission.eos_ids))),
             (self.num_pages, 0),
         ):
-            tensor[line].fill_(value)
-        self.end_ids[line].fill_(NO_ID)
-        send(self.end_ids[line, : len(ends)], torch.tensor(ends, dtype=torch.int64))
-        send(self.drafts[line, : len(drafts)], torch.tensor(drafts, dtype=torch.int64))
+            tensor[batch_index].fill_(value)
+        self.end_ids[batch_index].fill_(NO_ID)
+        send(self.end_ids[batch_index, : len(ends)], torch.tensor(ends, dtype=torch.int64))
+        send(self.drafts[batch_index, : len(drafts)], torch.tensor(drafts, dtype=torch.int64))
         if self.history.shape[1]:
-            send(self.history[line, : len(known)], torch.tensor(known, dtype=torch.int64))
+            send(self.history[batch_index, : len(known)], torch.tensor(known, dtype=torch.int64))
         if self.counts.shape[1] and sampling_params.penalises:
-            send(self.counts[line], token_counts(known, admission.num_prompt, self.vocab_size))
-        self.extend(line, 0, admission.pages)
-        self.live[line].fill_(True)
+            send(self.counts[batch_index], token_counts(known, admission.num_prompt, self.vocab_size))
+        self.extend(batch_index, 0, admission.pages)
+        self.live[batch_index].fill_(True)
 
-    def extend(self, line: int, num_pages: int, pages: Sequence[int]) -> None:
-        """Pages behind the num_pages that the line has."""
+    def extend(self, batch_index: int, num_pages: int, pages: Sequence[int]) -> None:
+        """Append pages to the `num_pages` that the sequence has. Raises ValueError if the page table is full."""
         known = num_pages + len(pages)
         if known > self.page_table.shape[1]:
             raise ValueError(f"{known} pages do not fit a page table of {self.page_table.shape[1]}.")
-        send(self.page_table[line, num_pages:known], torch.tensor(list(pages), dtype=torch.int32))
-        self.num_pages[line].fill_(known)
+        send(self.page_table[batch_index, num_pages:known], torch.tensor(list(pages), dtype=torch.int32))
+        self.num_pages[batch_index].fill_(known)
 
-    def propose(self, line: int, drafts: Sequence[int]) -> None:
-        """Drafts of the host's in place of what the last step left."""
-        send(self.drafts[line, : len(drafts)], torch.tensor(list(drafts), dtype=torch.int64))
-        self.num_drafts[line].fill_(len(drafts))
+    def propose(self, batch_index: int, drafts: Sequence[int]) -> None:
+        """Replace the drafts of the last step by drafts from the host."""
+        send(self.drafts[batch_index, : len(drafts)], torch.tensor(list(drafts), dtype=torch.int64))
+        self.num_drafts[batch_index].fill_(len(drafts))
 
-    def move(self, line: int, to: int) -> None:
-        """Let the line's sequence take another line, which nobody has."""
+    def move(self, batch_index: int, to: int) -> None:
+        """Move a sequence to a free batch index."""
         for tensors, names in ((self.batch_params, _tensor_names(SamplingTensors)), (self, _tensor_names(StepState))):
             for name in names:
                 tensor: Tensor = getattr(tensors, name)
-                tensor[to].copy_(tensor[line])
-        self.clear(line)
+                tensor[to].copy_(tensor[batch_index])
+        self.clear(batch_index)
 
-    def clear(self, line: int) -> None:
-        """Nobody takes the line."""
-        self.live[line].fill_(False)
+    def clear(self, batch_index: int) -> None:
+        """Free a batch index."""
+        self.live[batch_index].fill_(False)
 
 
 def _tensor_names(of: type) -> list[str]:
@@ -211,22 +212,22 @@ def _tensor_names(of: type) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """The packed rows of a step: what the forward pass takes, and (with the page table) what attention does.
+    """The packed rows of a step: inputs of the forward pass and, with the page table, of attention.
 
-    `StepTables(pattern, starts, state.page_table, state.block_size, num_written)`.
+    Attention takes `StepTables(pattern, starts, state.page_table, state.block_size, num_written)`.
     """
 
-    ids: Tensor  # [R] int64: of roots and drafts; 0 for dead drafts, masks and padding (see `mask_ids`)
+    ids: Tensor  # [R] int64: ids of roots and drafts; 0 for dead drafts, padding, and masks without `mask_ids`
     positions: Tensor  # [R] int64, inside the window
-    slots: Tensor  # [S·(k+1)] int64: where each chain row's keys and values go, NO_SLOT for dead ones
-    starts: Tensor  # [S] int32: position of each root; 0 for a dead line, which so sees nothing
-    num_written: Tensor  # [S] int32: chain rows that write; no row sees what lies behind them
-    num_live: Tensor  # [S] int64: drafts laid out
-    running: Tensor  # [S] bool: takes part in the step
+    slots: Tensor  # [S·(k+1)] int64: where each chain row's keys and values are stored; NO_SLOT for dead rows
+    starts: Tensor  # [S] int32: position of each root; 0 for a dead sequence, which then attends nothing
+    num_written: Tensor  # [S] int32: chain rows that write keys and values; later slots are never read
+    num_live: Tensor  # [S] int64: drafts in the step
+    running: Tensor  # [S] bool: the sequence takes part in the step
 
 
 def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> DeviceRows:
-    """Lay the batch out. mask_ids [k]: the ids of masks 1 .. k, where they have ids."""
+    """Lay the batch out in rows. mask_ids [k]: token ids of masks 1 .. k, for models whose masks have ids."""
     S, k = index.num_sequences, index.num_drafts
     starts = torch.where(state.live, state.num_cached, 0)
     free = state.num_pages * state.block_size - starts
@@ -253,7 +254,7 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What stands before the choices of J rows of each sequence, in the words of `choose`."""
+    """The prefixes of J rows per sequence, as arguments of `device_sampling.choose`."""
 
     positions: Tensor  # [S]
     tails: Tensor  # [S, T]
@@ -262,7 +263,7 @@ class Prefixes:
 
 
 def chain_choices(state: StepState, index: StepIndex, stages: Stages) -> Prefixes:
-    """The root's and the drafts': row j stands behind j drafts."""
+    """Return the prefixes of the chain rows: row j follows j drafts."""
     J = index.num_drafts + 1
     place = torch.arange(J, device=state.root.device)
     num_tail = place.expand(index.num_sequences, J)
@@ -272,7 +273,7 @@ def chain_choices(state: StepState, index: StepIndex, stages: Stages) -> Prefixe
 
 
 def mask_choices(state: StepState, verification: StepVerification, num_masks: int, stages: Stages) -> Prefixes:
-    """Those of the masks that draft: behind what was emitted, and drafts before them that nobody knows yet."""
+    """Return the prefixes of the drafting masks: the emitted ids, then earlier drafts that are not yet known."""
     place = torch.arange(num_masks, device=state.root.device)
     num_tail = verification.lengths[:, None].expand(-1, num_masks)
     bans = _bans(state, stages, state.num_known, verification.emitted, num_tail, place)
@@ -292,7 +293,7 @@ def _bans(
 
 
 def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """`step_verdict.verify_sequences` of this batch. choice: ids and usable, [S, k+1] each."""
+    """Verify the batch's drafts (`step_verification.verify_sequences`). choice: ids and usable, [S, k+1] each."""
     return verify_sequences(
         choice.ids,
         choice.usable,
@@ -307,20 +308,21 @@ def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice
 
 @dataclass(frozen=True, slots=True)
 class DeviceMaskRows:
-    """The masks that the next drafts come from."""
+    """The mask rows that produce the next drafts."""
 
-    rows: Tensor  # [S, K'] int64: flat row numbers; behind a sequence's last usable mask that one again, unread
-    first: Tensor  # [S] int64: mask number (from 1) of the first of them; 0: none
-    count: Tensor  # [S] int64: how many are usable
+    rows: Tensor  # [S, K'] int64: flat row numbers; after a sequence's last usable mask it is repeated, unread
+    first: Tensor  # [S] int64: number (from 1) of the first of these masks in its group; 0: none
+    count: Tensor  # [S] int64: usable masks
 
 
 def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:
-    """Group a's masks, or those of the largest earlier group that reach behind the bonus (`DraftLayout.next_drafts`).
+    """Select the masks of group a (a accepted drafts), or of the nearest earlier group that reaches beyond the bonus
+    token (`DraftLayout.next_drafts`).
 
-    K' is the largest group's size. A sequence that ended, or has room for one more id only, drafts nothing.
+    K' is the largest group's size. A sequence that has ended, or may emit only one more token, drafts nothing.
     """
     device = state.root.device
-    accepted = (verification.lengths - 1).clamp(min=0)[:, None]  # the last id stands where the bonus of so many does
+    accepted = (verification.lengths - 1).clamp(min=0)[:, None]  # after a cut the last id takes the bonus token's place
     groups = torch.arange(index.num_drafts + 1, device=device)
     sizes = torch.minimum(index.masks, state.max_masks[:, None])  # [S, k+1]
     first = accepted - groups + 1
@@ -340,11 +342,11 @@ def masks(state: StepState, index: StepIndex, verification: StepVerification) ->
 
 
 RESULT_FIXED = 6
-"""Columns of a result before its lists."""
+"""Columns of a step's result before its two lists of ids."""
 
 
 def result_width(num_drafts: int) -> int:
-    """Columns of a step's result, for a state of K drafts."""
+    """Return the number of columns of a step's result, for a state of K drafts."""
     return RESULT_FIXED + (num_drafts + 1) + num_drafts
 
 
@@ -356,14 +358,14 @@ def advance(
     num_drafts: Tensor,
     banned_ids: Tensor,
 ) -> Tensor:
-    """Let every sequence go on, in place. Returns the step's result [S, result_width(K)] int32, for the host:
+    """Advance every sequence, in place. Returns the step's result [S, result_width(K)] int32 for the host:
 
-        emitted ids: how many | accepted | drafted | EndCode | n | drafts of the next step: how many
-        | emitted ids, K+1 of them, then zeros | drafts of the next step, K
+        number of emitted ids | accepted | drafted | EndCode | n | number of next drafts
+        | emitted ids, padded with zeros to K+1 | drafts of the next step, K
 
-    drafts [S, K'] int64, num_drafts [S]: proposed for the next step; what is behind an id of banned_ids or outside the
-    vocabulary goes. A sequence that did not run keeps its drafts; where 0 ids were emitted and nothing ended, a live
-    sequence is out of slots.
+    drafts [S, K'] int64, num_drafts [S]: drafts for the next step, truncated at the first id that is in banned_ids or
+    outside the vocabulary. A sequence that did not run keeps its drafts. A live sequence that emitted nothing and did
+    not end is out of slots.
     """
     S, K = state.drafts.shape
     device = state.root.device

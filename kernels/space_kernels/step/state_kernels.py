@@ -1,4 +1,4 @@
-"""The kernels of a step's small change; see `step_state_triton`."""
+"""The Triton kernels that `state_triton` launches."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _FIXED: tl.constexpr = tl.constexpr(RESULT_FIXED)
 
 
 @triton.jit
-def _room(
+def _sequence_extent(
     lives, num_knowns, num_lefts, num_drafts, max_drafts, num_pages, sequence, inside, k, BLOCK_SIZE: tl.constexpr
 ):
-    """Where a sequence's root stands, whether it runs, and how many of its drafts do."""
+    """Return a sequence's root position, whether it runs, and its number of live drafts."""
     live = tl.load(lives + sequence, inside, other=0) != 0
     start = tl.where(live, tl.load(num_knowns + sequence, inside, other=1) - 1, 0)
     free = tl.load(num_pages + sequence, inside, other=0) * BLOCK_SIZE - start
@@ -65,7 +65,7 @@ def _rows(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_padded
     sequence = tl.load(owners + row, inside, other=0)
-    start, running, number = _room(
+    start, running, number = _sequence_extent(
         lives, num_knowns, num_lefts, num_drafts, max_drafts, num_pages, sequence, inside, k, BLOCK_SIZE
     )
     offset = tl.load(offsets + row, inside, other=0)
@@ -85,7 +85,7 @@ def _rows(
     tl.store(slots + row, tl.where(writes, block * BLOCK_SIZE + position % BLOCK_SIZE, _NO_SLOT), chain)
 
     of_batch = row < S
-    start, running, number = _room(
+    start, running, number = _sequence_extent(
         lives, num_knowns, num_lefts, num_drafts, max_drafts, num_pages, row, of_batch, k, BLOCK_SIZE
     )
     tl.store(starts + row, start.to(tl.int32), of_batch)

@@ -1,7 +1,7 @@
-"""The step's small change on a GPU: rows, masks and the state's successor, one launch each.
+"""The functions of `state` as Triton kernels, one launch each.
 
-Same functions as `step_state`, which spell each of them in some thirty tensor operations: at two microseconds a launch,
-also inside a graph, that would be a tenth of a small model's step.
+The reference needs about thirty tensor operations for each. At two microseconds per launch, even inside a CUDA graph,
+that would be a tenth of a small model's step.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
@@ -34,21 +34,21 @@ _BLOCK = 128
 
 
 def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> DeviceRows:
-    """Lay the batch out: `step_state.rows`."""
+    """As `state.rows`."""
     S, k, R = index.num_sequences, index.num_drafts, index.num_padded
     device = state.root.device
 
-    def room(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
     laid_out = DeviceRows(
-        ids=room(R),
-        positions=room(R),
-        slots=room(index.num_chain_rows),
-        starts=room(S, torch.int32),
-        num_written=room(S, torch.int32),
-        num_live=room(S),
-        running=room(S, torch.bool),
+        ids=empty(R),
+        positions=empty(R),
+        slots=empty(index.num_chain_rows),
+        starts=empty(S, torch.int32),
+        num_written=empty(S, torch.int32),
+        num_live=empty(S),
+        running=empty(S, torch.bool),
     )
     has_ids = mask_ids is not None and index.most_drafts > 0
     _rows[(triton.cdiv(R, _BLOCK),)](
@@ -88,7 +88,7 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
 
 
 def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """`step_state.verify_step`."""
+    """As `state.verify_step`."""
     return verify_sequences(
         choice.ids,
         choice.usable,
@@ -102,7 +102,7 @@ def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice
 
 
 def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:
-    """The masks that the next drafts come from: `step_state.masks`."""
+    """As `state.masks`."""
     S, most = index.num_sequences, index.most_drafts
     found = DeviceMaskRows(
         *(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S))
@@ -136,7 +136,7 @@ def advance(
     num_drafts: Tensor,
     banned_ids: Tensor,
 ) -> Tensor:
-    """Let every sequence go on, in place; the step's result for the host: `step_state.advance`."""
+    """As `state.advance`."""
     S, K = state.drafts.shape
     result = torch.empty(S, result_width(K), dtype=torch.int32, device=state.root.device)
     k = verification.emitted.shape[1] - 1

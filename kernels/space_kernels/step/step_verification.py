@@ -1,4 +1,4 @@
-"""The verdict of a whole step on the device: what each sequence emits, and why it ends, if it does."""
+"""Verification of a whole step on the device: the tokens each sequence emits, and whether and why it ends."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from space_kernels.step.verification import verify
 
 
 class EndCode(IntEnum):
-    """Why a sequence ended, as a step's tensors say it."""
+    """Why a sequence ended, as encoded in a step's tensors."""
 
     NONE = 0
     EOS = 1
     STOP_ID = 2
     LENGTH = 3
-    ERROR = 4  # nothing can be chosen behind what it has
+    ERROR = 4  # no token can be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class StepVerification:
-    """The outcome of a step for S sequences of at most k drafts."""
+    """The result of a step for S sequences with at most k drafts each."""
 
-    accepted: Tensor  # [S] int64: drafts among what was emitted
-    emitted: Tensor  # [S, k+1] int64: what stands after the cut, then zeros
-    lengths: Tensor  # [S] int64: how many; 0 for a sequence that did not run
+    accepted: Tensor  # [S] int64: emitted tokens that were drafts
+    emitted: Tensor  # [S, k+1] int64: emitted tokens, padded with zeros
+    lengths: Tensor  # [S] int64: number of emitted tokens; 0 for a sequence that did not run
     end: Tensor  # [S] int64, EndCode
 
 
@@ -41,17 +41,17 @@ def verify_sequences(
     end_ids: Tensor,
     num_eos: Tensor,
 ) -> StepVerification:
-    """Accept the drafts that agree, then cut at the first row without a choice, end id or limit.
+    """Accept matching drafts, then truncate at the first unusable row, end id or length limit.
 
-    samples, usable [S, k+1]: what the chain rows chose; drafts [S, k], num_live [S]: as `verify` takes them;
-    running [S] bool: who took part; num_left [S]: ids it may still emit, at least 1;
-    end_ids [S, E] int64: first the num_eos [S] EOS ids, then stop ids, then NO_ID.
+    samples, usable [S, k+1]: tokens sampled by the chain rows; drafts [S, k], num_live [S]: as in `verify`;
+    running [S] bool: the sequence takes part; num_left [S]: tokens it may still emit, at least 1;
+    end_ids [S, E] int64: num_eos [S] EOS ids, then stop ids, then NO_ID.
     """
     k = drafts.shape[1]
     device = samples.device
     place = torch.arange(k + 1, device=device)
     verification = verify(samples, drafts, num_live)
-    fit = usable.to(torch.int64).cumprod(dim=1).sum(dim=1)  # rows before the first one without a choice
+    fit = usable.to(torch.int64).cumprod(dim=1).sum(dim=1)  # rows before the first unusable one
     made = torch.minimum(verification.lengths, fit)  # [S]
 
     is_end = samples[..., None] == end_ids[:, None]  # [S, k+1, E]

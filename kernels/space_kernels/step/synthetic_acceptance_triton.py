@@ -1,4 +1,4 @@
-"""Drafts by decree on a GPU: one launch, so that what is measured is the step and not the decree."""
+"""Synthetic acceptance on a GPU: one launch, so that benchmarks measure the step and not this."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def _synthetic_accept(
     places = tl.arange(0, PLACES)
     count, length = tl.load(counts + sequence), tl.load(lengths + sequence)
     begin = tl.load(num_knowns + sequence) - tl.load(num_prompts + sequence)
-    of_line = sequence * known_stride
+    of_sequence = sequence * known_stride
     stands = (places <= k) & (places < length)
     emitted = tl.load(emitteds + sequence * (k + 1) + places, stands, other=0)
-    told = tl.load(ids + of_line + begin + places, stands & (begin + places < count), other=-1).to(tl.int64)
-    strays = tl.max(tl.where(stands & (told != emitted), 1, 0), 0)
+    expected = tl.load(ids + of_sequence + begin + places, stands & (begin + places < count), other=-1).to(tl.int64)
+    strays = tl.max(tl.where(stands & (expected != emitted), 1, 0), 0)
 
     at = begin + length + places
     inside = places < width
     known = inside & (at < tl.where(strays == 0, count, 0))
-    right = tl.load(ids + of_line + at, known, other=0).to(tl.int64)
-    other = tl.load(others + of_line + at, known, other=0).to(tl.int64)
-    luck = tl.load(lucks + of_line + at, known, other=0.0).to(tl.float64)
+    right = tl.load(ids + of_sequence + at, known, other=0).to(tl.int64)
+    other = tl.load(others + of_sequence + at, known, other=0).to(tl.int64)
+    luck = tl.load(lucks + of_sequence + at, known, other=0.0).to(tl.float64)
     depth = tl.minimum(tl.maximum(tl.load(firsts + sequence) + places, 1), deepest)
-    comes_true = luck < tl.load(chances + depth - 1)
+    is_accepted = luck < tl.load(chances + depth - 1)
     draft = tl.load(drafts + sequence * draft_stride + places, inside, other=0)
     tl.store(
         synthetically_accepted + sequence * width + places,
-        tl.where(known, tl.where(comes_true, right, other), draft),
+        tl.where(known, tl.where(is_accepted, right, other), draft),
         inside,
     )
 
@@ -68,7 +68,7 @@ def synthetic_accept(
     first: Tensor,
     drafts: Tensor,
 ) -> Tensor:
-    """The drafts of the next step as they are decreed: `synthetic_accept.synthetic_accept`."""
+    """As `synthetic_acceptance.synthetic_accept`."""
     S, width = drafts.shape
     k = verification.emitted.shape[1] - 1
     synthetically_accepted = torch.empty(S, width, dtype=torch.int64, device=drafts.device)

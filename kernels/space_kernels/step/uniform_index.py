@@ -1,4 +1,4 @@
-"""The constants of a step in which all sequences lay out the same."""
+"""The row indexes of a step in which all sequences have the same draft layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW_MULTIPLE = 4
 
 
 class UniformLayout(Protocol):
-    """What a step lays out behind each root: `space_model.DraftLayout` is one."""
+    """The draft layout of each sequence; `space_model.DraftLayout` implements it."""
 
     @property
     def num_drafts(self) -> int:
@@ -32,20 +32,20 @@ class UniformLayout(Protocol):
 #  root, c_1 .. c_k                      group 0: M_1, M_2, ... | group 1: ...         a root's position; unread
 @dataclass(frozen=True, eq=False)
 class StepIndex:
-    """The constants of a step in which S sequences lay out the same: rows in the order of `ForwardBatch`."""
+    """The rows of S sequences with the same draft layout, in the order of `ForwardBatch`."""
 
     num_sequences: int
     num_drafts: int  # k
     group_sizes: tuple[int, ...]  # masks in each group
-    owner: Tensor  # [R] int64: whose row it is; 0 for padding
-    offset: Tensor  # [R] int64: position behind the root; 0 for padding
-    mask: Tensor  # [R] int64: which mask of its group it is, from 0; -1 for others
+    owner: Tensor  # [R] int64: sequence of the row; 0 for padding
+    offset: Tensor  # [R] int64: position relative to the root; 0 for padding
+    mask: Tensor  # [R] int64: number of the mask in its group, from 0; -1 for other rows
     masks: Tensor  # [k+1] int64: group_sizes
     mask_starts: Tensor  # [S, k+1] int64: first flat row of each group
 
     @classmethod
     def of(cls, num_sequences: int, layout: UniformLayout, device: torch.device | str = "cpu") -> StepIndex:
-        """Lay S sequences out."""
+        """Lay out S sequences."""
         S, k, sizes = num_sequences, layout.num_drafts, tuple(layout.masks)
         chain = [(s, i, -1) for s in range(S) for i in range(k + 1)]
         masked = [(s, g + j + 1, j) for s in range(S) for g, count in enumerate(sizes) for j in range(count)]
@@ -67,20 +67,20 @@ class StepIndex:
 
     @property
     def num_chain_rows(self) -> int:
-        """Roots and drafts: the first rows."""
+        """Number of root and draft rows, which come first."""
         return self.num_sequences * (self.num_drafts + 1)
 
     @property
     def num_rows(self) -> int:
-        """Without padding."""
+        """Number of rows without padding."""
         return self.num_chain_rows + self.num_sequences * sum(self.group_sizes)
 
     @property
     def num_padded(self) -> int:
-        """R."""
+        """R: number of rows with padding."""
         return len(self.owner)
 
     @cached_property
     def most_drafts(self) -> int:
-        """Most drafts that the masks of a group make."""
+        """Size of the largest mask group: the most drafts that one step can produce."""
         return max(self.group_sizes)

@@ -1,4 +1,4 @@
-"""Which drafts stand: the longest prefix of drafts that equals what the model itself has chosen (SPACE §3)."""
+"""Verification: accept the longest prefix of drafts that equals the tokens the model sampled (SPACE §3)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome for S sequences of at most k drafts."""
+    """The result for S sequences with at most k drafts each."""
 
-    accepted: Tensor  # [S] int64: a, drafts that stand
-    emitted: Tensor  # [S, k+1] int64: the accepted drafts and the bonus, then zeros
+    accepted: Tensor  # [S] int64: a, the accepted drafts
+    emitted: Tensor  # [S, k+1] int64: the accepted drafts and the bonus token, padded with zeros
     lengths: Tensor  # [S] int64: a + 1
 
 
 def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
-    """Accept the longest prefix of live drafts that equals the samples; the first sample that disagrees is the bonus.
+    """Accept the longest prefix of live drafts that equals the samples; the next sample is the bonus token.
 
-    samples [S, k+1] int64: what the chain rows chose; drafts [S, k] int64; num_live [S] int64: how many of the drafts
-    were laid out. What stands in dead columns never counts.
+    samples [S, k+1] int64: tokens sampled by the chain rows; drafts [S, k] int64; num_live [S] int64: valid columns of
+    `drafts`. Later columns are ignored.
     """
     k = drafts.shape[1]
     live = torch.arange(k, device=drafts.device) < num_live[:, None]  # [S, k]
@@ -33,9 +33,9 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
 
 
 def num_accepted(samples: Sequence[int], drafts: Sequence[int]) -> int:
-    """The same for one sequence whose samples are on the host: a, the length of the longest agreeing prefix.
+    """Return the number of accepted drafts of one sequence, on the host.
 
-    samples: what the root and each of the live drafts chose, one more than drafts.
+    samples: tokens sampled by the root and each draft, one more than drafts.
     """
     for count, draft in enumerate(drafts):
         if samples[count] != draft:

@@ -1,4 +1,4 @@
-"""The verdict on a GPU: one small program per sequence."""
+"""Verification on a GPU: one small program per sequence."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ERROR: tl.constexpr = tl.constexpr(int(EndCode.ERROR))
 
 @triton.jit
 def _leading(holds, places, PLACES: tl.constexpr):
-    """How many of the first places hold."""
+    """Return the number of leading places where `holds` is true."""
     return tl.min(tl.where(holds, PLACES, places), 0)
 
 
 @triton.jit(do_not_specialize=["k"])
-def _judge(
+def _verify(
     samples,
     usables,
     drafts,
@@ -43,7 +43,7 @@ def _judge(
     E,
     draft_stride,
     end_stride,
-    ENDS: tl.constexpr,  # 0: nobody asks whether and where the run ends
+    ENDS: tl.constexpr,  # 0: skip end ids and limits
     PLACES: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
@@ -80,12 +80,12 @@ def _judge(
 
 
 def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
-    """Accept the longest prefix of live drafts that equals the samples: `verification.verify`."""
+    """As `verification.verify`."""
     S, k = drafts.shape
     accepted, lengths = num_live.new_empty(S, dtype=torch.int64), num_live.new_empty(S, dtype=torch.int64)
     emitted = samples.new_empty(S, k + 1)
     if S:
-        _judge[(S,)](
+        _verify[(S,)](
             samples.contiguous(),
             samples,
             drafts,
@@ -119,16 +119,13 @@ def verify_sequences(
     end_ids: Tensor,
     num_eos: Tensor,
 ) -> StepVerification:
-    """Accept the drafts that agree, then cut: `step_verification.verify_sequences`.
-
-    Rows of drafts and end_ids may be apart.
-    """
+    """As `step_verification.verify_sequences`; drafts and end_ids may have any row stride."""
     S, k = drafts.shape
     accepted, lengths, end = (torch.empty(S, dtype=torch.int64, device=samples.device) for _ in range(3))
     emitted = samples.new_empty(S, k + 1)
     E = end_ids.shape[1]
     if S:
-        _judge[(S,)](
+        _verify[(S,)](
             samples.contiguous(),
             usable.contiguous().view(torch.uint8),
             drafts,
@@ -153,7 +150,7 @@ def verify_sequences(
 
 
 def _places(k: int) -> int:
-    """Room for a root and k drafts, and one place more."""
+    """Return the block size: places for a root and k drafts, and one more."""
     return triton.next_power_of_2(k + 2)
 
 
@@ -164,5 +161,5 @@ _ARGUMENTS = {
     **dict.fromkeys(("k", "E", "draft_stride", "end_stride"), "i32"),
 }
 TUNED = tuple(
-    Tuned(_judge, _ARGUMENTS, {"ENDS": ends, "PLACES": places}, 1) for ends in (0, 16) for places in (2, 4, 8, 16)
+    Tuned(_verify, _ARGUMENTS, {"ENDS": ends, "PLACES": places}, 1) for ends in (0, 16) for places in (2, 4, 8, 16)
 )

@@ -1,4 +1,4 @@
-"""Made-up steps for tests of attention: keys and values of whole sequences, and one step laid out over them."""
+"""Synthetic steps for attention tests: sequences with random keys and values, and one step over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MadeUp:
-    """What one step lays out of one sequence."""
+    """One sequence of a step: its cached slots, chain rows and mask groups."""
 
     cached: int  # slots written by earlier steps
     num_chain: int
@@ -25,7 +25,7 @@ class MadeUp:
 
 @dataclass(frozen=True)
 class MadeUpStep:
-    """The arguments of a `space_attention`."""
+    """The arguments of one `space_attention` call."""
 
     query: Tensor  # [R, H, D]
     key: Tensor  # [R, G, D]
@@ -52,9 +52,10 @@ def made_up_step(
     garbage: float = float("nan"),
     float8: bool = False,
 ) -> MadeUpStep:
-    """The same keys, values and queries whatever the block size; `garbage` in every slot that nobody has written.
+    """Build a step; keys, values and queries do not depend on the block size.
 
-    Pages are given out backwards and interleaved, with two that nobody holds. `float8`: they are of eight bits.
+    Unwritten slots hold `garbage`. Pages are assigned backwards and interleaved, and two belong to no sequence.
+    `float8`: the pages are fp8.
     """
     device = torch.device(device)
     counts = [-(-(one.cached + one.num_chain) // block_size) for one in sequences]
@@ -135,5 +136,5 @@ def _pattern(sequences: Sequence[MadeUp]) -> RowPattern:
 
 
 def full_layout(k: int) -> list[tuple[int, int]]:
-    """A group of k masks behind each of k+1 chain rows."""
+    """Return the full SPACE layout: a group of k masks behind each of the k+1 chain rows."""
     return [(base, k) for base in range(k + 1)] if k else []
