@@ -1,8 +1,8 @@
-"""`python -m space_server`: load a model, listen, step.
+"""`python -m space_server`: loads a model, listens and steps.
 
-Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM, SIGINT or Drain, 2 for settings that
-make no sense, 3 for a checkpoint that cannot be served, 4 for memory that is not there, 5 for an address that cannot be
-had, 6 when the parent process is gone, 7 when one of several ranks is.
+Prints `ready ADDRESS` on stdout when it listens. Exit status: 0 after SIGTERM, SIGINT or Drain, 2 for invalid settings,
+3 for a checkpoint that cannot be served, 4 for too little memory, 5 if it cannot listen on the address, 6 when the
+parent process has ended, 7 when one of several ranks has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 
 if __name__ == "__main__":
-    exit_status = 1  # of an exception that nothing catches
+    exit_status = 1  # of an uncaught exception
     # Registered first, it is called last. Python's own shutdown would stop daemon threads in the middle of C++ (the one
     # that loads the model when a signal comes, a grammar's compilation), and C++ then ends the process with SIGABRT.
     atexit.register(lambda: os._exit(exit_status))
@@ -98,9 +98,9 @@ if TYPE_CHECKING:
 BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED, NO_DEVICE = 3, 4, 5, 6, 7
 
 SMALL_WEIGHTS = 64 * 1024**2
-"""Bytes of weights below which threads of a product wait for each other longer than they compute.
+"""Bytes of weights below which threads of one matmul wait for each other longer than they compute.
 
-Seen on 2 cores with the embedded model (11 MB): by itself a step of one sequence takes .74 of the time on two threads,
+Measured on 2 cores with the embedded model (11 MB): alone, a step of one sequence takes .74 of the time on two threads,
 but behind a router, which needs a core too, two threads gave .92 (one stream), 1.02 (4), .87 (16) and .98 (64) of the
 tokens per second of one. The text does not depend on it.
 """
@@ -109,7 +109,7 @@ _log = logging.getLogger("space_server")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the worker until it is told to stop; the exit status."""
+    """Run the worker until it is stopped; return the exit status."""
     config = parse(arguments)
     use_one_heap()
     if isinstance(config.cores, set):
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
         with ExitStack() as stack:
-            # Until the loop takes it over: nothing runs yet, so nothing is to be finished.
+            # Until the event loop handles signals: no sequence runs yet, so exit at once.
             for number in (signal.SIGTERM, signal.SIGINT):
                 stack.callback(signal.signal, number, signal.signal(number, _leave))
             config = _with_default_model(config)
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_machine(config: WorkerConfig) -> None:
-    """Say what slows or endangers this worker. Raises InvalidSetting where there is a GPU that cannot be used."""
+    """Log what slows or endangers this worker. Raises InvalidSetting if there is a GPU that cannot be used."""
     gpu = check_gpu(config.device, TorchBuild.here())
     if gpu.state == "fail":
         raise InvalidSetting(gpu.sentence)
@@ -160,7 +160,7 @@ def _check_machine(config: WorkerConfig) -> None:
 
 
 def _with_default_model(config: WorkerConfig) -> WorkerConfig:
-    """The same; with `demo` where no model was named and the default one cannot be had."""
+    """Fall back to `demo` if no model was named and the default one cannot be fetched."""
     if config.model_is_named:
         return config
     hub = Hub(folder=config.download_folder, offline=config.offline, say=say)
@@ -171,24 +171,24 @@ def _with_default_model(config: WorkerConfig) -> WorkerConfig:
 
 
 class _NoAddress(Exception):
-    """The address to listen on cannot be had."""
+    """The worker cannot listen on the address."""
 
 
 def _load(
     config: WorkerConfig, source: ModelSource, ranks: Ranks | None = None, device: str | None = None
 ) -> SpaceModel:
-    """The model, or the part of it that this rank has. Raises ModelError."""
+    """Load the model, or this rank's shard of it. Raises ModelError."""
     os.environ[cpu_library.SWITCH] = config.cpu_kernels
     checkpoint = source.checkpoint()
     own = replace(config, device=device or config.device)
     need = ModelNeed.asked(own, checkpoint)
     check_cpu_kernels(config, need.device, need.dtype)
-    num_ranks = 1 if ranks is None else ranks.size  # they have one machine's cores together, and on CPUs its memory
+    num_ranks = 1 if ranks is None else ranks.size  # ranks share the machine's cores, and on CPUs its memory
     num_blocks_of(own, need, FreeMemory.on(need.device).among(num_ranks if need.device.type == "cpu" else 1))
     threads = config.num_threads or choose_threads(checkpoint) or max(1, _threads(config) // num_ranks)
     if config.cores == "auto" and threads * num_ranks == 1 and need.device.type == "cpu":
         left = keep_off_last(config.num_workers)
-        _log.info("products take one thread; processor %s is the router's", "none" if left is None else left)
+        _log.info("matmuls use one thread; processor %s is left to the router", "none" if left is None else left)
     model = load_model(
         checkpoint,
         dtype=config.dtype,
@@ -216,8 +216,8 @@ def build_worker(
     source: ModelSource | None = None,
     watch: LoadWatch | None = None,
 ) -> Worker:
-    """The model loaded, the pages allocated. `lead`: the model, where ranks share it; `source`: of the model's files;
-    `watch`: looks at the machine, and has since before this process computed on a GPU.
+    """Load the model and allocate the KV cache. `lead`: the model, where ranks share it; `source`: of the model's
+    files; `watch`: observes the machine's load since before this process used a GPU.
 
     Raises ModelError or NotEnoughMemory.
     """
@@ -229,13 +229,13 @@ def build_worker(
     facts = model.facts
     size = config.block_size
     if facts.device.type == "cuda":
-        give_back_unused()  # of the attentions that were measured
+        give_back_unused()  # used by measuring the attention backends
         rows = take_largest_step(
             model, max_sequences=config.max_sequences, max_prefill_rows=MAX_PREFILL_ROWS, block_size=size
         )
         _log.info("the largest step has %d rows; %d bytes are free after it", rows, free_bytes(facts.device))
     steps = choose_steps(config.steps, facts)
-    available = free_bytes(facts.device) if lead is None else lead.free_bytes()  # the weights are in memory already
+    available = free_bytes(facts.device) if lead is None else lead.free_bytes()  # after loading the weights
     if facts.device.type == "cuda" and steps == "device":
         taken = bytes_of_graphs(
             model,
@@ -258,14 +258,14 @@ def build_worker(
             config.synthetic_acceptance, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids
         )
         _log.warning(
-            "%s: drafts of a request that comes again are right or wrong by decree. The text is exact; its speed is "
+            "%s: drafts of a repeated request are replaced to reach this acceptance. The text is exact; its speed is "
             "no measurement of this checkpoint's masks.",
             label(synthetic.chances),
         )
-    # A decreed acceptance is that of masks: nothing else drafts beside it.
+    # Synthetic acceptance applies to masks only, so other sources are off.
     looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
     if looks_up and steps != "host":
-        _log.warning("--lookup %s: while texts are read, no step is launched ahead", config.lookup)
+        _log.warning("--lookup %s: while lookup reads texts, device steps are not launched ahead", config.lookup)
     sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
     worker = Worker(
         model,
@@ -305,7 +305,7 @@ def build_worker(
 
 
 def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
-    """Those of the checkpoint's tokenizer."""
+    """Build the grammar compiler for the checkpoint's tokenizer."""
     grammars = Grammars.of(checkpoint.folder, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
     if grammars.why_none is not None:
         _log.warning("requests with a grammar are refused: %s", grammars.why_none)
@@ -315,7 +315,7 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
 def measured_cost(
     config: WorkerConfig, model: StepModel, kv: PagedKV, watch: LoadWatch, steps: StepsHere = "host"
 ) -> StepCost | None:
-    """What steps cost here: measured now, or at an earlier start. None: it is learnt while serving."""
+    """Return the step costs, measured now or at an earlier start. None: they are learnt while serving."""
     if not config.calibration_seconds:
         return None
     facts, most = model.facts, config.max_sequences
@@ -330,7 +330,7 @@ def measured_cost(
         time_plain_step=lambda: time_plain_step(model, kv, steps=steps),
         watch=watch,
     )
-    give_back_unused()  # graphs of steps that were measured
+    give_back_unused()  # memory of graphs captured while measuring
     if found is None:
         return None
     cost = found.cost()
@@ -346,43 +346,43 @@ def measured_cost(
 
 
 def choose_steps(asked: Steps, facts: ModelFacts) -> StepsHere:
-    """Who keeps sequences between steps: what is asked for, where it can be had."""
+    """Return where sequence state is kept: as asked for, or on the host where the device cannot."""
     if asked == "host" or (asked == "auto" and facts.device.type == "cpu"):
         return "host"
     reason = why_on_host(facts)
     if reason is not None:
-        _log.warning("steps wait for the host: %s", reason)
+        _log.warning("sequence state is kept on the host: %s", reason)
         return "host"
     return "device" if asked == "auto" else asked
 
 
 def _threads(config: WorkerConfig) -> int:
-    """Of a product, where weights are large."""
+    """Threads of one matmul for large weights."""
     beside_router = config.parent_pid is not None and not isinstance(config.cores, set)  # else it keeps off one already
     return num_threads(num_cores(), beside_router=beside_router, num_workers=config.num_workers, environment=os.environ)
 
 
 def choose_threads(model: str | Checkpoint) -> int | None:
-    """One thread for small weights; None, as many as cores allow, for others."""
+    """Return one thread for small weights; None, as many as cores allow, for others."""
     checkpoint = Checkpoint.open(model)
     if checkpoint.gguf is None:
         size = sum(file.stat().st_size for file in checkpoint.weights)
     else:
-        size = 2 * sum(checkpoint.gguf.kinds.values())  # as they are held, and not as they are kept
+        size = 2 * sum(checkpoint.gguf.kinds.values())  # in memory, not in the file
     return 1 if size < SMALL_WEIGHTS else None
 
 
 def _meter(config: WorkerConfig, worker: Worker) -> Meter:
-    """What this machine's processors draw, and the GPUs that compute here."""
+    """Return the energy meter of this machine's processors and of the GPUs used here."""
     device = worker.facts.device
     uuids = _gpu_uuids(config, device.index or 0) if device.type == "cuda" else []
     meter = Meter(find_sensors(uuids, powercap=config.powercap))
-    _log.info("energy is counted of: %s", ", ".join(meter.devices) or "nothing, for no sensor may be read")
+    _log.info("energy is measured for: %s", ", ".join(meter.devices) or "nothing, because no sensor is readable")
     return meter
 
 
 def _gpu_load(config: WorkerConfig) -> GpuLoad | None:
-    """What the GPUs of this worker do before it computes on them; None on a CPU."""
+    """Observe the load of this worker's GPUs before it uses them; None on a CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
     number = torch.device("cuda" if config.device == "auto" else config.device).index
@@ -390,14 +390,14 @@ def _gpu_load(config: WorkerConfig) -> GpuLoad | None:
 
 
 def _gpu_uuids(config: WorkerConfig, number: int) -> list[str]:
-    """Of this machine's GPUs on which the model is computed: all ranks', else that of this number."""
+    """Return the UUIDs of the GPUs used on this machine: those of all ranks, or the one with this number."""
     numbers = range(config.tensor_parallel) if config.tensor_parallel > 1 else [number]
-    here = [one for one in numbers if one < torch.cuda.device_count()]  # the other ranks' are elsewhere
+    here = [one for one in numbers if one < torch.cuda.device_count()]  # other ranks' GPUs are on other machines
     return [str(torch.cuda.get_device_properties(one).uuid) for one in here]
 
 
 async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> bool:
-    """Until it is told to end, or (False) cannot use its device any more."""
+    """Serve until stopped. False if the device was lost."""
     service = WorkerService(worker, meter=meter, tracer=tracer)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -407,9 +407,9 @@ async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tra
     except OSError as error:
         raise _NoAddress(str(error)) from error
     if config.tls is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
-        _log.warning("%s is open to whoever reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
+        _log.warning("%s accepts any client that reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
     collect_seldom()
-    with contextlib.suppress(OSError):  # a full disk, or nobody who reads
+    with contextlib.suppress(OSError):  # a full disk, or a closed pipe
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()
     await service.finished.wait()
@@ -418,7 +418,7 @@ async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tra
 
 
 def _outlive(parent_pid: int, period: float = 0.5) -> None:
-    """End this process once the parent is gone, whatever else it is doing."""
+    """Exit once the parent process has ended, whatever else runs."""
     was_child = os.getppid() == parent_pid
     while True:
         if was_child and os.getppid() != parent_pid:
@@ -428,14 +428,14 @@ def _outlive(parent_pid: int, period: float = 0.5) -> None:
         except ProcessLookupError:
             break
         except PermissionError:
-            pass  # it lives, under another user
+            pass  # alive, owned by another user
         time.sleep(period)
     _log.error("the parent process %d is gone", parent_pid)
     os._exit(ORPHANED)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End while the model is being loaded."""
+    """Exit while the model is loading."""
     raise SystemExit(0)
 
 
@@ -445,7 +445,7 @@ def _fail(status: int, error: Exception) -> int:
 
 
 def _let_go() -> None:
-    """Give up what could not be written, for Python would make an exit code of it."""
+    """Drop unwritten output, which Python would turn into an exit code."""
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()
@@ -456,7 +456,7 @@ def _let_go() -> None:
 if __name__ == "__main__":
     try:
         exit_status = main(sys.argv[1:])
-    except SystemExit as end:  # of flags that were refused, or of a signal while the model was being loaded
+    except SystemExit as end:  # invalid flags, or a signal while the model was loading
         exit_status = int(end.code or 0)
     _let_go()
     sys.exit(exit_status)

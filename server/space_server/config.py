@@ -23,7 +23,7 @@ from space_server.speculation.synthetic_acceptance import parse_chances
 from space_server.tls import mutual_tls
 
 LARGEST_BLOCK = 256
-"""Slots of a block: what flash-attn 2 asks for."""
+"""Largest block size in slots; FlashAttention 2 needs it."""
 
 Speculation = Literal["auto", "off"] | int
 Lookup = Literal["auto", "on", "off", "only"]
@@ -33,14 +33,14 @@ Steps = Literal["auto"] | StepsHere
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Every field is a flag of `python -m space_server`."""
+    """The worker's settings; every field is a flag of `python -m space_server`."""
 
     model: str  # a folder, a hub id, `smollm2` or `demo`
-    model_is_named: bool  # else `demo` may be served in place of the default model
+    model_is_named: bool  # False: `demo` may replace the default model
     revision: str | None  # of a hub id: branch, tag or commit; None: main
     token_file: Path | None  # with the hub's token
     download_folder: Path | None  # of downloaded models; None: huggingface_hub's own
-    offline: bool  # ask no hub
+    offline: bool  # make no requests to the hub
     listen: str  # unix:PATH or HOST:PORT
     tls: CertificateFiles | None  # mutual TLS with routers
     dtype: str  # auto, float32, bfloat16, float16
@@ -48,30 +48,30 @@ class WorkerConfig:
     kv_dtype: str  # auto or fp8: see precision.py
     device: str  # auto, cpu, cuda, …
     kv_memory: int | float | None  # bytes; a fraction of the free memory; None: see memory.py
-    num_blocks: int | None  # wins over kv_memory
+    num_blocks: int | None  # overrides kv_memory
     block_size: int  # slots
     max_model_len: int | None  # ids of one sequence; None: as the checkpoint says
     max_sequences: int  # at once
-    prefill_budget: float | None  # seconds of a step that prompt rows may make while others decode; None: no bound
-    calibration_seconds: float  # of measuring what steps cost, where none are kept that hold; 0: none
-    speculation: Speculation  # auto: as many drafts as pay; off: plain decoding; K: K drafts with whole groups, always
+    prefill_budget: float | None  # longest step with prompt rows beside decoding sequences, in seconds; None: no bound
+    calibration_seconds: float  # for measuring step costs if no valid file is kept; 0: do not measure
+    speculation: Speculation  # auto: adaptive; off: plain decoding; K: always K drafts with whole groups
     lookup: Lookup  # drafts from what followed the same ids before: beside masks, not at all, or instead of them
-    steps: Steps  # who keeps sequences between steps; device: as CUDA graphs, eager: without
-    space_mask_ids: tuple[int, ...] | None  # over the checkpoint's own
+    steps: Steps  # where sequence state is kept; device: with CUDA graphs, eager: without
+    space_mask_ids: tuple[int, ...] | None  # overrides the checkpoint's own
     space_num_masks: int | None
     adapters: tuple[tuple[str, str], ...]  # name and folder of each gated adapter beside the checkpoint's own
-    synthetic_acceptance: tuple[float, ...] | None  # chances by mask depth; None: drafts are what the masks say
-    attention: str  # auto, or whose: see attention_backends.py
+    synthetic_acceptance: tuple[float, ...] | None  # acceptance by mask depth; None: real drafts
+    attention: str  # auto or a backend: see attention_backends.py
     cpu_kernels: str  # auto, compiled or torch: see cpu_library.py
-    exact: bool  # on a GPU too a row's bits do not depend on the others'
+    exact: bool  # batch-invariant results on a GPU, too
     tensor_parallel: int  # processes (ranks) that share the model, one per GPU
-    rank_timeout: float  # seconds of silence after which a rank is given up, and with it the worker
-    num_threads: int | None  # of one product on the CPU; None: by the size of the weights and the cores there are
-    num_workers: int  # processes like this one that share the machine's cores
-    cores: set[int] | Literal["auto"] | None  # to run on, and on no others; "auto": `keep_off_last`; None: on any
+    rank_timeout: float  # seconds of silence after which a rank counts as dead and the worker exits
+    num_threads: int | None  # of one matmul on the CPU; None: from the weights' size and the cores
+    num_workers: int  # workers that share the machine's cores
+    cores: set[int] | Literal["auto"] | None  # CPU affinity; "auto": `keep_off_last`; None: unchanged
     powercap: Path  # the kernel's folder of power sensors
-    tracing: bool  # spans of sequences that a router follows
-    parent_pid: int | None  # end when this process is gone
+    tracing: bool  # export spans of sequences that the router traces
+    parent_pid: int | None  # exit when this process ends
     log_level: str
     log_format: str  # text or json
 
@@ -84,7 +84,7 @@ class WorkerConfig:
 
 
 def parse(arguments: Sequence[str]) -> WorkerConfig:
-    """The settings from the words of a command line. Exits with status 2 and one line if they make no sense."""
+    """Parse the command line. Exits with status 2 and one line if it is invalid."""
     parser = argparse.ArgumentParser(prog="python -m space_server", description="The worker: steps a model on pages.")
     parser.add_argument(
         "--model",
@@ -263,7 +263,7 @@ def parse(arguments: Sequence[str]) -> WorkerConfig:
         "--log-level", type=str.upper, default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     )
     options = vars(parser.parse_args(arguments))
-    # Ranks must agree: with several, no default gives way.
+    # Ranks must load the same model: with several, the default has no fallback.
     options["model_is_named"] = options["model"] is not None or options["tensor_parallel"] > 1
     options["model"] = options["model"] or default_model.NAME
     for name in ("exact", "offline", "tracing"):

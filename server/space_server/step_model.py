@@ -1,4 +1,4 @@
-"""What a step needs of a model: the seam at which tests put a scripted one."""
+"""The interface that a step needs of a model. Tests implement it with a scripted model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 
 class StepModel(Protocol):
-    """A decoder on paged keys and values; `space_model.SpaceModel` is one."""
+    """A decoder on a paged KV cache. `space_model.SpaceModel` implements it."""
 
     @property
     def facts(self) -> ModelFacts:
-        """What it is, in numbers."""
+        """Sizes, token ids and device of the model."""
         ...
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        """The draft head trained with an adapter's masks, or (None) with the checkpoint's own; None: there is none."""
+        """Return the draft head of an adapter's masks (None: the checkpoint's own), or None if there is none."""
         ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Pages for num_blocks·block_size slots."""
+        """Allocate a KV cache of num_blocks · block_size slots."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+        """Return [R, hidden] after the final norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The worker without its sockets: commands in, steps, reports out."""
+"""Applies the router's commands, runs steps and builds reports. The sockets are in `grpc_server`."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from space_server.worker_messages.sequence_report import commit, say_paused
 from space_server.worker_messages.step_stats import count_read, count_step
 
 MAX_PREFILL_ROWS = 512
-"""Prompt rows per step while no router says otherwise."""
+"""Prompt tokens per step (the prefill chunk) until a router's Start sets it."""
 
 SOURCE_DRAFTS = 8
-"""Drafts per step where not only masks propose and nobody says how many."""
+"""Default draft bound per step where other sources than masks propose drafts."""
 
 _log = logging.getLogger(__name__)
 
 
 class ProtocolError(Exception):
-    """The router broke the contract; the conversation cannot go on."""
+    """The router violated the worker protocol; its stream is closed."""
 
 
 class Worker:
-    """Steps the sequences that the router admits, on the pages that it grants.
+    """Runs the sequences that the router admits, on the KV-cache blocks that it grants.
 
     worker.apply(pb.Command(admit=...)); report = worker.step()
     """
@@ -75,13 +75,13 @@ class Worker:
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_draft_length`: most drafts per sequence and step; None: as many as the checkpoint has masks.
+        """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
 
-        `max_prefill_rows`: prompt rows per step until a Start says otherwise; `prefill_seconds`: longest step that
-        they may make while others decode. `cost`: what steps cost here, as measured; it goes on learning.
-        `kv`: pages to use; None: this worker allocates them. `device_steps`: sequences whose prompt is read keep their
-        state on the device, and the next step of theirs is launched before the last is read; `eager`: without graphs.
-        `grammars`: compiles those that sequences are bounded by; None: no sequence is.
+        `max_prefill_rows`: prompt tokens per step until a Start sets it. `prefill_seconds`: longest duration of a step
+        that mixes prompt tokens with decoding sequences. `cost`: the measured step-cost model, which keeps learning.
+        `kv`: KV cache to use; None: allocate one. `device_steps`: sequences past prefill keep their state on the
+        device, and their next step is launched before the last one is read. `eager`: no CUDA graphs. `grammars`: the
+        grammar compiler; None: requests with a grammar are refused.
         """
         facts = model.facts
         self.facts = facts
@@ -101,10 +101,10 @@ class Worker:
         self._controller = controller or SpeculationController(self.cost)
         self._prefill_seconds = prefill_seconds
         self._shapes = shapes_by_adapter(facts)
-        self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts that a grammar bounds come true more often
+        self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts inside a grammar are accepted more often
         self.waiting = Waiting(grammars)
         self._clock = clock
-        self._ended: float | None = None  # the last step, if there has been work since
+        self._ended: float | None = None  # end of the last step, if work remained after it
         self._default_prefill_rows = max_prefill_rows
         self._device: DeviceScheduler | None = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
@@ -121,10 +121,10 @@ class Worker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every sequence: a router has gone, or another one comes."""
+        """Drop every sequence. Called when a router disconnects or a new one connects."""
         if self._device is not None:
             self._device.reset()
-        self._leaving: list[int] = []  # released, but a step under way has them
+        self._leaving: list[int] = []  # released, but still used by a step in flight
         self.waiting.clear()
         self.batch = RunningBatch()
         self._started = False
@@ -132,7 +132,7 @@ class Worker:
         self._draft_bound = self.max_draft_length
 
     def hello(self, incarnation: str) -> pb.Hello:
-        """Who this worker is."""
+        """Return the Hello message that describes this worker to the router."""
         return hello_of(
             self.facts,
             incarnation,
@@ -148,18 +148,18 @@ class Worker:
     # ------------------------------------------------------------------------------------------ commands
 
     def apply(self, command: pb.Command) -> None:
-        """Carry out one order. What goes wrong with a sequence fails it alone, unless the device is lost.
+        """Apply one command. A failure ends only the sequence concerned, unless the device is lost.
 
-        Raises ProtocolError if the router breaks the contract.
+        Raises ProtocolError if the router violates the protocol.
         """
         match command.WhichOneof("command"):
             case "start":
                 self._start(command.start)
             case "admit":
-                with self._alone(command.admit.seq_id):
+                with self._failing_alone(command.admit.seq_id):
                     self._admit(command.admit)
             case "extend":
-                with self._alone(command.extend.seq_id):
+                with self._failing_alone(command.extend.seq_id):
                     self._extend(command.extend)
             case "release":
                 self._release(command.release.seq_id)
@@ -181,23 +181,23 @@ class Worker:
         self._draft_bound = min(self.max_draft_length, start.max_draft_length)
 
     @contextmanager
-    def _alone(self, seq_id: int) -> Iterator[None]:
-        """What goes wrong in the block fails this sequence, and nobody else."""
+    def _failing_alone(self, seq_id: int) -> Iterator[None]:
+        """Turn an exception in the block into a failure of this sequence only."""
         try:
             yield
             return
         except ProtocolError:
             raise
         except AdmissionError as error:
-            said, wants_memory = str(error), False
+            message, wants_memory = str(error), False
         except Exception as error:
             if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
                 raise
             _log.exception("sequence %d failed before its step", seq_id)
-            said = failure_message("The sequence could not be taken in", error)
+            message = failure_message("The sequence could not be taken in", error)
         if wants_memory:
             give_back_unused()
-        self.batch.fail(seq_id, said)
+        self.batch.fail(seq_id, message)
 
     def _admit(self, message: pb.Admit) -> None:
         if message.seq_id in self.batch:
@@ -234,7 +234,7 @@ class Worker:
         sequence.paused = sequence.paused and not extend.pages
 
     def _release(self, seq_id: int) -> None:
-        """Forget this sequence, and say so once no step uses its pages."""
+        """Drop this sequence, and acknowledge the release once no step uses its pages."""
         if self._device is not None and self._device.runner.refers_to(seq_id):
             self.batch.forget(seq_id)
             self._leaving.append(seq_id)
@@ -250,25 +250,25 @@ class Worker:
 
     @property
     def num_replays(self) -> int:
-        """Those of them that replayed a graph of the device."""
+        """Forward passes that replayed a CUDA graph."""
         return 0 if self._device is None else self._device.runner.num_replays
 
     @property
     def has_work(self) -> bool:
-        """`step` would do or say something."""
+        """Whether `step` would run a step or report something."""
         under_way = self._device is not None and self._device.is_under_way
         runs = any(not (sequence.paused or sequence.waits) for sequence in self.batch)
         return under_way or runs or self.batch.has_news or self.waiting.is_over_for_some
 
     @property
     def drained(self) -> bool:
-        """Draining, and nothing runs or is left to say."""
+        """Whether the worker is draining, runs no sequence and has nothing left to report."""
         return self.draining and len(self.batch) == 0 and not self.has_work
 
     def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
-        """One step of every sequence that can run, and what there is to say; None if that is nothing.
+        """Run one step of every sequence that can run. Returns the report, or None if there is nothing to report.
 
-        `report`: an empty one to say it in. It is not numbered: its sender does that.
+        `report`: an empty message to fill. The caller numbers it.
         """
         started = self._clock()
         pause = None if self._ended is None else started - self._ended
@@ -278,73 +278,73 @@ class Worker:
         reads = []
         while device is not None and device.is_under_way and device.reads_first and not report.stepped:
             reads.append(device.read())
-            self._say(report, reads[-1].advances)
+            self._apply_outputs(report, reads[-1].outputs)
         reads += self._launch(report)
-        on_lines = [] if device is None else device.sequences
-        # On a line, or just off it and said already: a report names each sequence once.
-        busy = {one.seq_id for one in on_lines} | {part.seq_id for part in report.sequences}
+        on_device = [] if device is None else device.sequences
+        # On the device, or reported just now: a report names each sequence once.
+        busy = {one.seq_id for one in on_device} | {part.seq_id for part in report.sequences}
         plan = plan_step(
             [one for one in self.batch if not (one.waits or one.seq_id in busy)],
             self._controller,
             block_size=self.block_size,
             budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
-            beside=on_lines,
+            beside=on_device,
         )
-        pays = self._controller if device is None or not device.has_drafters else device.controller
-        self._sources.price, self._sources.naps = pays.row_price, pays.naps
-        times, begun = StepTimes(), self._clock() if on_lines else started
-        advances = self._run(plan.plans, times) if plan.plans else []
-        beside = device.runner.did_other_work() if device is not None and advances else None
-        self._say(report, advances)
+        pricing = self._controller if device is None or not device.has_drafters else device.controller
+        self._sources.price, self._sources.is_paused = pricing.row_price, pricing.is_paused
+        times, begun = StepTimes(), self._clock() if on_device else started
+        outputs = self._run(plan.plans, times) if plan.plans else []
+        beside = device.runner.did_other_work() if device is not None and outputs else None
+        self._apply_outputs(report, outputs)
         if device is not None:
             while device.is_under_way and not (reads and report.stepped):
                 reads.append(device.read())
-                self._say(report, reads[-1].advances)
+                self._apply_outputs(report, reads[-1].outputs)
                 if device.reads_first and not device.is_under_way:
                     reads += self._launch(report)
-        self._say_paused(report, plan.out_of_slots)
+        self._report_paused(report, plan.out_of_slots)
         released, failed = self.batch.take_news()
         report.released.extend(released)
         report.sequences.extend(failed)
-        if advances:
+        if outputs:
             seconds = self._clock() - begun if beside is None else beside
             count_step(report.stats, plan, times, seconds, self.cost)
-            self._controller.stepped(sum(len(advance.tokens) for advance in advances), seconds, pause)
+            self._controller.stepped(sum(len(output.tokens) for output in outputs), seconds, pause)
         for read in reads:
             count_read(report.stats, read, self.cost)
         spent = times.forward + times.sample + times.draft
         if device is not None:
             spent += device.runner.waited - waited
         ended = self._clock()
-        self._ended = ended if advances and self.has_work else None
+        self._ended = ended if outputs and self.has_work else None
         if report.stepped:
             report.stats.host_seconds = max(0.0, ended - started - spent)
         return report if report.stepped or report.sequences or report.released else None
 
     def interrupted(self) -> None:
-        """Something else was done here since the last step: the time until the next one is no pause between steps."""
+        """Exclude the time until the next step from the measured pauses between steps."""
         self._ended = None
 
     def _launch(self, report: pb.StepReport) -> list[StepRead]:
-        """The next steps on the device; the last one is not read yet.
+        """Launch the next device steps; the last one launched stays unread.
 
-        Where that fails those under way are read and said, and all sequences are stepped on the host.
+        If a launch fails, the steps in flight are read and reported, and all sequences return to the host runner.
         """
         device = self._device
-        if device is None or (report.stepped and device.is_under_way):  # failed, that would be read and said as well
+        if device is None or (report.stepped and device.is_under_way):  # one report holds one step of a sequence
             return []
         device.admit(self.batch)
         if (reads := device.launch()) is None:
             return []
         for read in reads:
-            self._say(report, read.advances)
+            self._apply_outputs(report, read.outputs)
         device.give_back()
         return reads
 
     def _run(self, plans: list[ScheduledSequence], times: StepTimes, *, again: bool = False) -> list[SequenceOutput]:
-        """The step; if it fails, each sequence by itself, so that only the culprit is harmed.
+        """Run the step. If it fails, run each sequence alone, so that only the one that causes the failure ends.
 
-        A sequence that alone is too much for the memory is tried once `again`, with all of it that can be had.
+        A sequence that runs out of memory alone is tried once more (`again`) after unused memory was freed.
         """
         try:
             return self.runner.run(plans, times)
@@ -353,23 +353,23 @@ class Worker:
                 raise
             if len(plans) == 1 and (again or not wants_memory):
                 _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                said = TOO_LARGE if wants_memory else failure_message("The step failed", error)
-                failed = [SequenceOutput(plans[0], error=said)]
+                message = TOO_LARGE if wants_memory else failure_message("The step failed", error)
+                failed = [SequenceOutput(plans[0], error=message)]
             else:
                 _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
                 failed = []
-        # Only here, where the error has let go of the step's tensors, is their memory unused.
+        # The step's tensors are unreferenced only after the except block, so memory is freed here.
         if wants_memory:
             give_back_unused()
-        return failed or [advance for plan in plans for advance in self._run([plan], times, again=len(plans) == 1)]
+        return failed or [output for plan in plans for output in self._run([plan], times, again=len(plans) == 1)]
 
-    def _say(self, report: pb.StepReport, advances: list[SequenceOutput]) -> None:
-        """Let these sequences go on or end, and let go of those that no step under way refers to any more."""
-        report.stepped = report.stepped or bool(advances)
+    def _apply_outputs(self, report: pb.StepReport, outputs: list[SequenceOutput]) -> None:
+        """Apply outputs to their sequences, and acknowledge releases that no step in flight holds back any more."""
+        report.stepped = report.stepped or bool(outputs)
         device = self._device
-        for sequence, advance in [(one.plan.sequence, one) for one in advances]:
+        for sequence, output in [(one.plan.sequence, one) for one in outputs]:
             if self.batch.get(sequence.seq_id) is sequence:  # not released meanwhile
-                self._settle(advance, report)
+                self._commit(output, report)
             if device is not None:
                 device.was_stepped(sequence.seq_id)
         if device is None:
@@ -379,8 +379,8 @@ class Worker:
             self.batch.acknowledge(seq_id)
         self._leaving = still
 
-    def _say_paused(self, report: pb.StepReport, waiting: list[RunningSequence]) -> None:
-        """Who cannot go on without another page, once."""
+    def _report_paused(self, report: pb.StepReport, waiting: list[RunningSequence]) -> None:
+        """Report sequences that cannot continue without another page; each is reported once."""
         if self._device is not None:
             running = [one for one in self._device.sequences if self.batch.get(one.seq_id) is one]
             waiting = waiting + [one for one in running if one.num_free_slots(self.block_size) < 1]
@@ -388,14 +388,14 @@ class Worker:
             if not sequence.paused:
                 say_paused(sequence, report)
 
-    def _settle(self, advance: SequenceOutput, report: pb.StepReport) -> None:
-        """Let the sequence go on or end, and say so."""
-        plan, sequence = advance.plan, advance.plan.sequence
-        goes_on = advance.end is None and advance.error is None
+    def _commit(self, output: SequenceOutput, report: pb.StepReport) -> None:
+        """Advance or end the sequence, and add its output to the report."""
+        plan, sequence = output.plan, output.plan.sequence
+        goes_on = output.end is None and output.error is None
         if plan.closes and goes_on and sequence.acceptance is not None:
             num_drafts = plan.layout.num_drafts
             by_masks = min(num_drafts, sequence.num_mask_drafts) if num_drafts else 0
-            sequence.acceptance.step(sequence.draft_depth, by_masks, advance.num_accepted)
-        commit(advance, report)
+            sequence.acceptance.step(sequence.draft_depth, by_masks, output.num_accepted)
+        commit(output, report)
         if not goes_on:
             self.batch.end(sequence.seq_id)

@@ -93,7 +93,7 @@ def test_steps_of_the_device_are_measured_where_they_are_served(
     assert calibrate(model, kv, max_sequences=4, seconds=0.5)
     assert not launched
     points = calibrate(model, kv, max_sequences=4, seconds=200.0, steps="eager").points
-    assert {kind.num_lines for kind in launched} == {1, 2, 4}
+    assert {kind.batch_size for kind in launched} == {1, 2, 4}
     assert {kind.layout.num_masks for kind in launched} >= {0, 4}
     shapes = [shape for shape, _ in points]
     assert {shape.num_sequences for shape in shapes} == {1, 2, 4}

@@ -109,7 +109,7 @@ def test_adapters_that_come_together_are_stepped_one_on_the_device_and_the_other
     assert found[0] == found[1]
     adapters = [kind.adapter for kind in watched.kinds if kind.layout.num_masks]
     assert set(adapters) == {gated.facts.adapter_number("wide")}
-    assert max(kind.num_lines for kind in watched.kinds) == 4  # two of it, and one that never drafts
+    assert max(kind.batch_size for kind in watched.kinds) == 4  # two of it, and one that never drafts
 
 
 def test_another_adapter_has_the_device_when_the_first_has_gone() -> None:

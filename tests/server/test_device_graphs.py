@@ -24,8 +24,8 @@ from space_server.worker import Worker
 from torch import Tensor
 
 
-def kind(num_lines: int) -> StepKind:
-    return StepKind(num_lines, DraftLayout.plain(), Stages(), 16)
+def kind(batch_size: int) -> StepKind:
+    return StepKind(batch_size, DraftLayout.plain(), Stages(), 16)
 
 
 POOL = (0, 7)
@@ -67,7 +67,7 @@ class Recorder:
 
     def take(self, of: StepKind) -> Tensor:
         how = "record" if self.recording is not None else "watch" if self.debug == "warn" else "launch"
-        self.taken.append(f"{how} {of.num_lines}")
+        self.taken.append(f"{how} {of.batch_size}")
         if self.waits and self.debug == "warn":
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         if self.recording is not None:
@@ -75,8 +75,8 @@ class Recorder:
                 made = torch.zeros(8)
                 self.recorded = weakref.ref(made)
                 raise type(self.error)(*self.error.args)
-            self.recording.append(of.num_lines)
-        return torch.full((of.num_lines, 1), of.num_lines, dtype=torch.int32)
+            self.recording.append(of.batch_size)
+        return torch.full((of.batch_size, 1), of.batch_size, dtype=torch.int32)
 
     def graph(self) -> Graph:
         return Graph(self)
@@ -292,8 +292,8 @@ def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: b
     result = torch.zeros(8, dtype=torch.int32, device="cuda")
 
     def take(of: StepKind) -> Tensor:
-        found = torch.arange(of.num_lines, dtype=torch.int32, device="cuda")
-        return found[: int(found.sum() >= 0) * of.num_lines]  # the host has to know
+        found = torch.arange(of.batch_size, dtype=torch.int32, device="cuda")
+        return found[: int(found.sum() >= 0) * of.batch_size]  # the host has to know
 
     stream = torch.cuda.current_stream()
     graphs = StepGraphs(take, result)
@@ -304,7 +304,7 @@ def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: b
     assert len(graphs) == 0
     assert torch.cuda.current_stream() == stream
     torch.cuda.empty_cache()  # which fails while a capture is believed to go on
-    graphs = StepGraphs(lambda of: torch.arange(of.num_lines, dtype=torch.int32, device="cuda"), result)
+    graphs = StepGraphs(lambda of: torch.arange(of.batch_size, dtype=torch.int32, device="cuda"), result)
     for _ in range(4):
         assert graphs(kind(3)).tolist() == [0, 1, 2]
     assert graphs.num_replays == 2
@@ -314,7 +314,7 @@ def test_a_capture_in_which_the_host_waits_leaves_a_device_that_works(watched: b
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_a_capture_took_that_found_no_more_memory_is_given_back() -> None:
     def take(of: StepKind) -> Tensor:
-        found = torch.arange(of.num_lines, dtype=torch.int32, device="cuda")
+        found = torch.arange(of.batch_size, dtype=torch.int32, device="cuda")
         if torch.cuda.is_current_stream_capturing():
             held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
             return torch.cat([held, torch.empty(1 << 46, dtype=torch.uint8, device="cuda")])

@@ -11,7 +11,7 @@ from space_kernels.sampling.choice import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind
-from space_server.device_runner.device_logprobs import LogprobReport, few_asking, few_tops, num_cells, report
+from space_server.device_runner.device_logprobs import LogprobReport, num_cells, report, round_up_count, round_up_top
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
@@ -77,7 +77,7 @@ def test_every_token_has_the_values_of_host_steps(tiny: SpaceModel, k: int) -> N
     assert [len(one) for one in logprobs] == [0 if number % 4 == 0 else LENGTHS[number] for number in range(6)]
     assert all([entry[0] for entry in one] == ids for one, ids in zip(logprobs, tokens, strict=True) if one)
     assert {len(entry[2]) for one in logprobs for entry in one} == {0, 3, 20}
-    assert {(kind.num_asking, kind.num_top) for kind in kinds} >= {(4, 20), (1, 20)}
+    assert {(kind.num_with_logprobs, kind.num_top) for kind in kinds} >= {(4, 20), (1, 20)}
 
 
 def test_accepted_drafts_have_theirs_too() -> None:
@@ -100,9 +100,9 @@ def test_who_does_not_ask_is_stepped_as_though_nobody_did(tiny: SpaceModel) -> N
     router.admit(PROMPTS[0], max_tokens=9, want_logprobs=True, num_logprobs=1)
     router.admit(PROMPTS[1], max_tokens=40)
     router.run()
-    assert [kind.num_asking for kind in kinds[:2]] == [1, 1]
-    assert {kind.num_asking for kind in kinds[-6:]} == {0}
-    assert sum(kind.num_asking == 0 for kind in kinds) > 10
+    assert [kind.num_with_logprobs for kind in kinds[:2]] == [1, 1]
+    assert {kind.num_with_logprobs for kind in kinds[-6:]} == {0}
+    assert sum(kind.num_with_logprobs == 0 for kind in kinds) > 10
 
 
 def test_who_moves_to_another_line_goes_on_being_told() -> None:
@@ -143,6 +143,6 @@ def test_a_report_is_read_as_the_host_would_have_made_it() -> None:
 
 
 def test_kinds_are_few() -> None:
-    assert [few_tops(count) for count in (0, 1, 5, 6, 20)] == [0, 5, 5, 20, 20]
-    assert [few_asking(count, 64) for count in (0, 1, 2, 4, 5, 33, 64)] == [0, 1, 4, 4, 16, 64, 64]
-    assert few_asking(3, 3) == 3
+    assert [round_up_top(count) for count in (0, 1, 5, 6, 20)] == [0, 5, 5, 20, 20]
+    assert [round_up_count(count, 64) for count in (0, 1, 2, 4, 5, 33, 64)] == [0, 1, 4, 4, 16, 64, 64]
+    assert round_up_count(3, 3) == 3

@@ -139,7 +139,7 @@ def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[SmallRouter]
 class Napping(FixedLayout):
     """Reading does not pay."""
 
-    naps = True
+    is_paused = True
 
     def __init__(self) -> None:
         super().__init__(lambda room: DraftLayout.full(min(room.num_drafts, 3), 3))

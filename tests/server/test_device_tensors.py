@@ -231,7 +231,7 @@ def texts(
     if device:
         assert watched.mode.num_operations > 500
         assert {kind.adapter for kind in watched.kinds} == ({0} if model.facts.adapters else {None})
-        assert {kind.num_lines for kind in watched.kinds} >= ({2, 4} if synthetic is None else {4})
+        assert {kind.batch_size for kind in watched.kinds} >= ({2, 4} if synthetic is None else {4})
     return [ran.tokens for ran in router.ran.values()], router
 
 

@@ -165,8 +165,8 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
     router.run()
     assert router.ran[good].tokens == [model.text(position) for position in range(6, 22)]
     assert router.ran[bad].tokens == [model.text(position) for position in range(9, 25)]
-    assert [message for message in caplog.messages if "gets no line" in message] == [
-        f"sequence {bad} gets no line (no room); it is stepped on the host"
+    assert [message for message in caplog.messages if "could not move to the device" in message] == [
+        f"sequence {bad} could not move to the device (no room); it is stepped on the host"
     ]
     assert router.num_launches > 0
     caplog.clear()
@@ -278,7 +278,7 @@ def test_gaps_are_closed_so_that_few_sequences_make_a_small_step() -> None:
     widths: list[int] = []
     device = router.worker._device
     assert device is not None
-    router.run(after_step=lambda: widths.append(device.runner.batch.num_lines))
+    router.run(after_step=lambda: widths.append(device.runner.batch.batch_size))
     assert router.ran[sequences[-1]].tokens == [router.worker.runner.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
     assert widths[2] == 8
     assert min(width for width in widths if width) == 1

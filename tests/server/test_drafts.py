@@ -142,11 +142,11 @@ def test_naps_let_no_id_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, known = sources.drafter(500, ()), [repeating(length) for length in range(500)]
     assert drafter is not None
     for length in range(500, 900):
-        sources.naps = length // 5 % 2 == 1
+        sources.is_paused = length // 5 % 2 == 1
         drafter.extend(known, [repeating(length)])
         known.append(repeating(length))
-        assert (drafter.propose(8) is None) == sources.naps
-    sources.naps = False
+        assert (drafter.propose(8) is None) == sources.is_paused
+    sources.is_paused = False
     drafter.extend(known, [7])
     assert pushed[-401:] == [*known[500:], 7]
     assert len(pushed) <= len(known) + 1
@@ -246,7 +246,7 @@ def test_what_a_source_is_worth_follows_its_verdicts_whether_it_was_taken_or_not
         text += tokens
         proposal = drafter.propose(4)
         assert proposal is not None
-        assert (proposal.trust.source, proposal.ids[0]) == (DraftOrigin.LOOKUP, other)
+        assert (proposal.acceptance.source, proposal.ids[0]) == (DraftOrigin.LOOKUP, other)
         layout_yields.append(proposal.expected)
     assert layout_yields[-1] < layout_yields[0] / 2
 
@@ -256,7 +256,7 @@ def test_a_source_that_was_wrong_for_long_is_believed_again_when_it_is_right() -
     trust, others = SourceAcceptance(DraftOrigin.LOOKUP, shapes), SourceAcceptance(DraftOrigin.LOOKUP, shapes)
 
     def verify_sequences(whose: SourceAcceptance, token: int) -> None:
-        whose.verify_sequences(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
+        whose.observe(Proposal(whose, [7], LENGTHS[-1], whose.chances(LENGTHS[-1])), [token])
 
     for _ in range(5000):
         verify_sequences(trust, 8)

@@ -69,7 +69,7 @@ def test_the_largest_step_on_the_device_has_every_line_and_whole_groups(masks: i
 
     runner._take = watched
     runner.take_largest()
-    assert [(kind.num_lines, kind.layout) for kind in taken] == [(6, layout)] * 3  # launched, watched, captured
+    assert [(kind.batch_size, kind.layout) for kind in taken] == [(6, layout)] * 3  # launched, watched, captured
     assert taken[0].num_pages * 16 >= model.facts.window
     assert runner.num_under_way == 0
 

@@ -9,8 +9,8 @@ from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import DraftLimits, FixedLayout, StepLoad
 from space_server.speculation.lookup_policy import (
     GAIN_RATE,
-    LONGEST_NAP,
-    NAP,
+    LONGEST_PAUSE_STEPS,
+    PAUSE_STEPS,
     READING,
     RETRY,
     WINDOW,
@@ -40,7 +40,7 @@ def napping(num_sequences: int = 8) -> LookupPolicy:
     worth = LookupPolicy()
     for _ in range(WINDOW):
         stepped(worth, num_sequences)
-    assert worth.naps
+    assert worth.is_paused
     return worth
 
 
@@ -82,16 +82,16 @@ def test_the_price_of_what_does_not_pay_is_looked_at_again() -> None:
 def test_texts_are_not_read_where_that_has_not_paid_for_itself(num_sequences: int, num_steps: int) -> None:
     worth = LookupPolicy()
     for _ in range(num_steps):
-        assert not worth.naps
+        assert not worth.is_paused
         stepped(worth, num_sequences)
-    assert worth.naps
+    assert worth.is_paused
 
 
 def test_steps_of_those_whose_texts_nobody_reads_say_nothing() -> None:
     worth = LookupPolicy()
     for _ in range(5 * WINDOW):
         stepped(worth, num_read=0)
-        assert not worth.naps
+        assert not worth.is_paused
 
 
 def test_texts_are_read_as_long_as_drafts_save_more_than_reading_takes() -> None:
@@ -99,7 +99,7 @@ def test_texts_are_read_as_long_as_drafts_save_more_than_reading_takes() -> None
     for _ in range(3 * WINDOW):
         assert worth.pays(good(16 * READING))
         stepped(worth)
-        assert not worth.naps
+        assert not worth.is_paused
 
 
 def naps_of(worth: LookupPolicy, num_steps: int) -> list[int]:
@@ -107,7 +107,7 @@ def naps_of(worth: LookupPolicy, num_steps: int) -> list[int]:
     lengths, slept = [], 0
     for _ in range(num_steps):
         stepped(worth)
-        if worth.naps:
+        if worth.is_paused:
             slept += 1
         elif slept:
             lengths.append(slept)
@@ -116,23 +116,28 @@ def naps_of(worth: LookupPolicy, num_steps: int) -> list[int]:
 
 
 def test_each_nap_in_a_row_is_twice_as_long_up_to_a_bound() -> None:
-    assert naps_of(LookupPolicy(), 3 * LONGEST_NAP) == [NAP, 2 * NAP, LONGEST_NAP, LONGEST_NAP]
+    assert naps_of(LookupPolicy(), 3 * LONGEST_PAUSE_STEPS) == [
+        PAUSE_STEPS,
+        2 * PAUSE_STEPS,
+        LONGEST_PAUSE_STEPS,
+        LONGEST_PAUSE_STEPS,
+    ]
 
 
 def test_a_crowd_of_half_the_size_is_read_and_the_whole_one_naps_on() -> None:
-    worth, naps = napping(8), []
+    worth, is_paused = napping(8), []
     for size in (5, 4, 3, 8):
         stepped(worth, size)
-        naps.append(worth.naps)
-    assert naps == [True, False, False, True]
+        is_paused.append(worth.is_paused)
+    assert is_paused == [True, False, False, True]
 
 
 def test_nobody_naps_while_masks_draft() -> None:
     worth = napping()
     stepped(worth, by_masks=True)
-    assert not worth.naps
+    assert not worth.is_paused
     stepped(worth)
-    assert worth.naps
+    assert worth.is_paused
 
 
 @pytest.mark.parametrize("by_masks", [False, True])
@@ -177,7 +182,7 @@ class Ridge(StepCost):
 
 
 class Napping(FixedLayout):
-    naps = True
+    is_paused = True
 
 
 @pytest.mark.parametrize("controller", [FixedLayout.full(3), Napping.full(3)])

@@ -141,8 +141,8 @@ class CountingController:
         return self.controller.row_price
 
     @property
-    def naps(self) -> bool:
-        return self.controller.naps
+    def is_paused(self) -> bool:
+        return self.controller.is_paused
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         self.controller.stepped(num_tokens, seconds, pause)

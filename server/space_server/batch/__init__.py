@@ -1,1 +1,1 @@
-"""The sequences of a running batch, from admission to the end."""
+"""Sequences of the running batch, from admission to their end."""

@@ -1,4 +1,4 @@
-"""From an Admit message to a valid sequence, or to one line that says why not."""
+"""Builds a sequence from an Admit message, or says in one line why it is invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from space_server.drafts.drafts import DraftSources
 
 
 class AdmissionError(ValueError):
-    """A sequence cannot be run; the message names the bound and the value."""
+    """The sequence cannot run; the message names the bound and the value."""
 
 
 def admit(
@@ -31,9 +31,10 @@ def admit(
     max_drafts: int,
     sources: DraftSources | None = None,
 ) -> RunningSequence:
-    """The sequence an Admit describes. Raises AdmissionError.
+    """Build the sequence that an Admit message describes. Raises AdmissionError.
 
-    `max_drafts`: the worker's own bound; `sources`: who drafts besides masks, by default only the message's prediction.
+    `max_drafts`: the worker's own bound. `sources`: draft sources besides masks; by default only the message's
+    prediction.
     """
     sources = sources or DraftSources()
     ids = list(message.ids)
@@ -49,7 +50,7 @@ def admit(
         raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
     eos_ids = frozenset(message.limits.eos_ids)
     if message.sampling.HasField("grammar") and not eos_ids:
-        eos_ids = frozenset(facts.eos_ids)  # possible where nothing else is: a complete text has to end
+        eos_ids = frozenset(facts.eos_ids)  # EOS must stay possible where the grammar is complete
     limits = SequenceLimits(
         max_tokens=message.limits.max_tokens,
         window=facts.window,
@@ -65,7 +66,7 @@ def admit(
     adapter, num_masks = _masks(message.adapter, facts)
     sampling_params = _sampling_params(message.sampling, message.limits, facts.vocab_size)
     bound = min(max_drafts, message.max_draft_length)
-    # Who never speculates has nobody read its text, except to say which ids of a prediction appeared.
+    # Without drafts no drafter is needed, except to count which ids of a prediction appeared.
     in_grammar = message.sampling.HasField("grammar")
     drafter = None
     if bound or message.prediction:
@@ -91,13 +92,13 @@ def admit(
     )
 
 
-def _name(grammar: pb.Grammar) -> str:
-    """The same for the same grammar alone."""
+def _grammar_digest(grammar: pb.Grammar) -> str:
+    """Return a digest that identifies the grammar."""
     return blake2b(grammar.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 
 
 def _masks(name: str, facts: ModelFacts) -> tuple[int | None, int]:
-    """The number of the adapter that drafts, None for the checkpoint's own masks, and how many masks it has."""
+    """Return the adapter's number (None: the checkpoint's own masks) and its number of masks."""
     try:
         adapter = facts.adapter_number(name)
     except KeyError:
@@ -107,7 +108,7 @@ def _masks(name: str, facts: ModelFacts) -> tuple[int | None, int]:
 
 
 def check_pages(pages: Iterable[int], num_blocks: int, held: Set[int] = frozenset()) -> None:
-    """Raise AdmissionError for a block that does not exist, or that one sequence, with those held, would have twice."""
+    """Raise AdmissionError for a block that does not exist, or that the sequence would hold twice."""
     seen: set[int] = set()
     for page in pages:
         if page >= num_blocks:
@@ -133,7 +134,7 @@ def _check_prediction(ids: Run[int], facts: ModelFacts) -> None:
 
 
 def _sampling_params(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) -> SamplingParams:
-    """The law of choice; fields that are unset are neutral."""
+    """Convert sampling parameters; unset fields are neutral. Raises AdmissionError."""
     numbers = {
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
@@ -166,7 +167,7 @@ def _sampling_params(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) 
         key=request_key(sampling.seed, sampling.choice),
         bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_ids=tuple(sorted(set(sampling.allowed_ids))),
-        grammar=_name(sampling.grammar) if sampling.HasField("grammar") else "",
+        grammar=_grammar_digest(sampling.grammar) if sampling.HasField("grammar") else "",
         min_tokens=sampling.min_tokens,
         end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
         bad_words=tuple(tuple(run.ids) for run in sampling.bad_words),

@@ -1,4 +1,4 @@
-"""When a sequence ends, also in the middle of the run of ids that one step emits."""
+"""When a sequence ends, also within the tokens that one step emits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ class SequenceEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Ends at the first EOS id, stop id, or when max_tokens or the window is reached."""
+    """Ends a sequence at the first EOS id or stop id, or at max_tokens or the context window."""
 
-    max_tokens: int  # generated ids in all
-    window: int  # ids in all: prompt and output
+    max_tokens: int  # generated tokens in all
+    window: int  # context window: prompt and output tokens
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
 
     def num_left(self, num_known: int, num_prompt: int) -> int:
-        """Ids that may still be emitted."""
+        """Return how many tokens may still be emitted."""
         return min(self.max_tokens - (num_known - num_prompt), self.window - num_known)
 
     def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
-        """How many of these ids stand, and why the sequence ends there, if it does.
+        """Return how many of these tokens are kept, and why the sequence ends there (None: it goes on).
 
-        An end token is the last id that stands; on the last allowed place it is still what ended the sequence.
+        An EOS or stop token is the last one kept. At the last allowed position it still counts as the reason of the
+        end.
         """
         for count, token in enumerate(emitted, start=1):
             if token in self.eos_ids:

@@ -1,4 +1,4 @@
-"""The pages of a sequence as an array that grows, and is compared with an older one, by what is new."""
+"""A sequence's page numbers as an append-only array that is compared cheaply with an older version of itself."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import numpy as np
 from space_kernels.paging.row_pattern import Ints
 
 
-# room    [0 ........ known)[known .... known + new)[.......... free
+# buffer  [0 ........ known)[known .... known + new)[.......... free
 #         earlier arrays     written now             of later ones
 def appended(known: Ints, pages: Sequence[int]) -> Ints:
-    """The known numbers, then these. The same memory as long as it has room, so `known` must be its newest array."""
+    """Return `known` followed by `pages`. Memory is shared while it has capacity; `known` must be the newest array."""
     count = len(known) + len(pages)
-    room = known.base
-    if not isinstance(room, np.ndarray) or len(room) < count:
-        room = np.empty(2 * count, dtype=np.int64)
-        room[: len(known)] = known
-    room[len(known) : count] = pages
-    return room[:count]
+    buffer = known.base
+    if not isinstance(buffer, np.ndarray) or len(buffer) < count:
+        buffer = np.empty(2 * count, dtype=np.int64)
+        buffer[: len(known)] = known
+    buffer[len(known) : count] = pages
+    return buffer[:count]
 
 
 def begins_with(pages: Ints, known: Ints) -> bool:
-    """`pages` are the known ones, and perhaps more."""
+    """Whether `pages` starts with `known`."""
     if pages is known:
         return True
     if len(pages) < len(known):
         return False
     if pages.base is not None and pages.base is known.base and _start(pages) == _start(known):
-        return True  # what was written once stays
+        return True  # written entries never change
     return bool((pages[: len(known)] == known).all())
 
 

@@ -1,4 +1,4 @@
-"""The sequences of one router's stream: those that run, those that have ended, and what is still to be said of them."""
+"""The sequences of one router stream: running, ended, and what is still to be reported of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from space_server.batch.sequence import RunningSequence
 
 
 class RunningBatch:
-    """Sequences by number, oldest first."""
+    """Sequences by seq_id, oldest first."""
 
     def __init__(self) -> None:
         self._running: dict[int, RunningSequence] = {}
@@ -28,25 +28,25 @@ class RunningBatch:
         return seq_id in self._running or seq_id in self._ended
 
     def add(self, sequence: RunningSequence) -> None:
-        """Run this sequence, as the youngest."""
+        """Add a sequence as the youngest."""
         self._running[sequence.seq_id] = sequence
 
     def get(self, seq_id: int) -> RunningSequence | None:
-        """A running sequence."""
+        """Return the running sequence, or None."""
         return self._running.get(seq_id)
 
     def end(self, seq_id: int) -> None:
-        """This sequence runs no more; its pages stay the router's until it is released."""
+        """Stop running this sequence. The router keeps its pages until it releases it."""
         self._running.pop(seq_id, None)
         self._ended.add(seq_id)
 
     def hand_back(self, seq_id: int) -> None:
-        """This sequence, which was never admitted, is to run elsewhere."""
+        """Return a sequence that was never admitted, for the router to run elsewhere."""
         self.end(seq_id)
         self._failed.append(pb.SequenceReport(seq_id=seq_id, finish=pb.FINISH_RETURNED))
 
     def fail(self, seq_id: int, error: str) -> None:
-        """This sequence, running or never admitted, ends with an error."""
+        """End this sequence, running or never admitted, with an error."""
         sequence = self._running.get(seq_id)
         self.end(seq_id)
         self._failed.append(
@@ -59,27 +59,27 @@ class RunningBatch:
         )
 
     def release(self, seq_id: int) -> None:
-        """Forget this sequence, whether it runs, has ended, or was never here, and say so."""
+        """Drop this sequence, running, ended or unknown, and acknowledge the release."""
         self.forget(seq_id)
         self.acknowledge(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """This sequence is nobody's any more, but its pages may still be in use: that is said by `acknowledge`."""
+        """Drop this sequence without acknowledging: a step in flight may still use its pages."""
         self._running.pop(seq_id, None)
         self._ended.discard(seq_id)
         self._failed = [report for report in self._failed if report.seq_id != seq_id]
 
     def acknowledge(self, seq_id: int) -> None:
-        """Nothing uses the pages of this forgotten sequence any more."""
+        """Acknowledge the release of a forgotten sequence whose pages are no longer used."""
         self._released.append(seq_id)
 
     @property
     def has_news(self) -> bool:
-        """Something is to be said without a step."""
+        """Whether something is to be reported without a step."""
         return bool(self._released or self._failed)
 
     def take_news(self) -> tuple[list[int], list[pb.SequenceReport]]:
-        """Releases to acknowledge and failures to report; each is given out once."""
+        """Return the releases to acknowledge and the failures to report; each is returned once."""
         released, self._released = self._released, []
         failed, self._failed = self._failed, []
         return released, failed

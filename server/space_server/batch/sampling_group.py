@@ -1,4 +1,4 @@
-"""Who is stepped together, and what of them stays the same while nobody comes or goes."""
+"""Sequences sampled together, with what stays the same while the group does not change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from space_server.batch.sequence import RunningSequence
 
 
 class SamplingGroup:
-    """Some sequences, in an order. What a step asks of their laws is answered without looking at each of them."""
+    """An ordered group of sequences with their sampling parameters batched once."""
 
     def __init__(self, sequences: list[RunningSequence]) -> None:
         self.sequences = sequences
@@ -23,12 +23,12 @@ class SamplingGroup:
 
     @cached_property
     def is_alike(self) -> bool:
-        """All draft with the masks of one adapter, or with the checkpoint's own, and no grammar bounds anybody."""
+        """Whether all draft with the same adapter's masks and none has a grammar."""
         adapter = self.sequences[0].adapter
         return all(sequence.adapter == adapter and sequence.grammar is None for sequence in self.sequences)
 
     def columns(self, device: torch.device) -> SamplingColumns:
-        """What the draft head's choice needs of the laws, on the device."""
+        """Return the sampling parameters that the draft head needs, on the device."""
         columns = self._columns.get(device)
         if columns is None:
             columns = self._columns[device] = SamplingColumns.of(self.batch_params, device)
@@ -36,13 +36,13 @@ class SamplingGroup:
 
 
 class SamplingGroups:
-    """Knows the last one again. Steps ask for who chooses in them, and for who drafts."""
+    """Caches the last group: consecutive steps mostly sample and draft for the same sequences."""
 
     def __init__(self) -> None:
         self._last = SamplingGroup([])
 
     def of(self, sequences: Run[RunningSequence]) -> SamplingGroup:
-        """The company of these, which are equal where they are the same objects."""
+        """Return the group of these sequences, compared by identity."""
         if sequences != self._last.sequences:
             self._last = SamplingGroup([*sequences])
         return self._last

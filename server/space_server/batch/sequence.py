@@ -1,4 +1,4 @@
-"""One running sequence: its ids, its pages, and how far its keys and values are computed."""
+"""One running sequence: its token ids, its pages, and how many of its ids are computed."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class RunningSequence:
     max_drafts: int  # bound on drafts per step
     num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
     num_prompt_logprobs: int | None  # the same for prompt ids
-    counts: TokenCounts | None  # of `ids`, where the law penalises
-    adapter: int | None  # whose masks it drafts from; None: the checkpoint's own, by their ids
-    num_masks: int  # masks per group that there are
+    counts: TokenCounts | None  # of `ids`, where a penalty is set
+    adapter: int | None  # adapter whose masks draft; None: the checkpoint's own
+    num_masks: int  # masks per group that the adapter or checkpoint has
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
-    draft_depth: int = 1  # mask number that the first of them came from; 0: from no mask
-    draft_chances: Run[float] = ()  # that each is accepted after those before it, where no mask made them
-    acceptance: Acceptance | None = None  # of drafts that came from its masks; None: nobody asks
-    origin: Origin = BY_MASKS  # who proposed the drafts
-    drafter: Drafter | None = None  # proposes from what is known of the text; None: only its masks draft
-    grammar: GrammarState | None = None  # where the output stands in the grammar that bounds it; None: in none
+    draft_depth: int = 1  # mask number of the first draft; 0: from no mask
+    draft_chances: Run[float] = ()  # acceptance probability of each, given those before; only of drafts from no mask
+    acceptance: Acceptance | None = None  # of drafts from its masks; None: not measured
+    origin: Origin = BY_MASKS  # source of the drafts
+    drafter: Drafter | None = None  # proposes drafts from the text; None: only masks draft
+    grammar: GrammarState | None = None  # state of its grammar; None: unconstrained
     waits: bool = False  # for its grammar to be compiled
     num_emitted: int = 0  # ids emitted since admission
-    paused: bool = False  # without a free slot, and reported so
-    most_ids: int = field(init=False)  # that it may ever have
-    most_masks: int = field(init=False)  # that a group of its may have
-    held_pages: set[int] = field(init=False, repr=False)  # the same, in no order
-    page_numbers: Ints = field(init=False, repr=False)  # the same; never changed, replaced by a longer one
+    paused: bool = False  # has no free slot, and was reported so
+    most_ids: int = field(init=False)  # upper bound on len(ids)
+    most_masks: int = field(init=False)  # upper bound on masks per group
+    held_pages: set[int] = field(init=False, repr=False)  # `pages` as a set
+    page_numbers: Ints = field(init=False, repr=False)  # `pages` as an array; replaced, never changed in place
 
     def __post_init__(self) -> None:
         self.held_pages = set(self.pages)
@@ -65,28 +65,28 @@ class RunningSequence:
 
     @property
     def num_left(self) -> int:
-        """Ids that may still be emitted."""
+        """Tokens that may still be emitted."""
         return self.most_ids - len(self.ids)
 
     @property
     def num_mask_drafts(self) -> int:
-        """Leading drafts that came from its masks."""
+        """How many leading drafts came from its masks."""
         if self.draft_depth == 0:
             return 0
         return len(self.drafts) if self.origin.source is DraftOrigin.MASKS else self.origin.num_mask_drafts
 
     def num_free_slots(self, block_size: int) -> int:
-        """Slots behind the computed ids."""
+        """Return the number of KV-cache slots behind the computed ids."""
         return len(self.pages) * block_size - self.num_computed
 
     def extend(self, pages: Run[int]) -> None:
-        """These pages, none of which it has, come behind the others."""
+        """Append newly granted pages."""
         self.pages += pages
         self.held_pages.update(pages)
         self.page_numbers = appended(self.page_numbers, pages)
 
     def advance(self, num_rows: int) -> None:
-        """A prefill chunk that did not reach the root is computed."""
+        """Count a prefill chunk that did not reach the root as computed."""
         self.num_computed += num_rows
 
     def emit(
@@ -97,9 +97,10 @@ class RunningSequence:
         draft_depth: int = 1,
         origin: Origin = BY_MASKS,
     ) -> None:
-        """The root's step is over: `tokens` are new ids, the K and V of the root and the accepted drafts are in place.
+        """Append the emitted tokens and set the next step's drafts. K and V of the root and the accepted drafts are in
+        place.
 
-        Rejected drafts wrote the slots behind; the next step overwrites them. Nothing is moved.
+        Rejected drafts wrote the slots behind them; the next step overwrites those. Nothing is copied.
         """
         self.num_computed = min(len(self.ids) + num_accepted, len(self.ids) + len(tokens) - 1)
         self.ids += tokens

@@ -1,4 +1,4 @@
-"""Sequences that wait for their grammar: they are admitted, hold their pages, and are not stepped."""
+"""Admitted sequences whose grammar is still compiling: they hold their pages and are not stepped."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from space_server.grammar.grammars import Grammars, Preparation
 
 
 class Waiting:
-    """Lets a sequence run once its grammar is compiled, or fails it, and nobody else."""
+    """Starts each sequence once its grammar is compiled, or fails that sequence alone."""
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._preparing: dict[int, Preparation] = {}  # by sequence number
-        self.woken: Callable[[], None] = lambda: None  # called, by any thread, when a sequence need wait no longer
+        self.woken: Callable[[], None] = lambda: None  # called from any thread when a compilation ends
 
     @property
     def why_none(self) -> str | None:
-        """Why no grammar can be had here; None: it can."""
+        """Why this worker supports no grammars; None: it does."""
         return "it was started without them" if self._grammars is None else self._grammars.why_none
 
     @property
     def is_over_for_some(self) -> bool:
-        """`take` would do something."""
+        """Whether a compilation has ended, so that `take` would do something."""
         return any(preparation.is_over for preparation in self._preparing.values())
 
     def why_refused(self, sequence: RunningSequence) -> str | None:
-        """Why this sequence's grammar cannot be followed; None: it can be tried."""
+        """Why this sequence's grammar cannot be used; None: it can be tried."""
         if self.why_none is not None:
             return f"This worker takes no grammars: {self.why_none}."
         if not sequence.limits.eos_ids | sequence.limits.stop_ids:
@@ -38,7 +38,7 @@ class Waiting:
         return None
 
     def add(self, sequence: RunningSequence, grammar: pb.Grammar, *, ignores_eos: bool) -> None:
-        """Compile the grammar of this sequence, which is not refused."""
+        """Start compiling the grammar of a sequence that was not refused."""
         if self._grammars is not None:
             self._preparing[sequence.seq_id] = self._grammars.prepare(
                 grammar,
@@ -50,7 +50,7 @@ class Waiting:
             )
 
     def take(self, batch: RunningBatch) -> None:
-        """Let those of the batch run whose grammar is ready, and fail those that have none."""
+        """Start the sequences whose grammar is ready, and fail those whose grammar did not compile."""
         for seq_id, preparation in list(self._preparing.items()):
             sequence = batch.get(seq_id)
             if sequence is None:
@@ -64,7 +64,7 @@ class Waiting:
                     sequence.grammar, sequence.waits = preparation.state, False
 
     def clear(self) -> None:
-        """Nobody waits any more."""
+        """Cancel every compilation."""
         for preparation in self._preparing.values():
             preparation.cancel()
         self._preparing.clear()

@@ -1,1 +1,1 @@
-"""Steps whose state is on the device."""
+"""Runs steps whose state is kept on the device."""

@@ -1,4 +1,4 @@
-"""The sequences that are stepped on the device: which line of the state each of them has."""
+"""The sequences that are stepped on the device, and the batch index of each in the StepState."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from space_server.device_runner.device_logprobs import MOST_TOP
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
 MOST_HISTORY_BYTES = 64 * 1024**2
-"""Of ids known per line, which bad words are looked for in: where windows make it more, they are left to the host."""
+"""Bound on the token history kept for bad words; with larger windows such requests run on the host."""
 
 MOST_DECREE_BYTES = 64 * 1024**2
-"""Of texts from which drafts are decreed, 12 bytes an id: requests with longer ones are left to the host."""
+"""Bound on known continuations for synthetic acceptance, 12 bytes an id; longer ones run on the host."""
 
 _log = logging.getLogger(__name__)
 
 
 class DeviceBatch:
-    """Lines of a StepState and the sequences that have them.
+    """Assigns sequences to the batch indices of a StepState.
 
-    A sequence on a line goes on without the host: what the host knows of it is as old as the last step that was read.
+    A sequence in it advances without the host, which knows its state as of the last step that was read.
     """
 
     def __init__(
@@ -58,51 +58,51 @@ class DeviceBatch:
             history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
         )
-        self.asking = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # lines, then 0
-        self._asking: list[int] = []  # those that were sent
+        self.logprob_indices = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # padded with 0
+        self._sent_logprob_indices: list[int] = []  # those that were sent
         self._synthetic, self.synthetic_tensors = synthetic, None
         if synthetic is not None:
             num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
             self.synthetic_tensors = SyntheticAcceptanceTensors.empty(
                 max_sequences, num_places, synthetic.chances, device=facts.device
             )
-        self.lines: list[RunningSequence | None] = [None] * max_sequences
-        self._line_of: dict[int, int] = {}
+        self.by_index: list[RunningSequence | None] = [None] * max_sequences
+        self._index_of: dict[int, int] = {}
         self._sent_pages: dict[int, int] = {}  # by sequence number
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self._index_of)
 
     def __iter__(self) -> Iterator[RunningSequence]:
-        """By line."""
-        return (sequence for sequence in self.lines if sequence is not None)
+        """Iterate in order of batch index."""
+        return (sequence for sequence in self.by_index if sequence is not None)
 
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._line_of
+        return seq_id in self._index_of
 
     @property
-    def num_lines(self) -> int:
-        """Up to the last one that is taken."""
-        return max(self._line_of.values(), default=-1) + 1
+    def batch_size(self) -> int:
+        """The highest batch index in use, plus 1."""
+        return max(self._index_of.values(), default=-1) + 1
 
     @property
     def num_pages(self) -> int:
-        """Most that a sequence has."""
+        """The most pages that one sequence has."""
         return max(self._sent_pages.values(), default=0)
 
     @property
     def stages(self) -> Stages:
-        """Those that some of the laws need, or a set of stages that contains them: few sets, so few graphs."""
-        return few_stages(Stages.of(sequence.sampling_params for sequence in self))
+        """The sampling stages that the sequences need, rounded up to one of a few sets: few CUDA graphs."""
+        return round_up_stages(Stages.of(sequence.sampling_params for sequence in self))
 
     @property
     def adapter(self) -> int | None:
-        """Whose masks draft: those of one adapter (None: the checkpoint's own) in all steps of the batch."""
+        """The adapter whose masks draft for the whole batch; None: the checkpoint's own."""
         return next((sequence.adapter for sequence in self if sequence.most_masks), None)
 
     def fits(self, sequence: RunningSequence) -> bool:
-        """Whether this sequence can be stepped here: only its root is to be computed, its masks, if it has any, are the
-        others', and what is asked of it has room.
+        """Whether this sequence can be stepped here: only its root is pending, it drafts with the same adapter's masks
+        as the batch or with none, and its sampling parameters fit the tensors.
         """
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
@@ -121,7 +121,7 @@ class DeviceBatch:
         return self._synthetic is None and sequence.max_drafts <= self.state.drafts.shape[1]
 
     def _has_its_masks(self, sequence: RunningSequence) -> bool:
-        if not sequence.most_masks:  # the text is everybody's
+        if not sequence.most_masks:  # adapters change drafts only, so a sequence without masks fits any batch
             return True
         return sequence.adapter == self.adapter or not any(one.most_masks for one in self)
 
@@ -132,16 +132,16 @@ class DeviceBatch:
         return known is None or len(known.ids) <= self.synthetic_tensors.num_places
 
     def put(self, sequence: RunningSequence) -> None:
-        """Let a sequence that fits take the first line that is free."""
-        line = self.lines.index(None)
+        """Give a sequence that fits the first free batch index."""
+        batch_index = self.by_index.index(None)
         pages = sequence.pages[: self._max_pages]
         if self._synthetic is not None and self.synthetic_tensors is not None:
             known = self._synthetic.continuation_of(sequence)
             self.synthetic_tensors.put(
-                line, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others)
+                batch_index, *((), (), ()) if known is None else (known.ids, known.uniforms, known.others)
             )
-        self.state.put(  # last: a line that nobody got is not live
-            line,
+        self.state.put(  # last, so that a failure before leaves this batch index not live
+            batch_index,
             StateAdmission(
                 ids=sequence.ids,
                 num_prompt=sequence.num_prompt,
@@ -155,72 +155,72 @@ class DeviceBatch:
                 drafts=sequence.drafts,
             ),
         )
-        sequence.counts = None  # the state counts now
-        self.lines[line] = sequence
-        self._line_of[sequence.seq_id] = line
+        sequence.counts = None  # the state keeps the counts now
+        self.by_index[batch_index] = sequence
+        self._index_of[sequence.seq_id] = batch_index
         self._sent_pages[sequence.seq_id] = len(pages)
 
     def send_pages(self) -> None:
-        """Let the state know of the pages that sequences got since."""
+        """Copy pages granted since the last call to the state."""
         state, cells, counts = self.state, [], []
         for sequence in self:
             known, count = self._sent_pages[sequence.seq_id], min(len(sequence.pages), self._max_pages)
             if count > known:
-                line = self._line_of[sequence.seq_id]
-                cells += [(line, place, sequence.pages[place]) for place in range(known, count)]
-                counts.append((line, count))
+                batch_index = self._index_of[sequence.seq_id]
+                cells += [(batch_index, place, sequence.pages[place]) for place in range(known, count)]
+                counts.append((batch_index, count))
                 self._sent_pages[sequence.seq_id] = count
         if cells:
-            lines, places, blocks = _columns(cells, state.page_table.device)
-            state.page_table.index_put_((lines, places), blocks.to(state.page_table.dtype))
-            lines, numbers = _columns(counts, state.num_pages.device)
-            state.num_pages.index_put_((lines,), numbers)
+            batch_indices, places, blocks = _columns(cells, state.page_table.device)
+            state.page_table.index_put_((batch_indices, places), blocks.to(state.page_table.dtype))
+            batch_indices, numbers = _columns(counts, state.num_pages.device)
+            state.num_pages.index_put_((batch_indices,), numbers)
 
     def send_drafts(self, seq_ids: Iterable[int]) -> None:
-        """Let these sequences, which no step under way has, verify the drafts that the host has for them."""
+        """Copy the host's drafts of these sequences, which no step in flight includes, to the state."""
         state, cells, counts = self.state, [], []
         for seq_id in seq_ids:
-            line = self._line_of.get(seq_id)
-            sequence = None if line is None else self.lines[line]
-            if line is not None and sequence is not None:
-                cells += [(line, place, id_) for place, id_ in enumerate(sequence.drafts)]
-                counts.append((line, len(sequence.drafts)))
+            batch_index = self._index_of.get(seq_id)
+            sequence = None if batch_index is None else self.by_index[batch_index]
+            if batch_index is not None and sequence is not None:
+                cells += [(batch_index, place, id_) for place, id_ in enumerate(sequence.drafts)]
+                counts.append((batch_index, len(sequence.drafts)))
         if counts:
-            lines, places, ids = _columns(cells, state.drafts.device)
-            state.drafts.index_put_((lines, places), ids)
-            lines, numbers = _columns(counts, state.num_drafts.device)
-            state.num_drafts.index_put_((lines,), numbers)
+            batch_indices, places, ids = _columns(cells, state.drafts.device)
+            state.drafts.index_put_((batch_indices, places), ids)
+            batch_indices, numbers = _columns(counts, state.num_drafts.device)
+            state.num_drafts.index_put_((batch_indices,), numbers)
 
-    def send_asking(self) -> tuple[list[int], int]:
-        """Let `asking` name the lines that want log-probabilities; these, and most alternatives that one wants."""
-        asks = [(line, one.num_logprobs) for line, one in enumerate(self.lines) if one is not None]
-        lines = [line for line, num_top in asks if num_top is not None]
-        if lines and lines != self._asking:
-            send(self.asking, torch.tensor(lines + [0] * (len(self.lines) - len(lines))))
-            self._asking = lines
-        return lines, max((num_top for _, num_top in asks if num_top is not None), default=0)
+    def send_logprob_indices(self) -> tuple[list[int], int]:
+        """Send and return the batch indices that want log-probabilities; also return the most alternatives wanted."""
+        asks = [(batch_index, one.num_logprobs) for batch_index, one in enumerate(self.by_index) if one is not None]
+        batch_indices = [batch_index for batch_index, num_top in asks if num_top is not None]
+        if batch_indices and batch_indices != self._sent_logprob_indices:
+            send(self.logprob_indices, torch.tensor(batch_indices + [0] * (len(self.by_index) - len(batch_indices))))
+            self._sent_logprob_indices = batch_indices
+        return batch_indices, max((num_top for _, num_top in asks if num_top is not None), default=0)
 
-    def close_gaps(self, num_lines: int) -> None:
-        """Let sequences behind the first `num_lines` lines, of which enough are free, move there."""
-        for line in range(num_lines, len(self.lines)):
-            sequence = self.lines[line]
+    def close_gaps(self, batch_size: int) -> None:
+        """Move sequences at `batch_size` or above to free indices below it, of which there must be enough."""
+        for batch_index in range(batch_size, len(self.by_index)):
+            sequence = self.by_index[batch_index]
             if sequence is not None:
-                to = self.lines.index(None)
-                self.state.move(line, to)
+                to = self.by_index.index(None)
+                self.state.move(batch_index, to)
                 if self.synthetic_tensors is not None:
-                    self.synthetic_tensors.move(line, to)
-                self.lines[line], self.lines[to] = None, sequence
-                self._line_of[sequence.seq_id] = to
+                    self.synthetic_tensors.move(batch_index, to)
+                self.by_index[batch_index], self.by_index[to] = None, sequence
+                self._index_of[sequence.seq_id] = to
 
     def remove(self, seq_id: int) -> None:
-        """The sequence leaves its line. Steps that were launched with it may still be under way."""
-        line = self._line_of.pop(seq_id)
+        """Free the sequence's batch index. Steps launched with it may still be in flight."""
+        batch_index = self._index_of.pop(seq_id)
         self._sent_pages.pop(seq_id)
-        self.lines[line] = None
-        self.state.clear(line)
+        self.by_index[batch_index] = None
+        self.state.clear(batch_index)
 
     def give_back(self) -> list[RunningSequence]:
-        """All sequences leave, to be stepped on the host. No step that was launched with them is unread."""
+        """Remove and return all sequences, to be stepped on the host. Requires that every step was read."""
         found = list(self)
         for sequence in found:
             self.remove(sequence.seq_id)
@@ -229,7 +229,7 @@ class DeviceBatch:
         return found
 
     def _counts_of(self, sequence: RunningSequence) -> TokenCounts | None:
-        """Its counts; None where they cannot be had now. Each of its steps counts by itself then, and fails alone."""
+        """Return token counts, or None if that fails: its host steps then count, and may fail, alone."""
         try:
             return TokenCounts(sequence.ids, sequence.num_prompt, self._facts.vocab_size, self._facts.device)
         except Exception as error:
@@ -237,8 +237,8 @@ class DeviceBatch:
             return None
 
 
-def few_stages(stages: Stages) -> Stages:
-    """One of five sets that contains these stages: a law passes the others unchanged, bit by bit."""
+def round_up_stages(stages: Stages) -> Stages:
+    """Return one of five stage sets that contains these. Unneeded stages leave every bit unchanged."""
     edits = stages.edits or stages.penalises or stages.bounds
     cuts = stages.cuts or stages.floors
     return Stages(

@@ -1,10 +1,10 @@
-"""One step of a batch whose state is on the device: tensors in, tensors out, nothing asked on the way.
+"""One step of a batch whose state is on the device: tensors in, tensors out, no host synchronization.
 
-    rows -> forward -> head over chain rows -> choose -> judge -> masks -> head over the accepted groups' rows
-         -> choose, or draft head -> decree, where that is asked for -> advance -> result, log-probabilities
+    rows -> forward -> head over chain rows -> sample -> verify -> masks -> head over the accepted groups' rows
+         -> sample, or draft head -> synthetic acceptance, if enabled -> advance -> result, log-probabilities
 
-Everything has a shape that the step's kind fixes, so a kind can be captured as a CUDA graph and taken again without
-Python. Lines without a sequence go along as dead rows.
+The step's kind fixes every shape, so a kind can be captured as a CUDA graph and replayed without Python. Batch
+indices without a sequence are computed as dead rows.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from space_server.step_model import StepModel
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What fixes every shape of a step: what a graph is captured for."""
+    """Everything that determines the shapes of a step: the key of a CUDA graph."""
 
-    num_lines: int  # the first so many
+    batch_size: int  # padded; batch indices 0 .. batch_size-1 run
     layout: DraftLayout  # of each
     stages: Stages
-    num_pages: int  # of each that attention may look at
-    num_asking: int = 0  # lines whose log-probabilities are reported
+    num_pages: int  # page-table entries per sequence that attention reads
+    num_with_logprobs: int = 0  # sequences whose log-probabilities are reported
     num_top: int = 0  # alternatives of each of their ids
-    adapter: int | None = None  # whose masks they are; None: the checkpoint's own, by their ids
+    adapter: int | None = None  # adapter of the masks; None: the checkpoint's own
 
 
 Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
-"""[R, hidden]: the rows of a batch through the network. Rows of dead lines and dead drafts may hold anything."""
+"""[R, hidden]: runs the batch's rows through the network. Dead rows may hold any values."""
 
 
 class TensorForward:
-    """Gives the network rows whose places only the device knows. Its attention must read StepTables."""
+    """Runs the network on rows whose positions only the device knows. Its attention must read StepTables."""
 
     def __init__(self, model: StepModel, kv: PagedKV) -> None:
         self._model, self._kv = model, kv
-        self._pattern = lru_cache(maxsize=None)(self._new_pattern)  # graphs read its tensors: none may go
+        self._pattern = lru_cache(maxsize=None)(self._new_pattern)  # CUDA graphs read its tensors, so none is evicted
 
     def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
-        pattern = self._pattern(kind.num_lines, kind.layout, kind.adapter)
+        pattern = self._pattern(kind.batch_size, kind.layout, kind.adapter)
         tables = StepTables(
             PatternTables.of(pattern.rows, laid_out.starts.device),
             laid_out.starts,
@@ -70,31 +70,33 @@ class TensorForward:
         batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
         return self._model.forward(batch, self._kv)
 
-    def _new_pattern(self, num_lines: int, layout: DraftLayout, adapter: int | None) -> BatchPattern:
+    def _new_pattern(self, batch_size: int, layout: DraftLayout, adapter: int | None) -> BatchPattern:
         facts = self._model.facts
-        runs = (((layout.num_drafts + 1, layout, adapter), num_lines),)
+        runs = (((layout.num_drafts + 1, layout, adapter), batch_size),)
         return batch_pattern(runs, facts.mask_ids, _adapter_masks(facts), facts.device)
 
 
 class HostForward:
-    """Reads the rows on the host and gives the network those that live: for a CPU, where reading waits for nobody."""
+    """Reads the rows on the host and runs only the live ones: for a CPU, where reading is free."""
 
     def __init__(self, model: StepModel, kv: PagedKV) -> None:
         self._model, self._kv = model, kv
 
     def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
         facts, layout = self._model.facts, kind.layout
-        k, per_line = layout.num_drafts, layout.num_masks
+        k, per_sequence = layout.num_drafts, layout.num_masks
         ids, starts, running = laid_out.ids.numpy(), laid_out.starts.numpy(), laid_out.running.numpy()
         num_live, num_pages, table = laid_out.num_live.numpy(), state.num_pages.numpy(), state.page_table.numpy()
-        segments, lines = [], []
-        for line in running.nonzero()[0]:
-            start, count = int(starts[line]), int(num_live[line])
+        segments, batch_indices = [], []
+        for batch_index in running.nonzero()[0]:
+            start, count = int(starts[batch_index]), int(num_live[batch_index])
             own = layout.with_drafts(count).within(start, facts.window)
-            first = line * (k + 1)
+            first = batch_index * (k + 1)
             chain = ids[first : first + count + 1].tolist()
-            segments.append(Segment(chain, start, table[line, : num_pages[line]].astype("int64"), own, kind.adapter))
-            lines.append(line)
+            segments.append(
+                Segment(chain, start, table[batch_index, : num_pages[batch_index]].astype("int64"), own, kind.adapter)
+            )
+            batch_indices.append(batch_index)
         if not segments:
             return torch.zeros(index.num_padded, facts.hidden_size, dtype=facts.dtype)
         batch = ForwardBatch.build(
@@ -103,10 +105,10 @@ class HostForward:
         found = self._model.forward(batch, self._kv)
         source: list[int] = []
         target: list[int] = []
-        for number, line in enumerate(lines):
+        for number, batch_index in enumerate(batch_indices):
             source += batch.chain_rows[number]
-            target += range(line * (k + 1), line * (k + 1) + len(batch.chain_rows[number]))
-            begin = index.num_chain_rows + line * per_line
+            target += range(batch_index * (k + 1), batch_index * (k + 1) + len(batch.chain_rows[number]))
+            begin = index.num_chain_rows + batch_index * per_sequence
             for group, rows in enumerate(batch.mask_rows[number]):
                 source += rows
                 target += range(begin, begin + len(rows))
@@ -121,7 +123,7 @@ def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
 
 
 class DeviceForward:
-    """Takes steps of the lines of one state, in place."""
+    """Runs steps on one state, in place."""
 
     def __init__(
         self,
@@ -129,14 +131,15 @@ class DeviceForward:
         state: StepState,
         ops: StepOps,
         forward: Forward,
-        asking: Tensor,
+        logprob_indices: Tensor,
         synthetic_tensors: SyntheticAcceptanceTensors | None = None,
     ) -> None:
-        """asking [S] int64: lines whose log-probabilities are reported, the first so many as a step's kind says.
+        """logprob_indices [S] int64: batch indices whose log-probabilities are reported; a step's kind says how many of
+        them.
 
-        `synthetic_tensors`: what drafts are replaced by; None: they are the masks' own.
+        `synthetic_tensors`: known continuations that replace drafts; None: drafts are the masks' own.
         """
-        self._asking = asking
+        self._logprob_indices = logprob_indices
         self._model, self._ops, self._forward = model, ops, forward
         facts = model.facts
         device = state.root.device
@@ -146,23 +149,24 @@ class DeviceForward:
         self._synthetic_tensors = (
             None if synthetic_tensors is None else lru_cache(maxsize=None)(synthetic_tensors.first)
         )
-        # graphs read its tensors: none may go
-        self._index = lru_cache(maxsize=None)(lambda num_lines, layout: StepIndex.of(num_lines, layout, device))
+        # CUDA graphs read its tensors, so none is evicted
+        self._index = lru_cache(maxsize=None)(lambda batch_size, layout: StepIndex.of(batch_size, layout, device))
 
     @torch.inference_mode()
     def take(self, kind: StepKind) -> Tensor:
-        """One step of the first lines; its result on the device, as one list of int32.
+        """Run one step; return its result on the device as one flat int32 tensor.
 
-        `step_state.advance`'s [num_lines, result_width(K)], then `device_logprobs.report`'s of those who ask.
+        It holds `step_state.advance`'s [batch_size, result_width(K)], then `device_logprobs.report`'s for those that
+        want it.
         """
         ops, model, stages = self._ops, self._model, kind.stages
-        state, index = self._first(kind.num_lines), self._index(kind.num_lines, kind.layout)
+        state, index = self._first(kind.batch_size), self._index(kind.batch_size, kind.layout)
         laid_out = ops.rows(state, index, self._mask_ids if kind.adapter is None else None)
         hidden = self._forward(state, index, laid_out, kind)  # [R, hidden]
         num_choices = index.num_drafts + 1
-        logits = model.logits(hidden[: index.num_chain_rows]).contiguous().view(kind.num_lines, num_choices, -1)
-        asking = self._asking[: kind.num_asking]
-        raw = logits.index_select(0, asking) if kind.num_asking else None
+        logits = model.logits(hidden[: index.num_chain_rows]).contiguous().view(kind.batch_size, num_choices, -1)
+        logprob_indices = self._logprob_indices[: kind.num_with_logprobs]
+        raw = logits.index_select(0, logprob_indices) if kind.num_with_logprobs else None
         before = chain_choices(state, index, stages)
         choice = ops.choose(
             logits,
@@ -180,12 +184,12 @@ class DeviceForward:
         result = ops.advance(state, laid_out, verification, drafts, num_drafts, self._banned).flatten()
         if raw is None:
             return result
-        return torch.cat([result, report(raw, choice.ids.index_select(0, asking), kind.num_top)])
+        return torch.cat([result, report(raw, choice.ids.index_select(0, logprob_indices), kind.num_top)])
 
     def _drafts(
         self, state: StepState, index: StepIndex, kind: StepKind, verification: StepVerification, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[S, K'] for the next step, and how many of them there are, [S]."""
+        """Return the next step's drafts [S, K'] and how many there are, [S]."""
         if not index.most_drafts:
             return verification.emitted[:, :0], torch.zeros_like(verification.lengths)
         group = self._ops.masks(state, index, verification)
@@ -206,7 +210,7 @@ class DeviceForward:
         hidden: Tensor,
         group: DeviceMaskRows,
     ) -> Tensor:
-        """[S, K'] that the masks of `group` make."""
+        """Return the drafts [S, K'] that the masks of `group` make."""
         ops, model, batch_params, stages = self._ops, self._model, state.batch_params, kind.stages
         S, most = index.num_sequences, index.most_drafts
         masks = hidden[group.rows]  # [S, K', hidden]

@@ -1,7 +1,7 @@
-"""Log-probabilities that a step on the device reports, for those of its lines that ask: made there, read on the host.
+"""Log-probabilities that a device step reports: computed on the device, read on the host.
 
-result of a step    [lines · width]    [asking · rows · (1 + 2T)]
-                     everybody's        of each row: the chosen id's, the T most probable ids, and theirs
+result of a step    [batch size · width]    [sequences with logprobs · rows · (1 + 2T)]
+                     of every sequence       of each row: the sampled id's, the T most probable ids, and theirs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from space_kernels.sampling.device_sampling import log_probabilities
 from torch import Tensor
 
 MOST_TOP = 20
-"""Alternatives per id that a step reports at most; sequences that ask for more are stepped on the host."""
+"""Most alternatives per id in a device step; sequences that want more are stepped on the host."""
 
 _TOPS = (0, 5, MOST_TOP)
 _ASKING = 4
@@ -22,28 +22,28 @@ _ROWS_AT_ONCE = 64
 """Rows whose whole vocabulary is sorted at once."""
 
 
-def num_cells(num_asking: int, num_rows: int, num_top: int) -> int:
-    """int32 numbers in a report."""
-    return num_asking * num_rows * (1 + 2 * num_top)
+def num_cells(num_with_logprobs: int, num_rows: int, num_top: int) -> int:
+    """Return the number of int32 values in a report."""
+    return num_with_logprobs * num_rows * (1 + 2 * num_top)
 
 
-def few_tops(num_top: int) -> int:
-    """One of three numbers of alternatives that is no smaller: few numbers, so few graphs."""
+def round_up_top(num_top: int) -> int:
+    """Round the number of alternatives up to one of three sizes: few sizes, few graphs."""
     return min(top for top in _TOPS if top >= num_top)
 
 
-def few_asking(count: int, num_lines: int) -> int:
-    """How many lines a step reports of where `count` of its lines ask."""
+def round_up_count(count: int, batch_size: int) -> int:
+    """Round the number of sequences that want log-probabilities up to a power of 4, at most `batch_size`."""
     size = min(count, 1)
     while size < count:
         size *= _ASKING
-    return min(size, num_lines)
+    return min(size, batch_size)
 
 
 def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
-    """What is to be said of chosen ids, as one list of int32 in which floats stand as their bits.
+    """Return log-probabilities of sampled ids as a flat int32 tensor that holds floats as their bits.
 
-    raw [A, J, V] logits, ids [A, J] (any where nothing could be chosen) -> [num_cells(A, J, T)]
+    raw [A, J, V] logits, ids [A, J] (any value where nothing was sampled) -> [num_cells(A, J, T)]
     """
     V = raw.shape[2]
     rows, chosen = raw.flatten(0, 1), ids.flatten().clamp(0, V - 1)
@@ -56,15 +56,15 @@ def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
 
 
 class LogprobReport:
-    """A report on the host."""
+    """A report, decoded on the host."""
 
-    def __init__(self, cells: Tensor, num_asking: int, num_rows: int) -> None:
+    def __init__(self, cells: Tensor, num_with_logprobs: int, num_rows: int) -> None:
         """cells [num_cells(num_asking, num_rows, T)] int32"""
-        shape = num_asking, num_rows, -1
+        shape = num_with_logprobs, num_rows, -1
         self._ids, self._floats = cells.view(shape).tolist(), cells.view(torch.float32).view(shape).tolist()
 
     def of(self, number: int, ids: Sequence[int], num_top: int) -> list[IdLogprobs]:
-        """Of what the `number`-th of those who ask emitted."""
+        """Return those of the ids that the `number`-th sequence with log-probabilities emitted."""
         width = len(self._ids[number][0]) // 2  # T
         count = min(num_top, width)
         found = []

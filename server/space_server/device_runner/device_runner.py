@@ -1,13 +1,13 @@
-"""Steps on the device, one launched before the last is read.
+"""Runs steps on the device, one launched before the last is read.
 
-    stepper.launch(layout)     lines, pages and layout as they are now; nothing waits
-    stepper.read()             the oldest step that was launched: how its sequences went on
+    runner.launch(layout)      a step of the current batch; returns without waiting
+    runner.read()              the outputs of the oldest step in flight
 
     launch 1 | launch 2 | read 1 | launch 3 | read 2 | …
     device:    [ step 1     ][ step 2           ][ step 3  …
 
-What the host decides between two launches takes effect at the second of them. A sequence that ended in a step that is
-not read yet goes along in the next one as a dead line, which writes nothing.
+Changes made by the host between two launches take effect at the second. A sequence that ended in a step not yet read
+takes part in the next one as a dead row, which writes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_batch import DeviceBatch
 from space_server.device_runner.device_forward import DeviceForward, Forward, HostForward, StepKind, TensorForward
 from space_server.device_runner.device_graphs import StepGraphs
-from space_server.device_runner.device_logprobs import MOST_TOP, LogprobReport, few_asking, few_tops, num_cells
+from space_server.device_runner.device_logprobs import MOST_TOP, LogprobReport, num_cells, round_up_count, round_up_top
 from space_server.device_runner.timeline import CudaTimeline, HostTimeline, Timeline, TimelineMark
 from space_server.drafts.drafts import mask_chances
 from space_server.host_runner.host_runner import SequenceOutput, no_choice
@@ -42,7 +42,7 @@ from space_server.step_costs.step_cost import StepShape
 from space_server.step_model import StepModel
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Lines of a step: the least of these that holds all sequences, and multiples of the last one."""
+"""Padded batch sizes: the smallest that holds all sequences; beyond the last, multiples of it."""
 
 _ENDS = {
     EndCode.NONE: None,
@@ -57,28 +57,28 @@ _LEAST_PAGES = 16
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way."""
+    """A step in flight."""
 
     kind: StepKind
-    sequences: list[RunningSequence | None]  # by line, as they were when it was launched
+    sequences: list[RunningSequence | None]  # by batch index, as of the launch
     seq_ids: frozenset[int]
-    asking: list[int]  # lines whose log-probabilities are in the result
+    logprob_indices: list[int]  # batch indices whose log-probabilities are in the result
     result: Tensor  # [cells] int32 on the host, once `done`
     begun: TimelineMark
     done: TimelineMark
-    last: TimelineMark | None  # when the step before was done, if this one was waiting behind it
+    last: TimelineMark | None  # end of the step before, if this one was queued behind it
     is_usual: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepRead:
-    """What a step brought."""
+    """The outputs and timing of one step."""
 
-    advances: list[SequenceOutput]
-    shape: StepShape  # laid out, for the sequences that took part
-    computing: float  # seconds of the device
-    seconds: float  # the same with the gap behind the step before, as far as that is no longer than the step
-    is_usual: bool  # it took the time that such steps take: nothing was compiled or captured meanwhile
+    outputs: list[SequenceOutput]
+    shape: StepShape  # of the sequences that took part
+    computing: float  # device seconds
+    seconds: float  # `computing` plus the gap before it, capped at `computing`
+    is_usual: bool  # nothing was compiled or captured in it
 
 
 class DeviceRunner:
@@ -97,10 +97,10 @@ class DeviceRunner:
         synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`eager`: no graphs; a CPU has none. `ops` and `forward`: None takes the device's.
+        """`eager`: run without CUDA graphs. `ops` and `forward`: None selects those of the device.
 
-        `max_drafts`: most per sequence and step; None: as many as there are masks. `synthetic`: decrees which drafts
-        come true.
+        `max_drafts`: most drafts per sequence and step; None: the number of masks. `synthetic`: replaces drafts to
+        reach a given acceptance.
         """
         facts = self._facts = model.facts
         on_gpu = facts.device.type == "cuda"
@@ -112,14 +112,16 @@ class DeviceRunner:
             synthetic=synthetic,
         )
         self._proposing = Proposing(facts)
-        self._drafted_for: set[int] = set()  # sequences that the host has drafted for since the last launch
+        self._drafted_for: set[int] = set()  # sequences with drafts from the host since the last launch
         self._synthetic = synthetic
         self.num_launches = 0
-        self.waited = 0.0  # seconds in which the host waited for the device, or was the device
+        self.waited = 0.0  # seconds the host waited for the device (on a CPU: computed)
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
         ops = ops or step_ops_for(facts.device)
-        step = DeviceForward(model, state, ops, forward(model, kv), self.batch.asking, self.batch.synthetic_tensors)
+        step = DeviceForward(
+            model, state, ops, forward(model, kv), self.batch.logprob_indices, self.batch.synthetic_tensors
+        )
         self._take: Callable[[StepKind], Tensor] = step.take
         most = state.drafts.shape[1]
         self._width = result_width(most)
@@ -128,19 +130,17 @@ class DeviceRunner:
         if on_gpu and not eager:
             self._graphs = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
             self._take = self._graphs
-        # a step is read before the next but one is launched
+        # two buffers: at most two steps are in flight
         self._on_host = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
         self._clock, self._on_gpu = clock, on_gpu
         self._launched: deque[Launched] = deque()
-        self._last: TimelineMark | None = (
-            None  # when the last step is done, if nothing else was given to the device since
-        )
+        self._last: TimelineMark | None = None  # end of the last step, if no other work was queued since
         self._max_pages = state.page_table.shape[1]
 
     @property
     def num_under_way(self) -> int:
-        """Steps that were launched and are not read."""
+        """Steps launched and not read."""
         return len(self._launched)
 
     @property
@@ -149,29 +149,29 @@ class DeviceRunner:
         return 0 if self._graphs is None else self._graphs.num_replays
 
     def num_with(self, sequence: RunningSequence) -> int:
-        """How many of them it is in."""
+        """Return how many steps in flight include this sequence."""
         return sum(sequence.seq_id in launched.seq_ids for launched in self._launched)
 
     def refers_to(self, seq_id: int) -> bool:
-        """Whether some step under way may read or write this sequence's pages."""
+        """Whether a step in flight may read or write this sequence's pages."""
         return any(seq_id in launched.seq_ids for launched in self._launched)
 
     def launch(self, layout: DraftLayout) -> None:
-        """Give the device one more step of all lines; at most two are under way. Nothing is waited for."""
+        """Launch one more step without waiting. At most two may be in flight."""
         batch = self.batch
-        num_lines = bucket(len(batch), len(batch.lines))
-        batch.close_gaps(num_lines)
+        batch_size = bucket(len(batch), len(batch.by_index))
+        batch.close_gaps(batch_size)
         batch.send_pages()
         batch.send_drafts(self._drafted_for)
         self._drafted_for.clear()
-        asking, num_top = batch.send_asking()
+        logprob_indices, num_top = batch.send_logprob_indices()
         kind = StepKind(
-            num_lines,
+            batch_size,
             layout,
             batch.stages,
             self._num_pages(),
-            num_asking=few_asking(len(asking), num_lines),
-            num_top=few_tops(num_top),
+            num_with_logprobs=round_up_count(len(logprob_indices), batch_size),
+            num_top=round_up_top(num_top),
             adapter=batch.adapter if layout.num_masks else None,
         )
         begun = self._timeline.mark()
@@ -182,21 +182,23 @@ class DeviceRunner:
         if not self._on_gpu:
             self.waited += self._timeline.seconds(begun, self._last)
         seq_ids = frozenset(sequence.seq_id for sequence in batch)
-        lines = batch.lines[:num_lines]
+        by_index = batch.by_index[:batch_size]
         is_usual = self._graphs is None or self._graphs.was_usual
-        self._launched.append(Launched(kind, lines, seq_ids, asking, on_host, begun, self._last, last, is_usual))
+        self._launched.append(
+            Launched(kind, by_index, seq_ids, logprob_indices, on_host, begun, self._last, last, is_usual)
+        )
         self.num_launches += 1
 
     def read(self) -> StepRead:
-        """Wait for the oldest step under way. Sequences that have left their line since are passed over."""
+        """Wait for the oldest step in flight. Sequences removed since its launch are left out of the outputs."""
         launched = self._launched.popleft()
-        timeline, waiting = self._timeline, self._clock()
+        timeline, wait_began = self._timeline, self._clock()
         timeline.wait(launched.done)
-        self.waited += self._clock() - waiting
-        layout, advances = launched.kind.layout, []
-        rows, logprobs = self._apart(launched)
+        self.waited += self._clock() - wait_began
+        layout, outputs = launched.kind.layout, []
+        rows, logprobs = self._split_result(launched)
         num_running = num_drafting = context = noisy = 0
-        for line, (sequence, row) in enumerate(zip(launched.sequences, rows, strict=True)):
+        for batch_index, (sequence, row) in enumerate(zip(launched.sequences, rows, strict=True)):
             if sequence is None:
                 continue
             length, _, _, end, num_known, _ = row[:RESULT_FIXED]
@@ -207,58 +209,58 @@ class DeviceRunner:
             context += num_known - length - 1
             noisy += not sequence.sampling_params.greedy
             if sequence.seq_id in self.batch:
-                advance = self._advance(sequence, layout, row)
+                output = self._advance(sequence, layout, row)
                 if logprobs is not None and sequence.num_logprobs is not None:
-                    number = launched.asking.index(line)
-                    advance.logprobs = logprobs.of(number, advance.tokens, sequence.num_logprobs)
-                if sequence.drafter is not None and advance.error is None:
-                    self._ask_drafter(advance)
-                advances.append(advance)
+                    number = launched.logprob_indices.index(batch_index)
+                    output.logprobs = logprobs.of(number, output.tokens, sequence.num_logprobs)
+                if sequence.drafter is not None and output.error is None:
+                    self._ask_drafter(output)
+                outputs.append(output)
         chain, masks = num_running * (layout.num_drafts + 1), num_running * layout.num_masks
         noisy_rows = noisy * (layout.num_drafts + 1)
         shape = StepShape(num_running, chain, masks, num_drafting, num_context=context, num_noisy_rows=noisy_rows)
         computing = timeline.seconds(launched.begun, launched.done)
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
-        return StepRead(advances, shape, computing, seconds, launched.is_usual)
+        return StepRead(outputs, shape, computing, seconds, launched.is_usual)
 
-    def _ask_drafter(self, advance: SequenceOutput) -> None:
-        """Let it read what was emitted; take what it proposes, if that is worth more than the masks' drafts or goes on
-        behind them, and no step that was launched has these.
+    def _ask_drafter(self, output: SequenceOutput) -> None:
+        """Let the drafter read the output. Use its proposal if it is expected to beat the masks' drafts or continues
+        them, and no step in flight includes the sequence.
         """
-        sequence, tokens = advance.plan.sequence, advance.tokens
+        sequence, tokens = output.plan.sequence, output.tokens
         assert sequence.drafter is not None
-        advance.num_predicted = sequence.drafter.extend(sequence.ids, tokens)
+        output.num_predicted = sequence.drafter.extend(sequence.ids, tokens)
         wanted = min(sequence.max_drafts, sequence.num_left - len(tokens) - 1)
-        if advance.end is not None or wanted < 1 or self.refers_to(sequence.seq_id):
+        if output.end is not None or wanted < 1 or self.refers_to(sequence.seq_id):
             return
         proposal = self._proposing.proposal(sequence, tokens, wanted)
         if proposal is None:
             return
-        masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
+        masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
         if proposal.beats(masks):
-            advance.draft_depth, masks = 0, ()
-        elif not proposal.goes_on_behind(advance.drafts):
+            output.draft_depth, masks = 0, ()
+        elif not proposal.goes_on_behind(output.drafts):
             return
-        advance.drafts, advance.origin = proposal.ids, proposal.origin(len(proposal.ids), masks)
+        output.drafts, output.origin = proposal.ids, proposal.origin(len(proposal.ids), masks)
         self._drafted_for.add(sequence.seq_id)
 
-    def _apart(self, launched: Launched) -> tuple[list[list[int]], LogprobReport | None]:
-        """What a step said of each line, and of those who ask for log-probabilities."""
-        kind, size = launched.kind, launched.kind.num_lines * self._width
-        rows: list[list[int]] = launched.result[:size].view(kind.num_lines, -1).tolist()
-        if not kind.num_asking:
+    def _split_result(self, launched: Launched) -> tuple[list[list[int]], LogprobReport | None]:
+        """Split a step's result into one row per batch index, and the log-probabilities."""
+        kind, size = launched.kind, launched.kind.batch_size * self._width
+        rows: list[list[int]] = launched.result[:size].view(kind.batch_size, -1).tolist()
+        if not kind.num_with_logprobs:
             return rows, None
-        return rows, LogprobReport(launched.result[size:], kind.num_asking, kind.layout.num_drafts + 1)
+        return rows, LogprobReport(launched.result[size:], kind.num_with_logprobs, kind.layout.num_drafts + 1)
 
     def take_largest(self) -> None:
-        """The step that takes most memory, as often as it takes until its graph is captured: every line, whole mask
-        groups, samples cut by top-p, the longest page lists. Nobody is on a line, so nothing is written.
+        """Run the step that uses most memory until its graph is captured: full batch size, whole mask groups, sampling
+        with top-p, longest page lists. The batch is empty, so nothing is written.
         """
         most, adapters = self._facts.most_masks, self._facts.adapters
         own = len(self._facts.mask_ids) == most
         kind = StepKind(
-            len(self.batch.lines),
+            len(self.batch.by_index),
             DraftLayout.full(most, most) if most else DraftLayout.plain(),
             Stages(samples=True, cuts=True),
             self._max_pages,
@@ -268,9 +270,9 @@ class DeviceRunner:
             self._take(kind)
 
     def did_other_work(self) -> float | None:
-        """The device has done something else behind the steps under way: the seconds since the last of them was done.
+        """Return the seconds from the end of the last step in flight until now, for other work queued behind it.
 
-        None where there was none. That time is not the next step's.
+        None if no step was in flight. The next step's time excludes that work.
         """
         last, self._last = self._last if self._launched else None, None
         if last is None:
@@ -280,38 +282,38 @@ class DeviceRunner:
         return self._timeline.seconds(last, now)
 
     def _num_pages(self) -> int:
-        """Few numbers, so few graphs; attention passes over what nobody has."""
+        """Round up to a few sizes: few graphs. Attention skips unused entries."""
         count = _LEAST_PAGES
         while count < self.batch.num_pages:
             count *= 4
         return min(count, self._max_pages)
 
     def _advance(self, sequence: RunningSequence, layout: DraftLayout, row: list[int]) -> SequenceOutput:
-        """How a sequence that took part went on."""
+        """Return the output of a sequence that took part."""
         length, accepted, num_live, end, _, num_drafts = row[:RESULT_FIXED]
         emitted = row[RESULT_FIXED : RESULT_FIXED + length]
         first_draft = len(row) - self.batch.state.drafts.shape[1]
         drafts = row[first_draft : first_draft + num_drafts]
         own = layout.with_drafts(num_live)
-        advance = SequenceOutput(ScheduledSequence(sequence, 1, own, closes=True))
+        output = SequenceOutput(ScheduledSequence(sequence, 1, own, closes=True))
         if end == EndCode.ERROR:
-            advance.error = no_choice(sequence)
-            return advance
-        advance.tokens, advance.num_accepted, advance.end = emitted, accepted, _ENDS[EndCode(end)]
-        advance.drafts = drafts
+            output.error = no_choice(sequence)
+            return output
+        output.tokens, output.num_accepted, output.end = emitted, accepted, _ENDS[EndCode(end)]
+        output.drafts = drafts
         if self._synthetic is not None:
             self._synthetic.drafted(sequence, emitted, num_drafts)
-            if advance.end is not None:
+            if output.end is not None:
                 self._synthetic.ended(sequence, emitted)
         most = min(sequence.max_drafts, sequence.num_masks)
         masks = DraftLayout.of(own.num_drafts, tuple(min(count, most) for count in own.masks))
         group = masks.next_drafts(length - 1) if drafts else None
-        advance.draft_depth = group.first_mask if group is not None else 1
-        return advance
+        output.draft_depth = group.first_mask if group is not None else 1
+        return output
 
 
 def bucket(count: int, most: int) -> int:
-    """The lines that a step of so many sequences has."""
+    """Return the padded batch size for `count` sequences, at most `most`."""
     for size in BUCKETS:
         if size >= count:
             return min(size, most)

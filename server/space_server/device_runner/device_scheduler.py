@@ -1,11 +1,11 @@
-"""Who is stepped on the device, with which layout, and when the next step is launched.
+"""Selects the sequences stepped on the device and their layout, and launches their steps.
 
-A sequence takes a line when nothing but its root is to be computed and it fits (`DeviceBatch.fits`): its prompt was
-read by a step on the host, which chose its first id, too. All lines have one layout (`device_layout`).
+The host runs prefill and samples the first token. After that, when only its root is pending and it fits
+(`DeviceBatch.fits`), a sequence moves to the device. All sequences there share one layout (`device_layout`).
 
-As long as the texts of some of them are read for what may follow, steps are launched one by one, each when the last has
-been read and its drafts are known. What that costs is the time between two steps, for all lines; what it would cost to
-step those sequences from the host is a second pass over the weights in each turn.
+While some sequence has a drafter that reads its text, each step is launched only after the last one was read, when its
+drafts are known. That leaves a gap between steps, which costs less than stepping those sequences from the host: that
+would be a second pass over the weights.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from space_server.machine.memory import give_back_unused, is_out_of_memory
 from space_server.speculation.controller import Controller
 
 AHEAD = 2
-"""Steps under way at most: one that the device takes, and one that it begins with as soon as that is done."""
+"""Most steps in flight: one that runs, and one queued behind it."""
 
 MOST_FAILURES = 3
-"""Launches in a row that may fail before sequences are stepped on the host for good."""
+"""Consecutive launch failures after which all sequences are stepped on the host for good."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,36 +38,36 @@ class DeviceScheduler:
     """Keeps the device busy with the sequences that can be stepped there."""
 
     def __init__(self, runner: DeviceRunner, controller: Controller) -> None:
-        """`controller`: for these sequences alone."""
+        """`controller`: used for these sequences only."""
         self.runner = runner
         self.controller = controller
         self._batch = runner.batch
-        self._num_failures = 0  # of launches, in a row
-        self._kept: set[int] = set()  # sequences that are to be stepped on the host once
-        self._refused: set[int] = set()  # sequences that no line could be prepared for
+        self._num_failures = 0  # consecutive failed launches
+        self._kept: set[int] = set()  # sequences to be stepped on the host once
+        self._refused: set[int] = set()  # sequences whose move to the device failed
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._batch
 
     @property
     def sequences(self) -> list[RunningSequence]:
-        """Those on a line."""
+        """Sequences on the device."""
         return list(self._batch)
 
     @property
     def is_under_way(self) -> bool:
-        """Steps were launched that are not read."""
+        """Whether a step is in flight."""
         return self.runner.num_under_way > 0
 
     @property
     def works(self) -> bool:
-        """Not so where launches keep failing."""
+        """False after too many failed launches."""
         return self._num_failures < MOST_FAILURES
 
     def admit(self, running: Iterable[RunningSequence]) -> None:
-        """Lines for those of the running sequences that fit; who does not run any more leaves.
+        """Move running sequences that fit to the device, and remove those that no longer run.
 
-        A sequence for which that fails stays on the host; raises only where the device is lost.
+        A sequence whose move fails stays on the host; raises only if the device is lost.
         """
         known = {sequence.seq_id: sequence for sequence in running}
         for sequence in self.sequences:
@@ -85,7 +85,7 @@ class DeviceScheduler:
                 self._refused.add(seq_id)
 
     def _take(self, sequence: RunningSequence) -> bool:
-        """A line for this sequence if it fits; False where that failed."""
+        """Move this sequence to the device if it fits; False if that failed."""
         try:
             if self._batch.fits(sequence):
                 self._batch.put(sequence)
@@ -93,32 +93,35 @@ class DeviceScheduler:
         except Exception as error:
             if not (wants_memory := is_out_of_memory(error)) and is_lost(self._batch.state.root.device):
                 raise
-            _log.warning("sequence %d gets no line (%s); it is stepped on the host", sequence.seq_id, error)
+            _log.warning(
+                "sequence %d could not move to the device (%s); it is stepped on the host", sequence.seq_id, error
+            )
         if wants_memory:
             give_back_unused()
         return False
 
     @property
     def has_drafters(self) -> bool:
-        """Somebody's text may be read for what follows."""
+        """Whether any sequence has a drafter besides masks."""
         return any(True for _ in self._drafters())
 
     @property
     def reads_first(self) -> bool:
-        """A step waits until the one before is read: somebody's text is read for the drafts that it verifies."""
+        """Whether each step waits until the last is read, because a drafter reads some sequence's text."""
         return any(drafter.reads for drafter in self._drafters())
 
     def _drafters(self) -> Iterator[Drafter]:
         return (one.drafter for one in self._batch if one.drafter is not None and one.max_drafts > 0)
 
     def launch(self) -> list[StepRead] | None:
-        """Launch steps until enough are under way, as long as somebody can run in them.
+        """Launch steps until enough are in flight, while any sequence can run.
 
-        Where that fails, what is under way; once that has been said `give_back` is to be called. None: it did not fail.
+        Returns None, or if a launch failed the steps that were in flight; the caller reports them and calls
+        `give_back`.
         """
         try:
             reads_first = self.reads_first
-            while self.runner.num_under_way < (1 if reads_first else AHEAD) and self._somebody_runs():
+            while self.runner.num_under_way < (1 if reads_first else AHEAD) and self._has_runnable():
                 self.runner.launch(self._layout(reads_first=reads_first))
             return None
         except Exception as error:
@@ -129,31 +132,34 @@ class DeviceScheduler:
         return reads
 
     def read(self) -> StepRead:
-        """The oldest step under way."""
+        """Read the oldest step in flight."""
         read = self.runner.read()
         self._num_failures = 0
         if read.is_usual:
-            self.controller.stepped(sum(len(advance.tokens) for advance in read.advances), read.seconds)
+            self.controller.stepped(sum(len(advance.tokens) for advance in read.outputs), read.seconds)
         return read
 
     def _give_up(self, error: Exception) -> list[StepRead]:
-        """A launch has failed: all sequences go back to the host, as the steps under way leave them."""
+        """Count a failed launch, and read the steps in flight."""
         self._num_failures += 1
         _log.warning("a device step of %d sequences failed (%s); they are stepped on the host", len(self._batch), error)
         if not self.works:
-            _log.error("%d device steps in a row have failed: there will be no more", self._num_failures)
+            _log.error(
+                "%d device steps in a row have failed; all sequences are stepped on the host from now on",
+                self._num_failures,
+            )
         return [self.runner.read() for _ in range(self.runner.num_under_way)]
 
     def give_back(self) -> None:
-        """All sequences leave their lines; each is stepped on the host at least once. Nothing is under way."""
+        """Return all sequences to the host for at least one step. Nothing is in flight."""
         self._kept |= {sequence.seq_id for sequence in self._batch.give_back()}
 
     def was_stepped(self, seq_id: int) -> None:
-        """If it was kept on the host, it may have a line again."""
+        """Let a sequence that was kept on the host move to the device again."""
         self._kept.discard(seq_id)
 
     def reset(self) -> None:
-        """Wait for what is under way, and forget every sequence."""
+        """Wait for steps in flight, and drop every sequence."""
         while self.is_under_way:
             self.runner.read()
         for sequence in self.sequences:
@@ -161,9 +167,9 @@ class DeviceScheduler:
         self._kept.clear()
         self._refused.clear()
 
-    def _somebody_runs(self) -> bool:
-        """Whether any sequence is sure to have a slot and an id left when the steps under way are over, if they emit
-        one id each.
+    def _has_runnable(self) -> bool:
+        """Whether a sequence is sure to have a free slot and a token left after the steps in flight emit one token
+        each.
         """
         block_size = self._batch.state.block_size
         return any(

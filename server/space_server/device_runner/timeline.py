@@ -1,4 +1,4 @@
-"""When a device did what: marks in its queue of work, and the seconds between them."""
+"""Marks in a device's work queue, and the seconds between them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ import torch
 
 
 class TimelineMark(Protocol):
-    """A moment that a timeline made."""
+    """A moment recorded by a timeline."""
 
 
 class Timeline(Protocol):
     """Marks on one device."""
 
     def mark(self) -> TimelineMark:
-        """The moment at which the device has done all it was given until now."""
+        """Record the moment at which all work queued so far is done."""
         ...
 
     def wait(self, mark: TimelineMark) -> None:
-        """Until that moment."""
+        """Block until that moment."""
         ...
 
     def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
-        """Between two moments that are over."""
+        """Return the seconds between two moments that have passed."""
         ...
 
 
 class HostTimeline:
-    """Of the CPU, which has done what it was given when the call returns."""
+    """Timeline of the CPU, whose work is done when the call returns."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
     def mark(self) -> TimelineMark:
-        """Now."""
+        """Return the current time."""
         return cast(TimelineMark, self._clock())
 
     def wait(self, mark: TimelineMark) -> None:
-        """It is over."""
+        """Return at once."""
 
     def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
-        """Between two moments."""
+        """Return the seconds between two moments."""
         return cast(float, end) - cast(float, begin)
 
 
 class CudaTimeline:
-    """Of a CUDA device: events in the current stream."""
+    """Timeline of a CUDA device: events in the current stream."""
 
     def mark(self) -> TimelineMark:
-        """When the stream gets here."""
+        """Record an event in the stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def wait(self, mark: TimelineMark) -> None:
-        """Until the stream has got there."""
+        """Block until the event has happened."""
         cast(torch.cuda.Event, mark).synchronize()
 
     def seconds(self, begin: TimelineMark, end: TimelineMark) -> float:
-        """Between two events that have happened, as the device counts them."""
+        """Return the device seconds between two events that have happened."""
         return float(cast(torch.cuda.Event, begin).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0

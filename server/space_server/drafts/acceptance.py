@@ -1,8 +1,9 @@
-"""How likely drafts are accepted: a shape that all sequences share, and what one sequence is beyond it. Torch-free.
+"""Acceptance probability of drafts: a profile shared by all sequences, and one sequence's deviation from it. Torch-
+free.
 
-p_j is the chance that draft j is accepted, given that those before it are. The shape holds p_1, p_2, … as decayed
-averages over everything that was verified. A sequence differs from it by one number, the shift of all its log-odds,
-which follows its own verdicts: with few of them the sequence stays what the average is.
+p_j is the probability that draft j is accepted, given that those before it are. The shape holds p_1, p_2, … as decayed
+averages over all verified drafts. A sequence differs from it by one number, a shift of all log-odds that follows its
+own verified drafts; with few of them it stays near the average.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ if TYPE_CHECKING:
     from space_model.model_facts import ModelFacts
 
 TYPICAL = (0.70, 0.65, 0.62, 0.60, 0.58, 0.57, 0.56, 0.55)
-"""p_1, p_2, … of a checkpoint that nothing is known about; missing ones repeat the last."""
+"""p_1, p_2, … of an unknown checkpoint; deeper drafts use the last."""
 
 PRIOR_WEIGHT = 40.0
-"""Verdicts on a draft that the prior counts for."""
+"""Verified drafts that the prior counts for."""
 
 SHAPE_MEMORY = 0.998
-"""What a verdict on a draft still weighs at the next one: the shape follows about the last 500."""
+"""Decay per verified draft: the shape follows about the last 500."""
 
 STEP = 0.06
-"""How far one verdict moves a sequence, in log-odds per unit of surprise."""
+"""Change of a sequence's log-odds per verified draft and unit of surprise."""
 
 FORGET = 0.004
-"""Share of a sequence's shift that is forgotten at each of its steps: who is not drafted for is tried again."""
+"""Share of a sequence's shift forgotten at each of its steps, so that a sequence without drafts is tried again."""
 
 LEVELS_PER_UNIT = 2
 MOST_LEVEL = 8
-"""Shifts are told apart in halves of a unit of log-odds, up to 4 either way."""
+"""Shifts are rounded to halves of a unit of log-odds, up to 4 either way."""
 
 SNAPSHOT_EVERY, EARLY = 200, (16, 48, 100)
-"""Verdicts between two snapshots of the shape; and after how many the first ones are taken, while the prior goes."""
+"""Verified drafts between two snapshots of the shape, and the counts of the first ones, while the prior fades."""
 
 _LEAST, _MOST = 0.02, 0.98
 
 
 class AcceptanceShape:
-    """p_1, p_2, … of a model's masks, or of another source of drafts, over all sequences."""
+    """p_1, p_2, … of a model's masks, or of another draft source, over all sequences."""
 
     def __init__(self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL)) -> None:
-        """`prior`: p_1, p_2, … as the checkpoint's card has them."""
+        """`prior`: p_1, p_2, … from the checkpoint's card."""
         self.prior = prior
         filled = [prior[min(j, len(prior) - 1)] for j in range(num_drafts)]
         self._accepted = [PRIOR_WEIGHT * min(max(p, _LEAST), _MOST) for p in filled]
@@ -53,33 +54,33 @@ class AcceptanceShape:
 
     @property
     def num_drafts(self) -> int:
-        """Depths that are told apart."""
+        """Depths with a probability of their own."""
         return len(self._verified)
 
     @property
     def snapshot(self) -> tuple[float, ...]:
-        """Log-odds of p_1, p_2, … to a quarter, as they were at most `SNAPSHOT_EVERY` verdicts ago: what is computed
-        from them is the same for a while.
+        """Log-odds of p_1, p_2, … rounded to a quarter and at most `SNAPSHOT_EVERY` drafts old, so that results
+        computed from them can be cached.
         """
         return self._snapshot
 
     def log_odds(self, depth: int) -> float:
-        """Of p_depth; depths count from 1, those behind the last one are as it is."""
+        """Return the log-odds of p_depth; depths count from 1, and those beyond the last equal it."""
         p = self.mean(depth)
         return math.log(p / (1.0 - p))
 
     def mean(self, depth: int) -> float:
-        """p_depth over all sequences, off 0 and 1."""
+        """Return p_depth over all sequences, kept away from 0 and 1."""
         at = min(depth, len(self._verified)) - 1
         p = self._accepted[at] / self._verified[at]
         return _LEAST if p < _LEAST else min(p, _MOST)
 
     def chance(self, depth: int, level: int = 0) -> float:
-        """p_depth of a sequence of this level."""
+        """Return p_depth of a sequence of this level."""
         return 1.0 / (1.0 + math.exp(-self.log_odds(depth) - level / LEVELS_PER_UNIT))
 
     def learn(self, depth: int, accepted: bool) -> float:
-        """One verdict; p_depth as it was before, off 0 and 1."""
+        """Record one verified draft; return p_depth as it was before, kept away from 0 and 1."""
         at = min(depth, len(self._verified)) - 1
         num_accepted, num_verified = self._accepted[at], self._verified[at]
         self._accepted[at] = SHAPE_MEMORY * num_accepted + accepted
@@ -94,14 +95,14 @@ class AcceptanceShape:
         self._snapshot = tuple(round(4 * self.log_odds(j)) / 4 for j in range(1, self.num_drafts + 1))
 
     def as_json(self) -> list[float]:
-        """p_1, p_2, …"""
+        """Return p_1, p_2, …"""
         return [
             round(accepted / verified, 4) for accepted, verified in zip(self._accepted, self._verified, strict=True)
         ]
 
 
 class Acceptance:
-    """What one sequence's drafts of one source are worth."""
+    """Acceptance probabilities of one sequence's drafts from one source."""
 
     __slots__ = ("shape", "shift")
 
@@ -111,15 +112,15 @@ class Acceptance:
 
     @property
     def level(self) -> int:
-        """The shift, rounded: sequences of one level are treated alike."""
+        """The rounded shift: sequences of one level are treated alike."""
         return max(-MOST_LEVEL, min(MOST_LEVEL, round(LEVELS_PER_UNIT * self.shift)))
 
     def chance(self, depth: int) -> float:
-        """That a draft of this depth is accepted, given that those before it are."""
+        """Return the probability that a draft of this depth is accepted, given those before it are."""
         return 1.0 / (1.0 + math.exp(-self.shape.log_odds(depth) - self.shift))
 
     def step(self, first_depth: int, num_verified: int, num_accepted: int) -> None:
-        """One step's verdict: drafts of depth first_depth, first_depth+1, … of which the first `num_accepted` stand."""
+        """Record one step's drafts of depth first_depth, first_depth+1, …, of which `num_accepted` were accepted."""
         shift = (1.0 - FORGET) * self.shift
         if num_verified:
             against = math.exp(-shift)  # what the odds of a rejection are multiplied by
@@ -131,7 +132,7 @@ class Acceptance:
 
 
 def shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
-    """One for the checkpoint's own masks (None) and for each adapter's, as their cards say."""
+    """Return a shape for the checkpoint's own masks (None) and for each adapter's, with the priors of their cards."""
     known: dict[int | None, tuple[tuple[float, ...], int]] = {None: (facts.acceptance, facts.num_masks)}
     known |= {number: (adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)}
     return {number: AcceptanceShape(prior or TYPICAL, max(1, masks)) for number, (prior, masks) in known.items()}

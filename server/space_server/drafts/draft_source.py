@@ -1,4 +1,4 @@
-"""Where drafts may come from besides the model's masks. They are verified by the same rule, whoever proposes them."""
+"""The interface of draft sources besides the model's masks. All drafts are verified by the same rule."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 
 
 class DraftSource(Protocol):
-    """Proposes what may come next."""
+    """Proposes tokens that may come next."""
 
     def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int] | None:
-        """Up to `max_drafts` ids that may follow `ids` (all that is known of the sequence).
+        """Return up to `max_drafts` ids that may follow `ids` (everything known of the sequence).
 
-        None leaves the drafts to the model's masks; an empty sequence means: no drafts.
+        None leaves the drafts to the model's masks; an empty sequence means no drafts.
         """
         ...

@@ -1,6 +1,6 @@
-"""Whose drafts a sequence takes: its masks', what its own past says, or what the client predicts. Torch-free.
+"""Selects a sequence's drafts among its masks', its own past, its grammar's and the client's prediction. Torch-free.
 
-All are verified by the same rule: the choice changes how many steps a text takes, never the text.
+All are verified by the same rule: the selection changes the number of steps, never the text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from space_server.drafts.prediction import Prediction
 
 
 class DraftOrigin(Enum):
-    """Who proposed a draft."""
+    """The source of a draft."""
 
     MASKS = "masks"
     LOOKUP = "lookup"
@@ -36,18 +36,18 @@ class DraftOrigin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a sequence's drafts came from."""
+    """The source of a sequence's drafts, with their acceptance probabilities."""
 
     source: DraftOrigin
-    num_mask_drafts: int = 0  # leading drafts that came from masks all the same, and that the source goes on behind
-    match_length: int = 0  # ids before the drafts on which the source's text and the sequence's agree
-    chances: tuple[float, ...] = ()  # of each draft, given those before it; none where all came from masks
+    num_mask_drafts: int = 0  # leading drafts from masks, which the source continues
+    match_length: int = 0  # matching ids before the drafts
+    chances: tuple[float, ...] = ()  # of each draft, given those before it; empty if all came from masks
 
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)
-"""Match lengths that are told apart: each of these up to the next."""
+"""Lower bounds of the classes of match length."""
 
 PRIORS = {
     DraftOrigin.LOOKUP: (
@@ -70,23 +70,25 @@ PRIORS = {
     ),
     DraftOrigin.GRAMMAR: (*((0.70, 0.80, 0.80),) * 6, (0.98, 0.98, 0.98)),
 }
-"""Chances of the first drafts, by match length, until verdicts say better; missing ones repeat the last.
+"""Prior acceptance probabilities of the first drafts, by match length; missing ones repeat the last.
 
 Lookup: between greedy decoding and temperature 0.8 of the embedded model on HumanEval-X (see lookup.py), where an id
-behind a right one is right more often than the first. Predictions: assumed, from the same law. Grammars: the text is
-certain where they force it, its cut into ids is not; ids without another way count as a long match."""
+after a right one is right more often than the first. Predictions: assumed, at the same sampling. Grammars: a forced
+text is certain, its tokenization is not; ids without an alternative count as a long match.
+"""
 
 NUM_DEPTHS = 8
 
 MOST_SHIFT = MOST_LEVEL / LEVELS_PER_UNIT
-"""Of log-odds, either way."""
+"""Bound on the shift of log-odds, either way."""
 
 JUDGED_EVERY = 8
-"""Of proposals that cannot pay at the present price, one in so many is judged all the same: prices change."""
+"""One in so many proposals too weak for the present row price is evaluated anyway, because prices change."""
 
 ASLEEP_ABOVE, AWAKE_BELOW = 1.0, 0.8
-"""Prices: no draft is accepted more often than always, so above the first the past is not even read; below the second
-it is read again, from where that ended."""
+"""Row prices: above the first, no draft can be worth its row and texts are not read; below the second, reading resumes
+where it ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Forced:
     """Ids that a grammar forces."""
 
     ids: tuple[int, ...] = ()
-    certain: bool = False  # no other ids could stand there; else the same text might be cut in another way
+    certain: bool = False  # no other ids are possible; else the same text may be tokenized otherwise
 
 
 NOT_FORCED = Forced()
@@ -107,7 +109,7 @@ def _chances(log_odds: tuple[float, ...], level: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def _expected(chances: tuple[float, ...], count: int) -> float:
-    """Drafts accepted of `count` with these chances; missing ones repeat the last."""
+    """Return how many of `count` drafts are accepted on average; missing probabilities repeat the last."""
     total, reached = 0.0, 1.0
     for number in range(count):
         reached *= chances[min(number, len(chances) - 1)]
@@ -116,13 +118,13 @@ def _expected(chances: tuple[float, ...], count: int) -> float:
 
 
 class DraftSources:
-    """What all sequences of a worker share: who may draft, and how often whose drafts come true."""
+    """What all sequences of a worker share: enabled draft sources, and their acceptance."""
 
     def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
-        """`lookup`: a sequence's past is searched for its last ids; `masks`: its masks draft."""
+        """`lookup`: search a sequence's past for its last ids; `masks`: draft from masks."""
         self.lookup, self.masks = lookup, masks
         self._price = 0.0
-        self.naps = False  # reading has not paid for itself: the worker's to set
+        self.is_paused = False  # set by the worker while reading costs more than it saves
         self._is_too_dear = False
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
@@ -130,7 +132,7 @@ class DraftSources:
 
     @property
     def price(self) -> float:
-        """Accepted drafts that a chain row must bring in a step, as things stand: the worker's to set."""
+        """Accepted drafts that a chain row must bring. Set by the worker."""
         return self._price
 
     @price.setter
@@ -140,18 +142,18 @@ class DraftSources:
 
     @property
     def asleep(self) -> bool:
-        """No draft can pay, or few do: nothing need be known of what might be drafted."""
-        return self.naps or self._is_too_dear
+        """Whether texts need not be read, because drafts are not worth it now."""
+        return self.is_paused or self._is_too_dear
 
     def drafter(self, num_prompt: int, prediction: Run[int], *, in_grammar: bool = False) -> Drafter | None:
-        """Of a new sequence; None where only its masks can draft."""
+        """Return the drafter of a new sequence, or None where only masks can draft."""
         return Drafter(self, num_prompt, prediction) if self.lookup or prediction or in_grammar else None
 
 
 class SourceAcceptance:
-    """How far one sequence's drafts of one source come true more often, or less, than all sequences' do.
+    """Acceptance of one sequence's drafts of one source, relative to all sequences'.
 
-    What was proposed is judged whether it was taken or not: the text shows what would have come true.
+    Proposals count whether they were used or not: the text shows which of them would have been accepted.
     """
 
     def __init__(self, source: DraftOrigin, shapes: tuple[AcceptanceShape, ...]) -> None:
@@ -160,12 +162,12 @@ class SourceAcceptance:
         self._shift = 0.0  # of all log-odds
 
     def chances(self, match_length: int) -> tuple[float, ...]:
-        """Of the first, second, … draft behind a match of so many ids, given those before it."""
+        """Return the probabilities of the first, second, … draft after a match of this length, given those before."""
         return _chances(self._shape(match_length).snapshot, round(LEVELS_PER_UNIT * self._shift))
 
-    def verify_sequences(self, proposal: Proposal, tokens: Run[int]) -> None:
-        """The text went on with `tokens`. What was is forgotten little by little, and the shift stays where levels are:
-        a source that has been wrong for long is believed again as soon as one that is wrong now and then.
+    def observe(self, proposal: Proposal, tokens: Run[int]) -> None:
+        """Compare a proposal with the text, which continued with `tokens`. The shift decays and is bounded, so that a
+        source that was wrong for long recovers as fast as one that was wrong now and then.
         """
         self._shift *= 1.0 - FORGET
         shape = self._shape(proposal.match_length)
@@ -183,34 +185,38 @@ class SourceAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafts that a source would take, and what they are worth."""
+    """Drafts that a source proposes, and their acceptance probabilities."""
 
-    trust: SourceAcceptance
+    acceptance: SourceAcceptance
     ids: list[int]  # at least one
     match_length: int
     chances: tuple[float, ...]  # by depth; missing ones repeat the last
 
     @property
     def expected(self) -> float:
-        """Drafts that will be accepted, on average."""
+        """Drafts accepted on average."""
         return _expected(self.chances, len(self.ids))
 
     def beats(self, mask_chances: tuple[float, ...]) -> bool:
-        """It is worth more than drafts from masks with these chances."""
+        """Whether more drafts are expected to be accepted than from masks with these probabilities."""
         return self.expected > _expected(mask_chances, len(mask_chances))
 
     def goes_on_behind(self, drafts: Run[int]) -> bool:
-        """It says what they say, and more."""
+        """Whether it starts with these drafts and continues them."""
         return 0 < _agreeing(drafts, self.ids) == len(drafts) < len(self.ids)
 
     def origin(self, num_drafts: int, behind: tuple[float, ...] = ()) -> Origin:
-        """Of a chain of `num_drafts` of these drafts, the first of which are masks' too, with chances `behind`."""
+        """Return the origin of `num_drafts` of these drafts, the first of which are also masks', with probabilities
+        `behind`.
+        """
         known = self.chances + self.chances[-1:] * (num_drafts - len(self.chances))
-        return Origin(self.trust.source, len(behind), self.match_length, (*behind, *known[len(behind) : num_drafts]))
+        return Origin(
+            self.acceptance.source, len(behind), self.match_length, (*behind, *known[len(behind) : num_drafts])
+        )
 
 
 class Drafter:
-    """Reads one sequence's text and says what may follow it."""
+    """Reads one sequence's text and proposes what may follow it."""
 
     def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
         self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
@@ -220,18 +226,18 @@ class Drafter:
         )
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
-        self._num_known: int | None = None  # ids read; None: nothing yet, or it sleeps
-        self._proposals: list[Proposal] = []  # what was proposed to follow them
+        self._num_known: int | None = None  # ids read; None: none yet, or reading is paused
+        self._proposals: list[Proposal] = []  # proposals for the ids that follow
 
     @property
     def reads(self) -> bool:
-        """It may propose something now: a client predicts the text, or it pays to read it."""
+        """Whether it may propose something now: a client predicts the text, or reading is worth it."""
         return bool(self._predicted) or not self._sources.asleep
 
     def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
-        """`tokens` follow `ids`, which is all that was known before; how many ids of the prediction appeared with each.
+        """Read `tokens`, which follow `ids`; return how many ids of the prediction appeared with each token.
 
-        Read once from the start: at first, and where a step is taken again. After a sleep only what came meanwhile is.
+        `ids` are read in full at first, and where a step is repeated; after a pause only the new ones are.
         """
         if not self.reads:
             if self._num_known is not None or self._proposals:
@@ -247,7 +253,7 @@ class Drafter:
                 self._prediction.extend(ids[self._num_prompt :])
         else:
             for proposal in self._proposals:
-                proposal.trust.verify_sequences(proposal, tokens)
+                proposal.acceptance.observe(proposal, tokens)
         self._proposals = []
         self._num_known = len(ids) + len(tokens)
         if self._lookup is not None:
@@ -255,25 +261,25 @@ class Drafter:
         return () if self._prediction is None else self._prediction.extend(tokens)
 
     def propose(self, max_drafts: int, forced: Forced = NOT_FORCED) -> Proposal | None:
-        """The drafts that are worth most; None where nothing is known, or worth its row."""
-        for text, trust in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
+        """Return the proposal with the most expected accepted drafts; None if there is none worth its row."""
+        for text, acceptance in ((self._prediction, self._predicting), (self._lookup, self._looking_up)):
             if text is not None and self._num_known is not None and (drafts := text.propose(max_drafts)):
-                self._note(trust, drafts, text.match_length)
+                self._add_proposal(acceptance, drafts, text.match_length)
         if forced.ids:
-            self._note(self._forcing, list(forced.ids[:max_drafts]), LENGTHS[-1] if forced.certain else 0)
+            self._add_proposal(self._forcing, list(forced.ids[:max_drafts]), LENGTHS[-1] if forced.certain else 0)
         if len(self._proposals) < 2:
             return self._proposals[0] if self._proposals else None
         return max(self._proposals, key=lambda proposal: proposal.expected)
 
-    def _note(self, trust: SourceAcceptance, drafts: list[int], length: int) -> None:
-        """Propose these, if they are worth their row."""
-        chances = trust.chances(length)
+    def _add_proposal(self, acceptance: SourceAcceptance, drafts: list[int], length: int) -> None:
+        """Add a proposal if it is worth its row."""
+        chances = acceptance.chances(length)
         if chances[0] > self._sources.price or (self._num_known or 0) % JUDGED_EVERY == 0:
-            self._proposals.append(Proposal(trust, drafts, length, chances))
+            self._proposals.append(Proposal(acceptance, drafts, length, chances))
 
 
 def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
-    """Of drafts from masks `first`, `first`+1, …; without `acceptance`, what is typical."""
+    """Return the acceptance of drafts from masks `first`, `first`+1, …; without `acceptance`, typical values."""
     if not count:
         return ()
     by_depth = TYPICAL if acceptance is None else _chances(acceptance.shape.snapshot, acceptance.level)
@@ -281,7 +287,7 @@ def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple
 
 
 def _agreeing(drafts: Run[int], tokens: Run[int]) -> int:
-    """Ids at the front that are the same."""
+    """Return the number of leading ids that are the same."""
     count = 0
     for draft, id_ in zip(drafts, tokens, strict=False):
         if draft != id_:

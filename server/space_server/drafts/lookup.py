@@ -1,4 +1,4 @@
-"""Drafts from the sequence's own past: what followed the last ids when they were seen before. Torch-free."""
+"""Drafts from the sequence's own past: what followed the last ids when they occurred before. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from space_server.drafts.suffix_index import LONGEST, RUNS, SuffixIndex
 
 SHORTEST_MATCH = RUNS[-1]
-"""Ids that must have been seen before, in this order.
+"""Ids that must have occurred before, in this order.
 
 Measured with the embedded model on 40 HumanEval-X prompts of 160 tokens, longest match, the latest where there are
 several. The chance that the id behind the match is right, greedy (0.40 of the 4-grams distinct) / temperature 0.8
@@ -17,28 +17,27 @@ one id is worth less than any mask, and is found at every third token.
 
 
 class Lookup:
-    """Follows a text, and where it repeats itself knows what comes next.
-
-    Once found, a place is followed as long as the text agrees with what stands there.
+    """Follows a text and, where it repeats itself, predicts what comes next. A match is followed while the
+    text agrees.
     """
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._index = SuffixIndex(ids)
-        self._place = 0  # of the id that may come next
-        self._length = 0  # of the match before it
+        self._place = 0  # index of the id that may come next
+        self._length = 0  # length of the match before it
 
     @property
     def num_ids(self) -> int:
-        """Of the text."""
+        """Ids of the text."""
         return len(self._index.ids)
 
     @property
     def match_length(self) -> int:
-        """Ids before the proposal that were seen before, in this order; after `propose`."""
+        """Length of the match before the proposal; valid after `propose`."""
         return self._length
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         ids = self._index.ids
         for id_ in tokens:
             if self._length and ids[self._place] == id_:
@@ -49,10 +48,9 @@ class Lookup:
             self._index.push(id_)
 
     def propose(self, max_drafts: int) -> list[int]:
-        """What followed the longest match, as long as is wanted; none without a match of SHORTEST_MATCH ids.
+        """Return `max_drafts` ids that followed the longest match; none without a match of SHORTEST_MATCH ids.
 
-        Where that runs into the end of the text it goes on with its own beginning: a text that repeats itself from
-        there on.
+        If the match reaches the end of the text, it repeats from its own start, as a periodic text would.
         """
         ids = self._index.ids
         if self._length < RUNS[0]:

@@ -1,4 +1,4 @@
-"""Drafts from a text that the client expects: followed while the output agrees, found again where it does not."""
+"""Drafts from a text that the client predicts: followed while the output agrees, found again where it does not."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterable, Sequence
 from space_server.drafts.suffix_index import LONGEST, SuffixIndex, match_length
 
 BEHIND, AHEAD = 8, 48
-"""Where the output is looked for first after it has strayed, in ids from there: most edits are small."""
+"""Where the output is searched first after it has diverged, in ids before and after: most edits are small."""
 
 AT_ONCE = 4
-"""Within so many ids a single id that agrees is taken for the place; elsewhere it takes two."""
+"""Within so many ids one matching id is enough; elsewhere it takes two."""
 
 
 class Prediction:
-    """A predicted text beside the output, and the place in it where the output stands.
+    """A predicted text, and the position in it that the output has reached.
 
-    Nothing here depends on how many ids a step emits: what is counted as predicted is the same with any drafts.
+    Nothing here depends on how many ids a step emits, so the counts of predicted ids are the same with any drafts.
     """
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._index = SuffixIndex(ids)
         self._tail: list[int] = []  # the output's last ids
-        self._place = 0  # of the id that may come next; len(ids): nowhere
-        self._length = 1  # ids in a row that agree before it; the beginning of both counts as one
-        self._strayed_at = 0  # the place where the output was last known to be
+        self._place = 0  # index of the id that may come next; len(ids): none
+        self._length = 1  # matching ids before it; the beginning of both counts as one
+        self._strayed_at = 0  # the last known position of the output
         self._appeared = bytearray(len(ids))
         self.num_appeared = 0  # ids of the prediction found in the output, in runs of two or more
 
     @property
     def match_length(self) -> int:
-        """Ids in a row before the proposal that agree; 0 where one id has just been replaced, as it seems."""
+        """Matching ids before the proposal; 0 after what looks like one replaced id."""
         return self._length
 
     def extend(self, tokens: Iterable[int]) -> list[int]:
-        """The output goes on; how many ids of the prediction appeared with each token."""
+        """Append tokens to the output; return how many ids of the prediction appeared with each."""
         appeared = []
         for id_ in tokens:
             before = self.num_appeared
@@ -46,7 +46,7 @@ class Prediction:
         return appeared
 
     def propose(self, max_drafts: int) -> list[int]:
-        """What the prediction goes on with."""
+        """Return how the prediction continues."""
         return self._index.ids[self._place : self._place + max_drafts]
 
     def _follow(self, id_: int) -> None:
@@ -69,7 +69,9 @@ class Prediction:
             self._mark()
 
     def _find(self, id_: int) -> tuple[int, int] | None:
-        """The place behind the longest end of the output; near where it strayed, the nearest of the longest."""
+        """Return the position after the longest match of the output's end; near the divergence, the nearest of the
+        longest.
+        """
         ids, here = self._index.ids, self._strayed_at
         begin, end = max(0, here - BEHIND), min(len(ids), here + AHEAD)
         near: list[tuple[int, int]] = []  # length of the match, and how far away
@@ -90,7 +92,7 @@ class Prediction:
         return None if best is None else (places[best], near[best][0])
 
     def _mark(self) -> None:
-        """The ids of the present run have appeared: the last of them, and those before it that were not counted."""
+        """Count the ids of the current run as appeared."""
         for place in range(self._place - 1, max(0, self._place - self._length) - 1, -1):
             if self._appeared[place]:
                 break

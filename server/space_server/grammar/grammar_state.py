@@ -1,4 +1,4 @@
-"""Where one sequence's output stands in its grammar, and which ids may come next."""
+"""The state of one sequence's output in its grammar, and the ids that may come next."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _FEW_WORDS = 8
-"""Words of a set with ids in them above which nobody looks whether the text is forced."""
+"""Bit-set words with ids above which the text is not checked for being forced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Possible:
-    """The ids that may stand at one place of an output."""
+    """The ids that may stand at one position of an output."""
 
-    ids: IdBits | None  # None: nobody will ask, for what stands before cannot be
-    only_end: bool = False  # the text is complete, and nothing can follow it
+    ids: IdBits | None  # None: unreachable, because the tail before it is impossible
+    only_end: bool = False  # the text is complete and can only end
 
     def __contains__(self, id_: int) -> bool:
         return self.ids is None or bool(self.ids[id_ >> 5] >> (id_ & 31) & 1)
@@ -36,13 +36,13 @@ _UNASKED = Possible(None)
 
 
 class GrammarState:
-    """Follows the output of a sequence, and looks ahead behind drafts.
+    """Follows a sequence's output, and looks ahead behind drafts.
 
     output (final)          tail (hypothetical)
-    [0 ............. n)     [n ........ n + t)      the matcher stands behind both, and goes back as far as need be
+    [0 ............. n)     [n ........ n + t)      the matcher stands behind both, and is rolled back as needed
 
-    What may come next depends on the bytes before alone. A place where the library gives up, or where no id can go on,
-    has no possible ids; it harms nobody until it is reached.
+    What may come next depends only on the bytes before. A position where the library fails, or where no id can follow,
+    has no possible ids; that matters only if the output reaches it.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GrammarState:
         ignores_eos: bool = False,
         output: Run[int] = (),
     ) -> None:
-        """`fresh`: a matcher of its own at the beginning. EOS ids, and stop ids without text, are possible where the
-        text may end; with `ignores_eos` the first only where it must. `output` is known already.
+        """`fresh`: this state's own matcher, at the beginning. EOS ids, and stop ids without text, are possible where
+        the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already.
         """
         self._vocabulary, self._fresh = vocabulary, fresh
         stops = {id_ for id_ in stop_ids if not vocabulary.texts[id_]}
@@ -67,15 +67,15 @@ class GrammarState:
         self._matcher = fresh()
         self._output: list[int] = []
         self._tail: list[int] = []
-        self._known: dict[tuple[int, ...], Possible] = {}  # by the tail before it
-        self.trouble: str | None = None  # why the last place without possible ids has none
-        self._is_lost = False  # the output is none of the grammar's
+        self._known: dict[tuple[int, ...], Possible] = {}  # cache, by tail
+        self.trouble: str | None = None  # why the last dead end has no possible ids
+        self._is_lost = False  # the output violates the grammar
         self.advance(output)
         if self._is_lost:
             raise ValueError(f"The {len(output)} ids generated before are no beginning of one of its texts.")
 
     def possible(self, tail: Run[int] = ()) -> Possible:
-        """The ids that may stand behind the output and `tail`."""
+        """Return the ids that may follow the output and `tail`."""
         key = tuple(tail)
         known = self._known.get(key)
         if known is None:
@@ -86,7 +86,7 @@ class GrammarState:
         return known
 
     def num_possible(self, tail: Run[int], drafts: Run[int]) -> int:
-        """How many of the first drafts may follow the output and `tail`, up to an end."""
+        """Return how many leading drafts may follow the output and `tail`, up to an end."""
         behind = list(tail)
         for count, id_ in enumerate(drafts):
             if id_ not in self.possible(behind):
@@ -97,8 +97,8 @@ class GrammarState:
         return len(drafts)
 
     def forced(self, tail: Run[int], most: int) -> Forced:
-        """Up to `most` ids that must follow the output and `tail`, as long as there is no choice of text: where it can
-        be cut in several ways, the longest ids.
+        """Return up to `most` ids that must follow the output and `tail`. If the forced text has several tokenizations,
+        the longest ids are used.
         """
         behind, certain = list(tail), True
         while len(behind) < len(tail) + most:
@@ -112,7 +112,7 @@ class GrammarState:
         return Forced(tuple(behind[len(tail) :]), certain)
 
     def _ways(self, possible: Possible) -> list[int]:
-        """The possible ids, if all are beginnings of one of them, which is the first; none if there is a choice."""
+        """Return the possible ids if all are prefixes of the first; none if the text is not forced."""
         if possible.ids is None or not 0 < np.count_nonzero(possible.ids) <= _FEW_WORDS:
             return []
         texts, ids = self._vocabulary.texts, ids_of(possible.ids)
@@ -123,7 +123,7 @@ class GrammarState:
         return ids if is_forced else []
 
     def advance(self, tokens: Run[int]) -> None:
-        """The sequence emitted these."""
+        """Append emitted tokens."""
         ended = len(tokens) > 0 and tokens[-1] in self._end_ids
         text = list(tokens[:-1] if ended else tokens)
         if not self._go_behind(text):
@@ -136,7 +136,7 @@ class GrammarState:
         self._known = {tail[count:]: known for tail, known in self._known.items() if tail[:count] == key}
 
     def _go_behind(self, tail: Run[int]) -> bool:
-        """Let the matcher stand behind `tail`; False, and it stays before the first id that cannot be."""
+        """Move the matcher behind `tail`. False if an id is impossible; the matcher then stands before it."""
         common = 0
         for ours, theirs in zip(self._tail, tail, strict=False):
             if ours != theirs:
@@ -158,7 +158,7 @@ class GrammarState:
         return True
 
     def _look(self) -> Possible:
-        """The ids that may stand behind the matcher."""
+        """Return the ids that may follow at the matcher's position."""
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: len(self._text_bits)]
         if self._matcher.is_error():
             stuck = is_stuck(self._matcher)
@@ -175,7 +175,7 @@ class GrammarState:
         return Possible(text, only_end=ends and not goes_on)
 
     def _start_again(self) -> None:
-        """The matcher has given up for good where it stood; another one goes behind the output."""
+        """Replace a matcher that failed for good by a new one behind the output."""
         self._matcher = self._fresh()
         self._tail = []
         self._matcher.try_consume_tokens(self._output)

@@ -1,4 +1,4 @@
-"""A grammar is compiled elsewhere first, where it may take the time, the memory and the process with it."""
+"""Compiles each grammar in another process first, which can be killed if it takes too much time or memory."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from space_common.grammar_process import GrammarProcess
 from space_server.grammar.vocabulary import TokenVocabulary
 
 START_SECONDS = 20.0
-"""Longest that the process may take to know the vocabulary: a few tenths of a second, more on a busy machine."""
+"""Longest that the process may take to load the vocabulary: a few tenths of a second, more on a busy machine."""
 
 
 class GrammarTrial:
-    """One process, started with the first grammar. What it cannot compile in time ends with it: no thread of this
-    process ever begins it.
+    """One process, started with the first grammar. A grammar that it cannot compile in time is never compiled in this
+    one.
     """
 
     def __init__(self, vocabulary: TokenVocabulary, seconds: float) -> None:
-        """`seconds`: that one grammar may take."""
+        """`seconds`: time limit per grammar."""
         self._vocabulary, self._seconds = vocabulary, seconds
         self._process: GrammarProcess | None = None
         self._turn = threading.Lock()
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """The process's id; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 
     def check(self, kind: str, source: str, deadline: float) -> None:
-        """Returns where the grammar can be compiled. Raises GrammarError. `deadline`: until when, on the monotonic
-        clock, it is worth waiting for those before.
+        """Return if the grammar compiles, else raise GrammarError. `deadline` (monotonic): gives up waiting for earlier
+        grammars.
         """
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise GrammarError("others took the time that it had to be compiled in")
@@ -43,7 +43,7 @@ class GrammarTrial:
                 raise GrammarError(
                     f"it cannot be compiled within {self._seconds:g} s and the memory for it. Make it smaller"
                 )
-        except BaseException:  # of whatever a process has not answered, it cannot be asked again
+        except BaseException:  # the process is in an unknown state and cannot be reused
             self._end()
             raise
         finally:

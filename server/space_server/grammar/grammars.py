@@ -1,4 +1,4 @@
-"""Grammars, compiled beside the steps: whose grammar takes long, or is none, waits or fails alone."""
+"""Compiles grammars beside the steps; a slow or invalid grammar affects its own sequences only."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_SECONDS = 20.0
-"""Longest that a sequence waits for its grammar. One is tried for half of this time, in a process that ends with it."""
+"""Longest that a sequence waits for its grammar. The trial process gets half of it per grammar."""
 
 MOST_AT_ONCE = 2
-"""Grammars that are compiled at the same time; the library lets other threads run meanwhile. As many sequences are put
-into known ones beside that."""
+"""Grammars compiled at once (the library releases the GIL), and states of known grammars created at once."""
 
 MOST_KEPT = 64
-"""Compiled grammars that are kept, the last used ones."""
+"""Compiled grammars cached, least recently used first out."""
 
 WALK_LENGTH, WALK_SECONDS = 100, 0.5
-"""Places of a text that are looked at in advance, and the longest that this takes."""
+"""Positions of a text whose masks are computed in advance, and the time limit for it."""
 
 
 class Preparation:
     """A grammar that is being compiled for a sequence."""
 
     def __init__(self) -> None:
-        self.state: GrammarState | None = None  # where the sequence's output stands in it, once it is there
-        self.error: str | None = None  # why it never will
-        self._ended = threading.Lock()  # held from then on
+        self.state: GrammarState | None = None  # the sequence's state, once compiled
+        self.error: str | None = None  # why there will be none
+        self._ended = threading.Lock()  # held once it is over
         self._over = threading.Event()
 
     @property
     def is_over(self) -> bool:
-        """There is a state or an error."""
+        """Whether there is a state or an error."""
         return self._over.is_set()
 
     def end(self, state: GrammarState | None = None, error: str | None = None) -> bool:
-        """This is how it ended, if it had not already."""
+        """Set the result, unless one is set."""
         if not self._ended.acquire(blocking=False):
             return False
         self.state, self.error = state, error
@@ -60,26 +59,26 @@ class Preparation:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Until it is over, at most so long; whether it is."""
+        """Block until it is over, at most so long; return whether it is."""
         return self._over.wait(seconds)
 
     def cancel(self) -> None:
-        """Nobody wants it any more: what has not begun never will."""
+        """Do not compile it if that has not begun."""
         self.end(error="Its sequence was released.")
 
 
 class Overdue:
-    """Ends what is not over in time. One thread watches all of it, as long as there is any."""
+    """Fails preparations that miss their deadline, with one thread that runs while there are any."""
 
     def __init__(self, most_seconds: float) -> None:
-        """`most_seconds`: that each may take, so that who began first is the first to be late."""
+        """`most_seconds`: time limit of each, so that deadlines come in order."""
         self._error = f"The grammar was not compiled within {most_seconds:g} s. Make it smaller."
         self._watched: deque[tuple[Preparation, Callable[..., None], float]] = deque()
         self._lock = threading.Lock()
         self._runs = False
 
     def watch(self, preparation: Preparation, end: Callable[..., None], deadline: float) -> None:
-        """Call end(error=…) at the deadline, on the monotonic clock, unless the preparation is over."""
+        """Call end(error=…) at the deadline (monotonic), unless the preparation is over."""
         with self._lock:
             self._watched.append((preparation, end, deadline))
             if not self._runs:
@@ -102,7 +101,7 @@ class Overdue:
 
 
 class Grammars:
-    """Compiles each grammar once, and gives every sequence a state of its own in it."""
+    """Compiles each grammar once, and gives every sequence a state of its own."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class Grammars:
         most_seconds: float = MOST_SECONDS,
         most_kept: int = MOST_KEPT,
     ) -> None:
-        """`read` is called once, when the first grammar comes; `why_none`: no grammar can be had, and why."""
+        """`read` loads the vocabulary, once, for the first grammar; `why_none`: why grammars are unsupported, if so."""
         self.why_none = why_none
         self._read, self._most_seconds, self._most_kept = read, most_seconds, most_kept
         self._vocabulary: TokenVocabulary | None = None
@@ -121,13 +120,15 @@ class Grammars:
         self._reading = threading.Lock()  # of the vocabulary and the trial
         self.trial: GrammarTrial | None = None  # from the first grammar on
         self._compiling = DeepStackExecutor("grammar", MOST_AT_ONCE)
-        self._entering = DeepStackExecutor("grammar", MOST_AT_ONCE)  # known ones, which no slow one holds up
+        self._entering = DeepStackExecutor(
+            "grammar", MOST_AT_ONCE
+        )  # for cached grammars, so that slow ones do not delay them
         self._overdue = Overdue(most_seconds)
 
     @classmethod
     def of(cls, folder: Path, num_ids: int, never: Collection[int]) -> Grammars:
-        """For the checkpoint in a folder, whose vocabulary is read now: that takes seconds for a large one, in which no
-        other thread could run. Ids in `never` never come out of a grammar.
+        """Read a checkpoint's vocabulary now, because a large one blocks all threads for seconds. Ids in `never` are
+        never allowed.
         """
         try:
             vocabulary = TokenVocabulary.read(folder, num_ids, never)
@@ -148,9 +149,9 @@ class Grammars:
         output: Run[int],
         done: Callable[[], None],
     ) -> Preparation:
-        """Compile this, if it is not known; `done` is called, by another thread, when it is over.
+        """Compile the grammar if it is not cached; `done` is called from another thread when that is over.
 
-        The other arguments are those of the GrammarState.
+        The other arguments are those of GrammarState.
         """
         preparation = Preparation()
         stand = partial(GrammarState, eos_ids=eos_ids, stop_ids=stop_ids, ignores_eos=ignores_eos, output=output)
@@ -220,8 +221,8 @@ class Grammars:
 
 
 def _walked(fresh: LLMatcher, vocabulary: TokenVocabulary) -> LLMatcher:
-    """The matcher, gone through a text of the grammar and back. What may follow is remembered by the kind of place, and
-    the first look at some kinds takes tens of milliseconds, which a step need not wait for.
+    """Return the matcher after walking through a text of the grammar and back. That caches masks, some of which take
+    tens of milliseconds and would delay a step.
     """
     matcher, chance, begun = fresh.deep_copy(), Random(0), time.monotonic()
     for _ in range(WALK_LENGTH):

@@ -1,4 +1,4 @@
-"""The text of each id, byte for byte, as a grammar sees it."""
+"""The bytes of each token id, as a grammar sees them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class NoVocabulary(Exception):
-    """Nobody knows which bytes the ids of a checkpoint stand for; the message says why."""
+    """The bytes of the checkpoint's ids are unknown; the message says why."""
 
 
 def bits_of(ids: Iterable[int], num_ids: int) -> IdBits:
-    """A set of ids. [ceil(V / 32)], V = num_ids"""
+    """Return a bit set of ids. [ceil(V / 32)], V = num_ids"""
     found = np.zeros(-(-num_ids // 32) * 32, dtype=np.bool_)
     found[[*ids]] = True
     return np.packbits(found, bitorder="little").view(np.int32)
 
 
 def ids_of(bits: IdBits) -> list[int]:
-    """The ids in a set, ascending."""
+    """Return the ids in a bit set, ascending."""
     return [int(id_) for id_ in np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))]
 
 
 class TokenVocabulary:
-    """The bytes of each id, none for ids that no text has: special ids, masks, padding rows of the output head.
+    """The bytes of each id; none for ids without text: special ids, masks, padding rows of the output head.
 
-    The same as the router's: what a grammar allows is what clients get. A grammar can name a special id by its number.
+    It equals the router's detokenization, so clients get what the grammar allows. A grammar can name a special id by
+    number.
     """
 
     def __init__(self, texts: Sequence[bytes], special: Mapping[int, bytes] | None = None) -> None:
-        """`texts`: of each row of the output head; `special`: names of special ids that a grammar may ask for."""
+        """`texts`: of each row of the output head; `special`: names of special ids that a grammar may use."""
         special = special or {}
         self.texts = texts
         self.possible = bits_of((id_ for id_, text in enumerate(texts) if text or id_ in special), len(texts))
@@ -62,7 +63,7 @@ class TokenVocabulary:
 
     @classmethod
     def read(cls, folder: Path, num_ids: int, never: Collection[int] = ()) -> TokenVocabulary:
-        """From a folder's tokenizer files; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
+        """Read a folder's tokenizer files; ids in `never` are in no grammar. Raises NoVocabulary, ImportError."""
         content = _content(folder)
         kinds = _decoder_kinds(content)
         named = _special_texts(folder)
@@ -93,7 +94,7 @@ def _content(folder: Path) -> str:
 
 
 def _special_texts(folder: Path) -> set[str | None]:
-    """Special tokens that the files beside tokenizer.json name, which it need not list."""
+    """Return special tokens from the files beside tokenizer.json, which need not list them."""
     names = ("tokenizer_config.json", "special_tokens_map.json")
     try:
         config, special_map = (read_object(file) if (file := folder / name).is_file() else {} for name in names)
@@ -103,7 +104,7 @@ def _special_texts(folder: Path) -> set[str | None]:
 
 
 def _decoder_kinds(content: str) -> set[str]:
-    """What the decoder of tokenizer.json is made of. Raises NoVocabulary for one whose tokens are not bytes."""
+    """Return the decoders of tokenizer.json. Raises NoVocabulary for one whose tokens are not bytes."""
     try:
         decoder = json.loads(content).get("decoder")
     except (ValueError, AttributeError) as error:
@@ -125,7 +126,7 @@ def _kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Return the printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in letters.values()]

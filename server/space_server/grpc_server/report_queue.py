@@ -1,4 +1,4 @@
-"""What is to be said to somebody who waits for it on the event loop, as steps bring it, or for so long in vain."""
+"""A queue from the stepping thread to the event loop, with a timeout that is cheap per message."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ T = TypeVar("T")
 
 
 class ReportQueue(Generic[T]):
-    """A queue with one taker, who hears of long silences. A timer runs on over many messages: each only puts it off."""
+    """A queue with one consumer. One timer serves many messages: each only moves its deadline."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[T] = deque()
         self._taker: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of the taker's patience
+        self._deadline = 0.0  # when `take` times out
 
-    def put(self, said: T) -> None:
-        """Say this; on the event loop."""
-        self._waiting.append(said)
+    def put(self, message: T) -> None:
+        """Add a message; call on the event loop."""
+        self._waiting.append(message)
         self._wake()
 
-    def put_from_thread(self, said: T) -> None:
-        """Say this; on any other thread."""
-        self._loop.call_soon_threadsafe(self.put, said)
+    def put_from_thread(self, message: T) -> None:
+        """Add a message; call on any other thread."""
+        self._loop.call_soon_threadsafe(self.put, message)
 
     async def take(self, patience: float) -> T:
-        """The next thing to say. Raises TimeoutError after `patience` seconds without one."""
+        """Return the next message. Raises TimeoutError after `patience` seconds without one."""
         self._deadline = self._loop.time() + patience
         while not self._waiting:
             if self._loop.time() >= self._deadline:
@@ -44,7 +44,7 @@ class ReportQueue(Generic[T]):
         return self._waiting.popleft()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -59,7 +59,7 @@ class ReportQueue(Generic[T]):
 
     def _ring(self) -> None:
         self._timer = None
-        if self._loop.time() < self._deadline:  # it was put off
+        if self._loop.time() < self._deadline:  # the deadline has moved
             self._set_timer()
         else:
             self._wake()

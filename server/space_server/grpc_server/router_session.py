@@ -1,4 +1,4 @@
-"""One router's stream: its commands take effect between steps, which a thread of its own takes one after the other."""
+"""One router's stream: commands take effect between steps, which run on a thread of their own."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from space_server.grpc_server.sequence_spans import SequenceSpans
 from space_server.worker import ProtocolError, Worker
 
 MAX_UNSENT = 32
-"""Reports that may wait for the router before stepping stops: a router that does not read is not run ahead of."""
+"""Reports that may be unsent before stepping stops, so that steps do not run ahead of a router that does not read."""
 
 _log = logging.getLogger(__name__)
 
 
 class Drained(Exception):
-    """Everything has been finished and said; the process is to end."""
+    """Every sequence has finished and was reported; the process may exit."""
 
 
 class RouterSessionFailed(Exception):
-    """A step failed outside any sequence: the router has to begin again."""
+    """A step failed outside any sequence: the router must reconnect and re-admit."""
 
 
 class RouterSession:
-    """Commands in, messages out. `with` it: the stepping thread ends with the block, and the worker forgets.
+    """Commands in, messages out. `stop` ends the stepping thread and drops every sequence.
 
-    receive() and message() are called on the event loop; the worker is touched by the thread alone.
+    Call receive() and message() on the event loop; only the stepping thread touches the worker.
     """
 
     def __init__(self, worker: Worker, spans: SequenceSpans | None = None) -> None:
-        """`spans`: of its sequences, None where nobody wants any."""
+        """`spans`: tracing spans of the sequences; None: no tracing."""
         self._worker = worker
         self._spans = spans
         self._report_queue: ReportQueue[pb.WorkerMessage | Exception | None] = ReportQueue()
@@ -47,12 +47,12 @@ class RouterSession:
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start the stepping thread."""
         self._worker.waiting.woken = self._wake
         self._thread.start()
 
     async def stop(self) -> None:
-        """Step no more, and forget every sequence. A cancellation takes effect when that is done."""
+        """Stop stepping and drop every sequence. A cancellation takes effect when that is done."""
         with self._news:
             self._stopping = True
             self._news.notify()
@@ -62,7 +62,7 @@ class RouterSession:
             try:
                 await asyncio.wait([joining])
             except asyncio.CancelledError:
-                cancelled = True  # the stream has gone, but the step it began has not: nobody may have the worker yet
+                cancelled = True  # the worker is still in a step, so it cannot be handed to another stream yet
         self._worker.reset()
         if self._spans is not None:
             self._spans.close()
@@ -71,39 +71,40 @@ class RouterSession:
             raise asyncio.CancelledError
 
     def receive(self, commands: Iterable[pb.Command]) -> None:
-        """These take effect before the next step."""
+        """Queue commands; they take effect before the next step."""
         with self._news:
             self._inbox.extend(commands)
             self._news.notify()
 
     def _wake(self) -> None:
-        """The worker has something to do again."""
+        """Wake the stepping thread."""
         with self._news:
             self._news.notify()
 
     def refuse(self, reason: str) -> None:
-        """Say this last."""
+        """Queue a refusal, the last message of the stream."""
         self._report_queue.put(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
 
     def close(self) -> None:
-        """The router has hung up: nothing is left to say."""
+        """End the messages: the router has closed the stream."""
         self._report_queue.put(None)
 
     async def message(self, patience: float) -> pb.WorkerMessage | None:
-        """The next thing to say, a heartbeat after `patience` seconds of silence, None when the router has hung up.
+        """Return the next message, a heartbeat after `patience` seconds without one, or None when the router has
+        closed.
 
-        Raises Drained or RouterSessionFailed when there will be no more.
+        Raises Drained or RouterSessionFailed when no more will come.
         """
         try:
-            said = await self._report_queue.take(patience)
+            message = await self._report_queue.take(patience)
         except TimeoutError:
             return pb.WorkerMessage(report=pb.StepReport())
-        if isinstance(said, Exception):
-            raise said
-        return said
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def sent(self, message: pb.WorkerMessage) -> None:
-        """This message is on its way."""
+        """Record that this message was sent."""
         if message.report.stepped or message.report.sequences or message.report.released:
             with self._news:
                 self._num_unsent -= 1
@@ -116,15 +117,15 @@ class RouterSession:
             while self._turn():
                 pass
         except ProtocolError as error:
-            self._say(pb.WorkerMessage(refusal=pb.Refusal(reason=str(error))))
+            self._send(pb.WorkerMessage(refusal=pb.Refusal(reason=str(error))))
         except Drained as drained:
-            self._say(drained)
+            self._send(drained)
         except Exception as error:
             _log.exception("stepping failed")
-            self._say(RouterSessionFailed(f"{type(error).__name__}: {error}"))
+            self._send(RouterSessionFailed(f"{type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:
-        """Wait for something to do, and do it; False when the conversation is over."""
+        """Wait for work and do it; False when the session is over."""
         worker = self._worker
         with self._news:
             while not (self._stopping or self._inbox or self._may_step()):
@@ -144,7 +145,7 @@ class RouterSession:
                     self._spans.reported(message.report)
                 with self._news:
                     self._num_unsent += 1
-                self._say(message)
+                self._send(message)
         return True
 
     def _may_step(self) -> bool:
@@ -159,5 +160,5 @@ class RouterSession:
         if self._spans is not None:
             self._spans.applied(command)
 
-    def _say(self, said: pb.WorkerMessage | Exception) -> None:
-        self._report_queue.put_from_thread(said)
+    def _send(self, message: pb.WorkerMessage | Exception) -> None:
+        self._report_queue.put_from_thread(message)

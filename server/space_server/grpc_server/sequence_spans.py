@@ -1,4 +1,4 @@
-"""The worker's spans: one for each sequence whose router follows it, from its Admit to its end."""
+"""The worker's tracing spans: one per traced sequence, from Admit to its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDS = {
 
 @dataclass
 class _Followed:
-    """A sequence under way, and what it took until now."""
+    """A running traced sequence and its counts so far."""
 
     span: Span
     num_tokens: int = 0
@@ -32,14 +32,14 @@ class _Followed:
 
 
 class SequenceSpans:
-    """Told of every command and report of one conversation, by the stepping thread. No id or text is written down."""
+    """Observes the commands and reports of one session, on the stepping thread. Records no ids or text."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._followed: dict[int, _Followed] = {}
 
     def applied(self, command: pb.Command) -> None:
-        """A command has taken effect."""
+        """Record a command that was applied."""
         if command.HasField("admit") and command.admit.traceparent:
             admit = command.admit
             span = self._tracer.start_span(
@@ -56,7 +56,7 @@ class SequenceSpans:
             self._end(command.release.seq_id, "released")
 
     def reported(self, report: pb.StepReport) -> None:
-        """A step has been taken."""
+        """Record a step's report."""
         for part in report.sequences if self._followed else ():
             followed = self._followed.get(part.seq_id)
             if followed is None:
@@ -73,7 +73,7 @@ class SequenceSpans:
                 self._end(part.seq_id, ENDS.get(part.finish, "unknown"))
 
     def close(self) -> None:
-        """The conversation is over, and with it every sequence."""
+        """End every span: the session is over."""
         for seq_id in list(self._followed):
             self._end(seq_id, "router lost")
 

@@ -1,4 +1,4 @@
-"""The worker on gRPC: one conversation at a time."""
+"""The worker's gRPC service, for one router at a time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 HEARTBEAT_SECONDS = 1.0
-"""The longest silence of a worker that lives."""
+"""Longest silence of a live worker."""
 UNREAD_SECONDS = 30.0
-"""How long a router may leave unread what is said to it, before it is taken for dead."""
+"""Seconds a router may leave a message unread before its stream is closed."""
 DISPLACED_SECONDS = 0.5
-"""The same once another router has come."""
+"""The same, once another router has connected."""
 FAREWELL_SECONDS = 1.0
-"""How long a router that is told the last word may take to hang up: if the worker did, while the router says something,
-the router could not read it.
+"""Seconds for a router to close the stream after the last message. If the worker closed it while the router sends, the
+router could not read that message.
 """
 ENERGY_SECONDS = 0.25
-"""How often sensors are read while there is something to say: a reading costs microseconds, but steps are many."""
+"""Shortest interval between two sensor readings: one costs microseconds, but steps are many."""
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # prompts and prompt log-probabilities of long windows are large
     ("grpc.max_send_message_length", -1),
@@ -48,7 +48,7 @@ _Context = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Serves one router after the other: a new one ends the conversation of the one before."""
+    """Serves one router at a time: a new one ends the session of the one before."""
 
     def __init__(
         self,
@@ -58,96 +58,96 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         meter: Meter | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`meter`: what this machine draws, said beside the reports; `tracer`: of spans of sequences."""
+        """`meter`: energy counters, reported with the steps; `tracer`: creates spans of sequences."""
         self.incarnation = uuid.uuid4().hex
-        self.finished = asyncio.Event()  # drained, or the device is lost: the process is to end
+        self.finished = asyncio.Event()  # drained, or the device is lost: the process may exit
         self.has_lost_device = False
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds
         self._meter = meter or Meter([])
         self._tracer = tracer
-        self._turn = asyncio.Lock()  # held by the conversation that has the worker
-        self._newest: object = None  # the stream that came last
-        self._conversation: RouterSession | None = None
-        self._writing: asyncio.Timeout | None = None  # what is being said to the router that has the worker
+        self._session_lock = asyncio.Lock()  # held by the session that uses the worker
+        self._newest: object = None  # the stream that connected last
+        self._session: RouterSession | None = None
+        self._writing: asyncio.Timeout | None = None  # the write in progress to the current router
         self._draining = False
 
     def drain(self) -> None:
-        """Let what runs finish, then set `finished`."""
+        """Let running sequences finish, then set `finished`."""
         self._draining = True
-        if self._conversation is None:
+        if self._session is None:
             self.finished.set()
         else:
-            self._conversation.receive([pb.Command(drain=pb.Drain())])
+            self._session.receive([pb.Command(drain=pb.Drain())])
 
     async def Serve(self, request_iterator: AsyncIterator[pb.RouterMessage], context: _Context) -> None:
-        """The conversation: Hello, then reports until the router hangs up, another one comes, or all is drained."""
+        """Send Hello, then reports, until the router closes, another one connects, or the worker is drained."""
         stream = self._newest = object()
-        if self._conversation is not None:
-            self._conversation.refuse("Another router has connected to this worker.")
-            if self._writing is not None:  # it may never read that
+        if self._session is not None:
+            self._session.refuse("Another router has connected to this worker.")
+            if self._writing is not None:  # the router may never read the refusal
                 self._writing.reschedule(asyncio.get_running_loop().time() + DISPLACED_SECONDS)
-        async with self._turn:
+        async with self._session_lock:
             is_ending = self._draining or self.finished.is_set()
             if self._newest is not stream or is_ending:
                 reason = "The worker is draining." if is_ending else "Another router has connected to this worker."
                 await context.write(pb.WorkerMessage(refusal=pb.Refusal(reason=reason)))
                 return
             spans = None if self._tracer is None else SequenceSpans(self._tracer)
-            conversation = self._conversation = RouterSession(self._worker, spans)
-            conversation.start()
-            reader = asyncio.create_task(_read(request_iterator, conversation))
+            session = self._session = RouterSession(self._worker, spans)
+            session.start()
+            reader = asyncio.create_task(_read(request_iterator, session))
             try:
-                await self._say(context, pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
-                await self._speak(conversation, context)
+                await self._write(context, pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
+                await self._send_messages(session, context)
             except Drained:
                 self.finished.set()
                 await asyncio.wait([reader], timeout=FAREWELL_SECONDS)
             except TimeoutError:
-                _log.warning("router lost: it has left unread what was said to it")
+                _log.warning("router lost: it did not read a message within %g s", UNREAD_SECONDS)
             except RouterSessionFailed as error:
                 if await asyncio.to_thread(is_lost, self._worker.facts.device):
-                    _log.critical("this process cannot use %s any more and ends", self._worker.facts.device)
+                    _log.critical("the device %s is lost; this process exits", self._worker.facts.device)
                     self.has_lost_device = True
                     self.finished.set()
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
             finally:
-                self._conversation = None
+                self._session = None
                 reader.cancel()
                 try:
-                    await conversation.stop()
+                    await session.stop()
                 finally:
-                    if self._draining or self._worker.draining:  # what ran is forgotten, and nothing new is taken
+                    if self._draining or self._worker.draining:  # sequences were dropped, and no new ones are admitted
                         self.finished.set()
 
-    async def _speak(self, conversation: RouterSession, context: _Context) -> None:
-        """Number the reports and send them; a refusal is the last word."""
+    async def _send_messages(self, session: RouterSession, context: _Context) -> None:
+        """Number the reports and send them; a refusal is the last message."""
         report_no = 0
         clock = asyncio.get_running_loop().time
-        self._meter.drawn()  # what was drawn for nobody, or for another router
+        self._meter.drawn()  # discard energy drawn before this session
         measured = clock()
-        if self._meter.devices:  # known from the first moment on, though nothing is drawn yet
+        if self._meter.devices:  # announce the devices at once, with nothing drawn yet
             report_no = 1
             await context.write(pb.WorkerMessage(report=pb.StepReport(report_no=1, energy=self._meter.drawn())))
         try:
-            while (message := await conversation.message(self._heartbeat_seconds)) is not None:
+            while (message := await session.message(self._heartbeat_seconds)) is not None:
                 if message.HasField("report"):
                     report_no += 1
                     message.report.report_no = report_no
                     if clock() - measured >= ENERGY_SECONDS:
                         message.report.energy.extend(self._meter.drawn())
                         measured = clock()
-                await self._say(context, message)
+                await self._write(context, message)
                 if message.HasField("refusal"):
                     _log.warning("router refused: %s", message.refusal.reason)
                     return
-                conversation.sent(message)
+                session.sent(message)
         except Drained:
-            await self._say(context, pb.WorkerMessage(report=pb.StepReport(report_no=report_no + 1, leaving=True)))
+            await self._write(context, pb.WorkerMessage(report=pb.StepReport(report_no=report_no + 1, leaving=True)))
             raise
 
-    async def _say(self, context: _Context, message: pb.WorkerMessage) -> None:
-        """Raises TimeoutError where the router does not read."""
+    async def _write(self, context: _Context, message: pb.WorkerMessage) -> None:
+        """Write one message. Raises TimeoutError if the router does not read it."""
         displaced = message.HasField("refusal")
         async with asyncio.timeout(DISPLACED_SECONDS if displaced else UNREAD_SECONDS) as writing:
             self._writing = writing
@@ -157,30 +157,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._writing = None
 
 
-async def _read(requests: AsyncIterator[pb.RouterMessage], conversation: RouterSession) -> None:
-    """What the router says, as long as it says something."""
+async def _read(requests: AsyncIterator[pb.RouterMessage], session: RouterSession) -> None:
+    """Pass the router's commands to the session until the stream ends."""
     try:
         async for message in requests:
-            conversation.receive(message.commands)
+            session.receive(message.commands)
     except grpc.aio.BaseError as error:
         _log.info("router lost: %s", error)
     except DecodeError as error:
-        conversation.refuse(f"The router sent a message that cannot be read: {error}")
+        session.refuse(f"The router sent a message that cannot be read: {error}")
     finally:
-        conversation.close()
+        session.close()
 
 
 async def start_server(
     service: WorkerService, address: str, tls: CertificateFiles | None = None
 ) -> tuple[grpc.aio.Server, str]:
-    """Listen on `unix:PATH` (for this user alone) or `HOST:PORT` (port 0: a free one); the server, and where it
-    listens.
+    """Listen on `unix:PATH` (for this user only) or `HOST:PORT` (port 0: a free one). Returns the server and its
+    address.
 
-    Raises OSError if the address cannot be had.
+    Raises OSError if it cannot listen on the address.
     """
     server = grpc.aio.server(options=OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    before = os.umask(0o177)  # a socket has mode 0600 from its first moment on
+    before = os.umask(0o177)  # the socket has mode 0600 from the start
     try:
         if tls is None:
             port = server.add_insecure_port(address)

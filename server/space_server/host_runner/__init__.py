@@ -1,1 +1,1 @@
-"""Steps whose state is on the host."""
+"""Runs steps whose state is kept on the host."""

@@ -1,4 +1,4 @@
-"""The next step's drafts, from the masks of the group that the verdict selected."""
+"""Makes the next step's drafts from the masks of the group that verification selected."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from space_server.host_runner.stopwatch import Stopwatch
 from space_server.step_model import StepModel
 
 NUM_GREEDY_CANDIDATES = 64
-"""Ids rescored where nobody's choice takes noise, which lifts improbable ones: drafts are the same with more."""
+"""Candidates rescored where all sampling is greedy. Noise lifts improbable ids; without it more candidates change no
+draft.
+"""
 
 
 @dataclass(slots=True)
 class MaskRun:
-    """The masks one sequence drafts from: consecutive rows of one group, that predict what follows the bonus."""
+    """The masks that one sequence drafts from: consecutive rows of one group, which predict what follows the bonus."""
 
     sequence: RunningSequence
-    emitted: Run[int]  # what this step emitted, the bonus last; not yet among the sequence's ids
-    first: int  # flat row number of the mask that the first draft comes from
-    count: int  # masks from there on, one for each draft; at least one
+    emitted: Run[int]  # tokens of this step, the bonus last; not yet in sequence.ids
+    first: int  # flat row number of the first draft's mask
+    count: int  # masks, one per draft; at least one
 
     def row(self, number: int) -> SamplingRow:
-        """The choice that draft `number` (from 0) makes: between it and the bonus stand the drafts before it."""
+        """Return the sampling row of draft `number` (from 0); the drafts before it are still unknown."""
         sequence = self.sequence
         sampling_params, possible = (sequence.sampling_params, None) if number else bounded(sequence, self.emitted)
         return SamplingRow(
@@ -57,11 +59,11 @@ class MaskRows:
     """The mask rows of a step."""
 
     hidden: Tensor  # [M, hidden]
-    logits: Tensor | None  # [M, V], where they were made with the chain rows'
+    logits: Tensor | None  # [M, V] if computed together with the chain rows; else None
     first: int  # flat row number of the first of them
 
     def of(self, runs: Run[MaskRun], model: StepModel) -> tuple[Tensor, Tensor]:
-        """Those of the runs, one after the other: hidden, and logits that may be overwritten."""
+        """Return hidden and logits of the runs' rows, concatenated. The logits may be overwritten."""
         if len(runs) == 1:  # without a copy
             begin = runs[0].first - self.first
             at: slice | Tensor = slice(begin, begin + runs[0].count)
@@ -72,8 +74,8 @@ class MaskRows:
         return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
 
 
-def _choices(runs: Run[MaskRun], sampling_group: SamplingGroup) -> SamplingRows:
-    """The choices that the drafts of all runs make."""
+def _sampling_rows(runs: Run[MaskRun], sampling_group: SamplingGroup) -> SamplingRows:
+    """Return the sampling rows of all runs' drafts."""
     return SamplingRows(
         sampling_group.batch_params,
         [len(run.sequence.ids) + len(run.emitted) for run in runs],
@@ -83,7 +85,7 @@ def _choices(runs: Run[MaskRun], sampling_group: SamplingGroup) -> SamplingRows:
 
 
 def bounded(sequence: RunningSequence, tail: Run[int]) -> tuple[SamplingParams, IdBits | None]:
-    """The law behind the sequence's ids and `tail`, and what its grammar makes possible there."""
+    """Return the sampling parameters after the sequence's ids and `tail`, and the ids its grammar allows there."""
     if sequence.grammar is None:
         return sequence.sampling_params, None
     possible = sequence.grammar.possible(tail)
@@ -98,11 +100,12 @@ def draft(
     computing: Stopwatch,
     sampling_groups: SamplingGroups,
 ) -> list[list[int]]:
-    """The drafts of each run, by the same law and the same noise as the verdict's at their positions.
+    """Return the drafts of each run, sampled with the parameters and the noise that verification uses at their
+    positions.
 
-    Without a draft head a mask's draft is its own choice; with one, its best ids are rescored with the token before.
-    Each run has the head of its adapter. `computing` runs during tensor work.
-    `sampling_groups`: knows those who drafted last.
+    Without a draft head a mask's draft is the token sampled from its logits; with one, its best ids are rescored given
+    the token before. Each run uses the head of its adapter. `computing` runs during tensor work. `sampling_groups`:
+    caches the last group.
     """
     if not runs:
         return []
@@ -127,7 +130,7 @@ def draft(
 
 
 def _consecutive(firsts: Run[int], counts: Run[int]) -> Ints:
-    """firsts[0], firsts[0]+1, … counts[0] of them, then those of the next."""
+    """Return counts[0] integers from firsts[0], then counts[1] from firsts[1], and so on."""
     starts, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
     behind = lengths.cumsum()
     found: Ints = np.arange(behind[-1], dtype=np.int64) + (starts - behind + lengths).repeat(lengths)
@@ -143,7 +146,7 @@ def _drafts_in_grammars(
     computing: Stopwatch,
     sampling_group: SamplingGroup,
 ) -> list[list[int]]:
-    """`_drafts` one after the other: what a grammar allows behind a draft is known when that draft is."""
+    """Like `_drafts`, one depth at a time: what the grammar allows after a draft depends on that draft."""
     starts = list(itertools.accumulate((run.count for run in runs), initial=0))
     drafts: list[list[int]] = [[] for _ in runs]
     going = list(range(len(runs)))
@@ -172,9 +175,9 @@ def _drafts(
     computing: Stopwatch,
     sampling_group: SamplingGroup,
 ) -> list[list[int]]:
-    """Drafts of runs that have the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
+    """Return drafts of runs with the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
     head = model.draft_head_of(runs[0].sequence.adapter)
-    rows = _choices(runs, sampling_group)
+    rows = _sampling_rows(runs, sampling_group)
     if head is None:
         with computing:
             chosen = choose_rows(logits, rows, banned_ids).ids.tolist()
@@ -189,11 +192,11 @@ def _drafts(
 
 
 def candidates(logits: Tensor, rows: SamplingRows, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each mask's best ids, ascending, and what the law adds to their logits.
+    """Return each mask's best ids, ascending, and what the sampling parameters add to their logits.
 
     logits [M, V] (overwritten) -> [M, C] int64, [M, C] float32
 
-    Penalties are taken as a shift of the mask's own logit: close enough for a draft.
+    Penalties count as a shift of the mask's own logit, which is close enough for a draft.
     """
     count = min(NUM_CANDIDATES if rows.run_laws.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
     if not rows.run_laws.edits and (library := takes(logits)) is not None:
@@ -219,7 +222,7 @@ def _rescored(
     sampling_group: SamplingGroup,
     computing: Stopwatch,
 ) -> list[list[int]]:
-    """The draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
+    """Run the draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
     counts = rows.run_counts
     longest = max(counts)
     at: Tensor | None = None

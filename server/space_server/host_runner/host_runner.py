@@ -1,7 +1,7 @@
-"""One step: layout -> rows -> forward -> chain logits -> verdict -> group logits -> drafts -> next state.
+"""One step: layout -> rows -> forward -> chain logits -> verify -> group logits -> drafts -> next state.
 
-A step reads the sequences and says how each of them goes on; it changes none of them, so a step that fails half-way
-can be taken again. K and V that it has written lie behind the computed ids, where the next step writes anyway.
+A step reads the sequences and returns outputs without changing them, so a step that fails half-way can be run again.
+K and V that it has written lie behind the computed ids, where the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_model import StepModel
 
 _LOGPROB_ROWS = 64
-"""Prompt rows whose whole vocabulary is held at once."""
+"""Prompt rows whose logits over the vocabulary are held at once."""
 
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """How one sequence goes on after a step."""
+    """What a step gave one sequence."""
 
     plan: ScheduledSequence
-    tokens: list[int] = field(default_factory=list)  # emitted, after the cut
+    tokens: list[int] = field(default_factory=list)  # emitted, cut at the end of the sequence
     num_accepted: int = 0  # drafts among them that were accepted
     end: SequenceEnd | None = None
     drafts: list[int] = field(default_factory=list)  # for the next step
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
-    origin: Origin = BY_MASKS  # who proposed them
+    origin: Origin = BY_MASKS  # their source
     num_predicted: Run[int] = ()  # ids of the client's prediction that appeared with each token
     logprobs: Run[IdLogprobs] = ()
     prompt_logprobs: Run[IdLogprobs] = ()
     error: str | None = None  # the sequence cannot go on
 
     def commit(self) -> None:
-        """Let the sequence go on."""
+        """Apply the output to the sequence."""
         sequence = self.plan.sequence
         if self.error is not None:
             return
@@ -69,22 +69,22 @@ class SequenceOutput:
 class StepTimes:
     """Seconds of one step.
 
-    The first three are model computation: calls into the network and its heads, and tensor work over the vocabulary.
-    What a step takes besides is host time; the parts of it that a step knows of are told apart below.
+    The first three are model computation: the network, its heads, and tensor work over the vocabulary. The rest of a
+    step is host time, part of which is measured below.
     """
 
     forward: float = 0.0  # network, and the head over the chain rows
-    sample: float = 0.0  # processors, noise and choice over the vocabulary, log-probabilities
+    sample: float = 0.0  # logits processors, sampling, log-probabilities
     draft: float = 0.0  # the head over the accepted groups, candidates, draft head
 
-    pack: float = 0.0  # host: rows of the segments
-    attend: float = 0.0  # host: attention plan
-    verify_sequences: float = 0.0  # host: laws of the rows, verdict, ends
-    propose: float = 0.0  # host: whose drafts, and which rows they come from
+    pack: float = 0.0  # host: pack the rows
+    attend: float = 0.0  # host: plan attention
+    verify_sequences: float = 0.0  # host: sampling parameters of the rows, verification, ends
+    propose: float = 0.0  # host: select drafts and their rows
 
 
 class HostRunner:
-    """Takes steps of one model on its pages."""
+    """Runs steps of one model on its KV cache."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class HostRunner:
         self._clock = clock
         self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
         self._choosing, self._drafting_together = SamplingGroups(), SamplingGroups()
-        self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the model's layers, once they have been seen
+        self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the layers, known after the first step
         facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @torch.inference_mode()
     def run(self, plans: Run[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
-        """Run the plans in one forward pass. Adds the seconds each phase took to `times`."""
+        """Run the scheduled sequences in one forward pass. Adds the seconds of each phase to `times`."""
         clock, facts = self._clock, self.model.facts
         sampling, drafting = self._sampling.seconds, self._drafting.seconds
         started = clock()
@@ -123,9 +123,9 @@ class HostRunner:
         packed = clock()
         for key in self._plan_keys:
             AttentionPlan.of(batch.rows, key)
-        advances = [SequenceOutput(plan) for plan in plans]
-        closing = [advance for advance in advances if advance.plan.closes]
-        chosen = _choosing_rows(batch, plans, len(closing))
+        outputs = [SequenceOutput(plan) for plan in plans]
+        closing = [output for output in outputs if output.plan.closes]
+        chosen = _rows_to_sample(batch, plans, len(closing))
         planned = clock()
         hidden = self.model.forward(batch, self.kv)  # [R, hidden]
         self.num_forwards += 1
@@ -133,13 +133,13 @@ class HostRunner:
         forwarded = clock()
         self._plan_keys = tuple(batch.rows.plans)
         if closing:
-            self._judge(closing, logits)
-        for number, advance in enumerate(advances):
-            if advance.plan.sequence.num_prompt_logprobs is not None:
+            self._verify(closing, logits)
+        for number, output in enumerate(outputs):
+            if output.plan.sequence.num_prompt_logprobs is not None:
                 with self._sampling:
-                    advance.prompt_logprobs = self._prompt_logprobs(advance.plan, hidden, batch.chain_rows[number])
-        judged = clock()
-        self._draft(batch, hidden, of_masks, advances)
+                    output.prompt_logprobs = self._prompt_logprobs(output.plan, hidden, batch.chain_rows[number])
+        verified = clock()
+        self._draft(batch, hidden, of_masks, outputs)
         drafted = clock()
         sampling, drafting = self._sampling.seconds - sampling, self._drafting.seconds - drafting
         times.forward += forwarded - planned
@@ -147,13 +147,14 @@ class HostRunner:
         times.draft += drafting
         times.pack += packed - started
         times.attend += planned - packed
-        times.verify_sequences += judged - forwarded - sampling
-        times.propose += drafted - judged - drafting
-        return advances
+        times.verify_sequences += verified - forwarded - sampling
+        times.propose += drafted - verified - drafting
+        return outputs
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch, chosen: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """[N, V] of the rows at which an id is chosen; and, where that is cheaper than to ask for the one group that
-        the verdict will select, [M, V] of all mask rows."""
+        """Return logits [N, V] of the rows to sample; also [M, V] of all mask rows where one larger matmul is cheaper
+        than a second one for the selected groups, else None.
+        """
         num_chain, num_masks = batch.num_chain_rows, batch.num_mask_rows
         num_chosen = chosen.stop if isinstance(chosen, slice) else len(chosen)
         if not num_chosen:
@@ -166,14 +167,14 @@ class HostRunner:
         logits = self.model.logits(rows)
         return logits[:num_chosen], logits[num_chosen:]
 
-    def _judge(self, advances: Run[SequenceOutput], logits: Tensor) -> None:
-        """Choose at every chain row, accept the drafts that agree, cut at the first end.
+    def _verify(self, outputs: Run[SequenceOutput], logits: Tensor) -> None:
+        """Sample every chain row, accept the drafts that agree, cut at the first end.
 
-        logits [N, V] raw, of the root and the live drafts of each in turn.
+        logits [N, V] raw, of each sequence's root and live drafts in turn.
         """
-        plans = [advance.plan for advance in advances]
+        plans = [output.plan for output in outputs]
         sampling_group = self._choosing.of([plan.sequence for plan in plans])
-        rows = _choices(plans, sampling_group)
+        rows = _sampling_rows(plans, sampling_group)
         raw: dict[int, Tensor] = {}
         if sampling_group.wants_logprobs:
             first = 0
@@ -187,31 +188,31 @@ class HostRunner:
             ids, usable = choice.ids.tolist(), choice.usable.tolist()
         all_usable = all(usable)
         first = 0
-        for n, advance in enumerate(advances):
-            sequence, num_drafts = advance.plan.sequence, advance.plan.layout.num_drafts
+        for n, output in enumerate(outputs):
+            sequence, num_drafts = output.plan.sequence, output.plan.layout.num_drafts
             behind = first + num_drafts + 1
             accepted = num_accepted(ids[first:behind], sequence.drafts[:num_drafts]) if num_drafts else 0
             made = ids[first : first + accepted + 1]
             if not all_usable:
                 fit = usable[first : first + accepted + 1]
                 if not fit[0]:
-                    advance.error = no_choice(sequence)
+                    output.error = no_choice(sequence)
                     first = behind
                     continue
                 if not all(fit):
-                    # What stands before the row without a choice stands alone too; the next step has that row for its
+                    # The tokens before the row that cannot be sampled are valid; the next step has that row as its
                     # root.
                     made = made[: fit.index(False)]
             first = behind
-            count, advance.end = sequence.limits.cut(made, sequence.num_left)
-            advance.tokens = made[:count]
-            advance.num_accepted = min(accepted, count)
+            count, output.end = sequence.limits.cut(made, sequence.num_left)
+            output.tokens = made[:count]
+            output.num_accepted = min(accepted, count)
             if n in raw:
                 with self._sampling:
-                    advance.logprobs = log_probabilities(raw[n][:count], advance.tokens, sequence.num_logprobs or 0)
+                    output.logprobs = log_probabilities(raw[n][:count], output.tokens, sequence.num_logprobs or 0)
 
     def _prompt_logprobs(self, plan: ScheduledSequence, hidden: Tensor, rows: range) -> list[IdLogprobs]:
-        """Row i predicts id i+1: those of them that are prompt."""
+        """Return log-probabilities of this chunk's prompt ids: row i predicts id i+1."""
         sequence = plan.sequence
         start = sequence.num_computed
         targets = sequence.ids[start + 1 : min(start + plan.num_pending + 1, sequence.num_prompt)]
@@ -222,61 +223,61 @@ class HostRunner:
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, advances: Run[SequenceOutput]) -> None:
-        """Propose for every sequence that goes on: by the draft source, or by its masks.
+    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Run[SequenceOutput]) -> None:
+        """Set the drafts of every sequence that continues: from the draft source, a drafter or its masks.
 
-        logits [M, V]: of all mask rows, where they are known already.
+        logits [M, V]: of all mask rows, if known already.
         """
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
-        for number, advance in enumerate(advances):
-            plan, sequence = advance.plan, advance.plan.sequence
-            if self._synthetic is not None and advance.end is not None:
-                self._synthetic.ended(sequence, advance.tokens)
-            if not plan.closes or advance.error is not None:
+        for number, output in enumerate(outputs):
+            plan, sequence = output.plan, output.plan.sequence
+            if self._synthetic is not None and output.end is not None:
+                self._synthetic.ended(sequence, output.tokens)
+            if not plan.closes or output.error is not None:
                 continue
             drafter = sequence.drafter
             if drafter is not None:
-                advance.num_predicted = drafter.extend(sequence.ids, advance.tokens)
-            wanted = min(sequence.max_drafts, sequence.num_left - len(advance.tokens) - 1)
-            if advance.end is not None or wanted < 1:
+                output.num_predicted = drafter.extend(sequence.ids, output.tokens)
+            wanted = min(sequence.max_drafts, sequence.num_left - len(output.tokens) - 1)
+            if output.end is not None or wanted < 1:
                 continue
             if self._draft_source is not None:
-                known = [*sequence.ids, *advance.tokens]
+                known = [*sequence.ids, *output.tokens]
                 proposed = self._draft_source.propose(sequence.seq_id, known, wanted)
                 if proposed is not None:
-                    advance.drafts = self._proposing.valid(sequence, advance.tokens, list(proposed[:wanted]))
-                    advance.draft_depth = 0
+                    output.drafts = self._proposing.valid(sequence, output.tokens, list(proposed[:wanted]))
+                    output.draft_depth = 0
                     continue
-            group = plan.layout.next_drafts(len(advance.tokens) - 1)  # the last token stands where its bonus does
+            group = plan.layout.next_drafts(len(output.tokens) - 1)  # the last token is the bonus of that group
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
-            proposal = self._proposing.proposal(sequence, advance.tokens, wanted) if drafter is not None else None
+            proposal = self._proposing.proposal(sequence, output.tokens, wanted) if drafter is not None else None
             if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
-                advance.drafts, advance.draft_depth = proposal.ids, 0
-                advance.origin = proposal.origin(len(advance.drafts))
+                output.drafts, output.draft_depth = proposal.ids, 0
+                output.origin = proposal.origin(len(output.drafts))
             elif group is not None:
                 first = batch.mask_rows[number][group.group].start + depth - 1
-                advance.draft_depth = depth
-                by_masks.append((advance, proposal))
-                runs.append(MaskRun(sequence, advance.tokens, first, count))
+                output.draft_depth = depth
+                by_masks.append((output, proposal))
+                runs.append(MaskRun(sequence, output.tokens, first, count))
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
         drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._drafting_together)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
-        for (advance, proposal), drafts in zip(by_masks, drafted, strict=True):
-            sequence, tokens = advance.plan.sequence, advance.tokens
+        for (output, proposal), drafts in zip(by_masks, drafted, strict=True):
+            sequence, tokens = output.plan.sequence, output.tokens
             is_valid = are_ids and sequence.grammar is None
-            advance.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
+            output.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
             if self._synthetic is not None:
-                synthetically_accepted = self._synthetic.drafts(sequence, tokens, advance.draft_depth, advance.drafts)
-                advance.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
-            elif proposal is not None and proposal.goes_on_behind(advance.drafts):
-                masks = mask_chances(sequence.acceptance, advance.draft_depth, len(advance.drafts))
-                advance.drafts = proposal.ids
-                advance.origin = proposal.origin(len(advance.drafts), masks)
+                synthetically_accepted = self._synthetic.drafts(sequence, tokens, output.draft_depth, output.drafts)
+                output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
+            elif proposal is not None and proposal.goes_on_behind(output.drafts):
+                masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
+                output.drafts = proposal.ids
+                output.origin = proposal.origin(len(output.drafts), masks)
 
 
 def no_choice(sequence: RunningSequence) -> str:
-    """Why a sequence ends whose root has no id to go on with."""
+    """Return the error of a sequence whose root has no id that can be sampled."""
     position = len(sequence.ids)
     if sequence.grammar is not None:
         possible = sequence.grammar.possible().ids
@@ -289,10 +290,10 @@ def no_choice(sequence: RunningSequence) -> str:
     return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 
-def _choosing_rows(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closing: int) -> Tensor | slice:
-    """The rows of the step at which an id is chosen: roots and live drafts of the closing plans, one after the other.
+def _rows_to_sample(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closing: int) -> Tensor | slice:
+    """Return the rows at which a token is sampled: roots and live drafts of the sequences that reach their root.
 
-    They are the first ones where nobody has other pending ids.
+    They are the leading rows if no sequence has other pending ids.
     """
     num_drafts = sum(plan.layout.num_drafts for plan in plans)
     if num_closing == len(plans) and batch.num_chain_rows == num_closing + num_drafts:
@@ -302,8 +303,8 @@ def _choosing_rows(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closi
     return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
 
 
-def _choices(plans: Run[ScheduledSequence], sampling_group: SamplingGroup) -> SamplingRows:
-    """The choices of each root and of each draft, behind the hypothetical prefix that each of them closes."""
+def _sampling_rows(plans: Run[ScheduledSequence], sampling_group: SamplingGroup) -> SamplingRows:
+    """Return the sampling rows of each root and draft, each after its own hypothetical prefix."""
 
     def row(run: int, number: int) -> SamplingRow:
         sequence = plans[run].sequence

@@ -1,4 +1,4 @@
-"""Seconds spent in some parts of a step."""
+"""Adds up the seconds spent in some parts of a step."""
 
 from __future__ import annotations
 

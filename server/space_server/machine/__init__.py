@@ -1,1 +1,1 @@
-"""This machine: cores, memory, load, energy, threads."""
+"""The machine's cores, memory, load, energy and threads."""

@@ -1,4 +1,4 @@
-"""How many threads a product gets: the cores that this process may use, whoever bounds them."""
+"""Chooses the threads of a matmul from the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 ROUTERS_FROM = 4
-"""Cores from which on one is left to the router: memory is read as fast by one thread fewer, and threads that wait for
-one which the router displaced lose more than it brought."""
+"""From so many cores on, one is left to the router: memory bandwidth does not need it, and a matmul thread displaced by
+the router delays all others.
+"""
 
 
 def num_cores(
@@ -19,9 +20,11 @@ def num_cores(
     process: Path = Path("/proc/self"),
     allowed: set[int] | None = None,
 ) -> int:
-    """Physical cores among the processors that this process may run on, as far as a container's quota goes.
+    """Return the physical cores among the processors that this process may run on, bounded by the container's CPU
+    quota.
 
-    Two hardware threads of a core share what multiplies: a second one brings nothing. `allowed`: None asks the system.
+    Two hardware threads of a core share its multiply units, so a second one adds nothing. `allowed`: None asks the
+    system.
     """
     if allowed is None:
         allowed = _allowed()
@@ -30,7 +33,7 @@ def num_cores(
 
 
 def num_threads(cores: int, *, beside_router: bool, num_workers: int = 1, environment: Mapping[str, str]) -> int:
-    """Threads of a product of one of `num_workers` that share these cores; OMP_NUM_THREADS wins where it is set."""
+    """Return the threads of a matmul of one of `num_workers` that share these cores; OMP_NUM_THREADS overrides it."""
     told = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     if told.isdecimal() and int(told):
         return int(told)
@@ -39,8 +42,8 @@ def num_threads(cores: int, *, beside_router: bool, num_workers: int = 1, enviro
 
 
 def keep_off_last(num_workers: int) -> int | None:
-    """Leave the last processor that this process may run on to the router, with all threads that there are; which it
-    is, or None where each of `num_workers` needs one of its own.
+    """Leave the last allowed processor to the router: bind all threads of this process to the others. Returns its
+    number, or None where each of `num_workers` needs one.
 
     Seen with the embedded model on two processors: 1.14 times as many tokens per second at 1 and 8 streams, 1.05 times
     at 32, and less spread; binding the router instead brought nothing at 1 stream and 1.03 times at 8 and 32.
@@ -73,7 +76,7 @@ def _allowed() -> set[int]:
 
 
 def _siblings(processors: Path, number: int) -> str:
-    """What all hardware threads of one core have in common; the processor itself where the system does not say."""
+    """Return a key shared by all hardware threads of one core; the processor itself if the system does not say."""
     try:
         return (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
@@ -81,7 +84,7 @@ def _siblings(processors: Path, number: int) -> str:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Processors' worth of time that each control group around this process may use, version 2 or 1."""
+    """Return the CPU quota, in processors, of each control group (v1 or v2) of this process."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:

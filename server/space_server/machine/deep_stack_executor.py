@@ -1,4 +1,4 @@
-"""A few threads with deep stacks, for tasks that recurse."""
+"""A thread pool with deep stacks, for tasks that recurse."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections import deque
 from collections.abc import Callable
 
 STACK_BYTES = 64 * 1024**2
-"""Of each thread: the grammars' library recurses as deep as rules refer to rules."""
+"""Stack of each thread: the grammar library recurses as deep as rules refer to rules."""
 
-_starting = threading.Lock()  # the size of a stack is everybody's while a thread is started
+_starting = threading.Lock()  # the stack size is process-wide while a thread starts
 
 
 class DeepStackExecutor:
-    """Takes tasks in their order, at most so many at once. A thread ends when there is nothing to do, and with the
-    process.
-    """
+    """Runs tasks in order, a few at once. Idle threads end; all are daemons."""
 
     def __init__(self, name: str, most: int) -> None:
         """`most`: threads at the same time."""
@@ -25,9 +23,7 @@ class DeepStackExecutor:
         self._lock = threading.Lock()  # of both
 
     def take(self, task: Callable[[], None]) -> None:
-        """Run this, which raises nothing, when it is its turn. Raises RuntimeError where no thread can be started, and
-        none runs.
-        """
+        """Queue a task, which must not raise. Raises RuntimeError if no thread runs and none can be started."""
         with self._lock:
             self._tasks.append(task)
             if self._num_threads < self._most:

@@ -1,4 +1,4 @@
-"""Whether a GPU still computes for this process."""
+"""Detects a GPU that no longer computes for this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def is_lost(device: torch.device) -> bool:
-    """Some errors of a GPU (memory that has failed, an address out of bounds) stay with the process that met them:
-    every step of it fails from then on, and only another process computes there again.
+    """Whether the device is lost to this process: some GPU errors (failed memory, an address out of bounds) make every
+    later step fail, until another process uses the GPU.
     """
     if device.type != "cuda":
         return False

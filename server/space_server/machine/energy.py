@@ -1,6 +1,6 @@
-"""Energy that this machine draws: RAPL's counters of a processor, NVML's of a GPU, where one may read them.
+"""Energy drawn by this machine, from RAPL counters of processors and NVML counters of GPUs, where they are readable.
 
-RAPL: the kernel's powercap folder, microjoules that begin again at `max_energy_range_uj`. Since 2020 only root may read
+RAPL: the kernel's powercap folder, in microjoules that wrap at `max_energy_range_uj`. Since 2020 only root may read
 them, and containers do not see them; see docker/README.md.
 """
 
@@ -25,18 +25,18 @@ _log = logging.getLogger(__name__)
 
 
 class Sensor(Protocol):
-    """Counts what one device draws."""
+    """The energy counter of one device."""
 
     @property
     def device(self) -> str: ...
 
     def joules(self) -> float:
-        """Since some moment in the past; never less than before. Raises OSError or NvmlError."""
+        """Return joules since some fixed moment; never decreases. Raises OSError or NvmlError."""
         ...
 
 
 class RaplSensor:
-    """One zone of the processor's own counters, which begin again when they are full: read it every minute."""
+    """One RAPL zone. Its counter wraps, so read it every minute."""
 
     def __init__(self, zone: Path, device: str) -> None:
         self.device = device
@@ -54,7 +54,7 @@ class RaplSensor:
 
 @dataclass(frozen=True)
 class GpuSensor:
-    """One GPU's own counter."""
+    """One GPU's energy counter."""
 
     nvml: Nvml
     gpu: Gpu
@@ -68,7 +68,7 @@ class GpuSensor:
 
 
 class Meter:
-    """What each sensor has counted since it was asked last. One that fails is asked no more."""
+    """Returns the joules of each sensor since the last call. A sensor that fails is dropped."""
 
     def __init__(self, sensors: Sequence[Sensor], machine: str | None = None) -> None:
         self._machine = this_machine() if machine is None else machine
@@ -92,7 +92,7 @@ class Meter:
 def find_sensors(
     uuids: Sequence[str], *, powercap: Path = POWERCAP, open_nvml: Callable[[], Nvml | None] = Nvml.open
 ) -> list[Sensor]:
-    """Those that may be read: of every processor and its memory, and of the GPUs with these uuids."""
+    """Return the readable sensors: of every processor and its memory, and of the GPUs with these UUIDs."""
     sensors: list[Sensor] = list(_processors(powercap))
     if uuids and (nvml := open_nvml()) is not None:
         wanted = {uuid.removeprefix("GPU-") for uuid in uuids}
@@ -104,7 +104,7 @@ def find_sensors(
 
 
 def _processors(powercap: Path) -> list[RaplSensor]:
-    """Packages and, beside them, memory: a package holds its cores, and `psys` holds everything once more."""
+    """Yield packages and memory zones: a package includes its cores, and `psys` includes everything again."""
     found = []
     for zone in sorted(powercap.glob("intel-rapl:*")):  # AMD's processors are under this name too
         try:
@@ -117,7 +117,7 @@ def _processors(powercap: Path) -> list[RaplSensor]:
 
 
 def _device(zone: Path) -> str | None:
-    """`package-0`, `package-0-dram`; None for what is within another one."""
+    """Return `package-0` or `package-0-dram`; None for a zone within another."""
     name = (zone / "name").read_text().strip()
     if re.fullmatch(r"intel-rapl:\d+", zone.name):
         return name if name.startswith("package") else None
@@ -136,7 +136,7 @@ def _read(sensor: Sensor) -> float | None:
 
 
 def this_machine() -> str:
-    """The same in every process and container of a machine."""
+    """Return an id that is the same in every process and container of a machine."""
     try:
         return _BOOT.read_text(encoding="utf-8").strip()
     except OSError:

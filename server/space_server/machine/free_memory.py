@@ -1,4 +1,4 @@
-"""What memory can be taken now, and who bounds it: the machine, a container, or the process's own limits."""
+"""Memory that can be allocated now, as bounded by the machine, a container, or the process's own limits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that can be taken now."""
+    """Bytes that can be allocated now."""
 
     num_bytes: int
-    bound: str  # whose bound it is, for messages
+    bound: str  # what bounds it, for messages
 
     @classmethod
     def on(
@@ -27,19 +27,19 @@ class FreeMemory:
         cgroup: Path = Path("/sys/fs/cgroup"),
         process: Path = Path("/proc/self"),
     ) -> FreeMemory:
-        """On a CPU the least of what the machine, every control group around this process, and its limits leave."""
+        """On a CPU the least left by the machine, every control group of this process, and its own limits."""
         if device.type == "cuda":
             return cls(int(torch.cuda.mem_get_info(device)[0]), f"the memory of {device}")
         bounds = [_machine(meminfo), *_groups(cgroup, process / "cgroup"), *_limits(process / "status")]
         return min(bounds, key=lambda bound: bound.num_bytes)
 
     def among(self, num_processes: int) -> FreeMemory:
-        """The share of each of so many."""
+        """Return the share of each of `num` processes."""
         return FreeMemory(self.num_bytes // num_processes, self.bound)
 
 
 def _machine(meminfo: Path) -> FreeMemory:
-    """What Linux says is available; elsewhere all the memory there is."""
+    """What Linux calls available; on other systems all the memory."""
     if meminfo.is_file():
         for line in meminfo.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -48,9 +48,10 @@ def _machine(meminfo: Path) -> FreeMemory:
 
 
 def _groups(root: Path, own: Path) -> Iterator[FreeMemory]:
-    """What is left below each memory limit, version 2 or 1, of the groups around; file pages that can go are free.
+    """Yield what is left below each memory limit (v1 or v2) of the control groups; reclaimable file pages count as
+    free.
 
-    A container sees its own group at the root; without one, the process's group lies somewhere below.
+    A container sees its own group at the root; outside of one, the process's group lies below it.
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -81,7 +82,7 @@ def _limited(root: Path, path: str | None, limit: str, usage: str, idle: str) ->
 
 
 def _limits(status: Path) -> Iterator[FreeMemory]:
-    """What is left below `ulimit -v` and `ulimit -d`."""
+    """Yield what is left below `ulimit -v` and `ulimit -d`."""
     try:
         lines = status.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Whether anything else computes on this machine while steps are measured: what a busy machine takes is not kept.
+"""Detects other load on this machine while steps are measured: costs measured on a busy machine are not kept.
 
 watch = LoadWatch(gpus=...)      before the first work on a GPU
-watch.begin(); watch.look() ...  beside what is measured
-watch.load().why_busy            None: nothing else was in the way
+watch.begin(); watch.look() ...  during the measurement
+watch.load().why_busy            None: the machine was otherwise idle
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 from space_server.machine.nvml import Gpu, Nvml, NvmlError
 
 MOST_WAITING = 0.05
-"""Share of the time in which this process could run and got no processor: half of what passes may differ by."""
+"""Largest share of time that this process may wait for a processor: half of what passes may differ by."""
 
 MOST_COMPUTING = 0.05
-"""Share of the time in which a GPU computed for others: a display takes less, a program that computes takes more."""
+"""Largest share of time that a GPU may compute for others: a display takes less, a computing program more."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """What else went on; None: this system does not say."""
+    """Other load; None where the system does not say."""
 
     processors: int
-    runnable: float | None = None  # tasks that could run at once, this process's among them: the middle look
-    waiting: float | None = None  # share of its time in which this process waited for a processor
-    gpu: float | None = None  # share of the time in which the GPU computed before this process used it
-    num_gpu_processes: int | None = None  # others that computed on the GPU meanwhile
+    runnable: float | None = None  # runnable tasks, including this process's: the median look
+    waiting: float | None = None  # share of the time this process waited for a processor
+    gpu: float | None = None  # share of the time the GPU computed before this process used it
+    num_gpu_processes: int | None = None  # other processes that computed on the GPU
 
     @property
     def why_busy(self) -> str | None:
-        """In what way the machine was busy; None: it was not."""
+        """Say how the machine was busy; None: it was not."""
         if self.runnable is not None and self.runnable > self.processors:
             return f"{self.runnable:g} tasks could run at once on {self.processors} processors"
         if self.waiting is not None and self.waiting > MOST_WAITING:
@@ -50,7 +50,7 @@ class MachineLoad:
         return None
 
     def as_json(self) -> dict[str, float | None]:
-        """For the file of costs."""
+        """Return the fields for the cost file."""
         return {
             "processors": self.processors,
             "runnable_tasks": self.runnable,
@@ -61,16 +61,16 @@ class MachineLoad:
 
 
 class GpuLoad:
-    """Who computes on the GPUs of this worker, as far as the driver says."""
+    """Other processes' load on this worker's GPUs, as far as the driver says."""
 
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], pid: int | None = None) -> None:
-        """To be made before this process computes there: what they do now is done for others."""
+        """Create before this process uses the GPUs: their load at that time is other processes'."""
         self._nvml, self._gpus, self._pid = nvml, gpus, os.getpid() if pid is None else pid
         self.before = self._most_busy()
 
     @classmethod
     def of(cls, uuids: Sequence[str], nvml: Nvml | None) -> GpuLoad | None:
-        """None where there is no GPU, or no driver that answers."""
+        """Return None without a GPU or a driver that answers."""
         if nvml is None or not uuids:
             return None
         wanted = {uuid.removeprefix("GPU-") for uuid in uuids}
@@ -89,8 +89,8 @@ class GpuLoad:
             return None
 
     def num_others(self) -> int | None:
-        """Processes beside this one that have computed lately; None: the driver does not say, or names processes by
-        numbers of another namespace, among which this one is not to be found.
+        """Other processes that computed recently; None if the driver does not say, or names processes in another PID
+        namespace, where this one cannot be found.
         """
         try:
             computing = set().union(*(self._nvml.computing_pids(gpu) for gpu in self._gpus))
@@ -100,7 +100,7 @@ class GpuLoad:
 
 
 class LoadWatch:
-    """Looks at the machine while steps are measured."""
+    """Samples the machine's load while steps are measured."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class LoadWatch:
         self.begin()
 
     def begin(self) -> None:
-        """What was seen until now does not count."""
+        """Discard what was sampled so far."""
         self._runnable: list[int] = []
         self._run, self._waited = self._scheduled()
 
     def look(self) -> None:
-        """How many tasks could run just now: to be called while this process does nothing else, now and then."""
+        """Sample the number of runnable tasks. Call now and then, while this process does nothing else."""
         with suppress(OSError, ValueError):
             for line in self._stat.read_text(encoding="ascii").splitlines():
                 name, _, number = line.partition(" ")
@@ -128,7 +128,7 @@ class LoadWatch:
                     self._runnable.append(int(number))
 
     def load(self) -> MachineLoad:
-        """What went on since the beginning."""
+        """Return the load since `begin`."""
         self.look()
         run, waited = self._scheduled()
         run, waited = run - self._run, waited - self._waited
@@ -141,7 +141,7 @@ class LoadWatch:
         )
 
     def _scheduled(self) -> tuple[int, int]:
-        """Nanoseconds that all threads of this process have run, and could have run but waited for a processor."""
+        """Return the nanoseconds that this process's threads have run, and have waited for a processor."""
         run = waited = 0
         with suppress(OSError, ValueError):
             for task in self._tasks.iterdir():

@@ -1,4 +1,4 @@
-"""How many blocks of keys and values there are to give away."""
+"""Chooses the number of KV-cache blocks from the free memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from space_server.machine.free_memory import FreeMemory
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _CPU_FRACTION = 0.5
-"""Most of the free memory of a CPU that is taken unasked: the machine has other work."""
+"""Largest default share of a CPU's free memory: other programs need the rest."""
 _GPU_FRACTION = 0.9
-"""The same of a GPU, which is ours: of what is free once the weights are in memory and the largest step has been taken,
-whose activations torch then holds already, less what the largest graph takes. The other tenth is for the further
-graphs, for the libraries' own workspaces, and for what does not fit together."""
+"""Default share of a GPU's free memory, measured after loading the weights, running the largest step, whose activations
+torch keeps, and subtracting the largest graph. The rest is for further graphs, library workspaces and fragmentation.
+"""
 _DEFAULT_SEQUENCES = 64
-"""Sequences of a whole window that the default has room for ..."""
+"""Sequences of a whole window that the default holds on a CPU ..."""
 _DEFAULT_BYTES = 1024**3
-"""... as far as this goes on a CPU; a sequence seldom fills its window."""
+"""... within this bound; few sequences fill their window."""
 
 
 class PageNeed(Protocol):
-    """What pages depend on, of a model."""
+    """What the size of the KV cache depends on in a model."""
 
     @property
     def window(self) -> int: ...
@@ -36,7 +36,7 @@ class PageNeed(Protocol):
 
 
 class NotEnoughMemory(ValueError):
-    """The pages asked for cannot be had; the message names the bound and the value."""
+    """The KV cache does not fit; the message names the bound and the value."""
 
 
 def parse_amount(text: str) -> int | float:
@@ -57,22 +57,22 @@ def parse_amount(text: str) -> int | float:
 def free_bytes(
     device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Memory that can be taken on the device now; on a CPU within what container and process may use."""
+    """Return the bytes that can be allocated on the device now; on a CPU within container and process limits."""
     return FreeMemory.on(device, meminfo=meminfo, cgroup=cgroup).num_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for want of memory, on a GPU or on a CPU."""
+    """Whether the error is an out-of-memory error, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def give_back_unused() -> None:
-    """Let the GPU have again what torch keeps for later: whole blocks may fit where pieces did not."""
-    torch.cuda.empty_cache()  # nothing where there is no GPU
+    """Release torch's cached GPU memory: whole blocks may fit where fragments did not."""
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, available: int) -> int:
-    """`num_blocks`, as asked for by number. Raises NotEnoughMemory if they do not fit."""
+    """Return `num_blocks` as configured. Raises NotEnoughMemory if they do not fit."""
     needed = num_blocks * block_size * facts.kv_bytes_per_token
     if needed > available:
         raise NotEnoughMemory(
@@ -82,11 +82,12 @@ def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, avail
 
 
 def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float | None, available: int) -> int:
-    """Blocks of `block_size` slots that fit in `amount` (bytes, a fraction of `available`, or None: a default).
+    """Return how many blocks of `block_size` slots fit in `amount`: bytes, a fraction of `available`, or None for a
+    default.
 
-    The default is room for 64 whole windows, at most 1 GiB and half the free memory on a CPU, but one window where that
-    fits; on a GPU 0.9 of what is
-    free after the largest step. Raises NotEnoughMemory if a single window does not fit.
+    On a CPU the default holds 64 whole windows, within 1 GiB and half the free memory, but at least one window where
+    that fits. On a GPU it is 0.9 of what is free after the largest step. Raises NotEnoughMemory if not even one window
+    fits.
     """
     block_bytes = facts.kv_bytes_per_token * block_size
     window_blocks = -(-facts.window // block_size)
@@ -94,7 +95,7 @@ def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float |
         wanted = min(_DEFAULT_SEQUENCES * window_blocks * block_bytes, _DEFAULT_BYTES)
         budget = min(wanted, int(available * _CPU_FRACTION))
         if budget < window_blocks * block_bytes <= available:
-            budget = window_blocks * block_bytes  # without one there is nothing to serve
+            budget = window_blocks * block_bytes  # at least one window, to serve anything
     elif amount is None:
         budget = int(available * _GPU_FRACTION)
     else:

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of itself and its GPUs, asked of the library (libnvidia-ml) that every driver brings."""
+"""A minimal NVML binding: queries libnvidia-ml, which every NVIDIA driver brings."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 _NOT_FOUND = 6
-"""Status of a question to which there is no entry."""
+"""NVML's status for a query without entries."""
 
 _MOST_SAMPLES = 512
 
 
 class NvmlError(RuntimeError):
-    """The library refused; the message is its own."""
+    """NVML returned an error; the message is its own."""
 
     def __init__(self, message: str, status: int = 0) -> None:
-        """`status`: what the library gave; 0 where it was not even asked."""
+        """`status`: NVML's return code; 0 if it was not called."""
         super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine, whether or not this process may compute on it."""
+    """A GPU of this machine, usable by this process or not."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Nvml:
-    """The library, initialised. Raises NvmlError from every call that the driver refuses."""
+    """The initialized library. Every method raises NvmlError if the driver refuses."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -45,7 +45,7 @@ class Nvml:
 
     @classmethod
     def open(cls, load: Callable[[str], Any] = ctypes.CDLL) -> Nvml | None:
-        """None where there is no driver, or one that does not answer."""
+        """Load the library; None without a driver that answers."""
         try:
             return cls(load(LIBRARY))
         except (OSError, NvmlError):
@@ -53,12 +53,12 @@ class Nvml:
 
     @property
     def driver(self) -> str:
-        """Its version, such as 580.65.06."""
+        """The driver's version, such as 580.65.06."""
         return self._text("nvmlSystemGetDriverVersion")
 
     @property
     def cuda(self) -> tuple[int, int]:
-        """The newest CUDA that the driver runs."""
+        """The newest CUDA version that the driver supports."""
         number = ctypes.c_int()
         self._ask("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(number))
         return number.value // 1000, number.value % 1000 // 10
@@ -70,19 +70,19 @@ class Nvml:
         return [self._gpu(index) for index in range(count.value)]
 
     def joules(self, gpu: Gpu) -> float:
-        """Drawn since the driver was loaded."""
+        """Return joules drawn since the driver was loaded."""
         millijoules = ctypes.c_ulonglong()
         self._ask("nvmlDeviceGetTotalEnergyConsumption", gpu.handle, ctypes.byref(millijoules))
         return millijoules.value / 1000
 
     def share_computing(self, gpu: Gpu) -> float:
-        """Share of the last moments (up to a second) in which it computed for any process."""
+        """Return the share of the last moments (up to a second) in which the GPU computed for any process."""
         rates = _Utilization()
         self._ask("nvmlDeviceGetUtilizationRates", gpu.handle, ctypes.byref(rates))
         return int(rates.gpu) / 100
 
     def computing_pids(self, gpu: Gpu) -> set[int]:
-        """Processes that have computed there in the last seconds, by the numbers that the driver knows them by."""
+        """Return the processes that computed in the last seconds, by the driver's PIDs."""
         count, never = ctypes.c_uint(_MOST_SAMPLES), ctypes.c_ulonglong(0)
         samples = (_ProcessUtilization * _MOST_SAMPLES)()
         try:

@@ -1,4 +1,4 @@
-"""Work in a thread that ends with it."""
+"""Runs work in a temporary thread."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LOOK = 0.5
-"""Seconds after which the waiting thread looks for signals: one that comes just before it sleeps does not wake it."""
+"""Interval at which the waiting thread checks for signals: one that arrives just before it sleeps does not wake it."""
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, done in a thread of its own.
+    """Run `work` in a thread of its own; return its result or raise its exception.
 
-    A thread that has computed on several cores keeps the helpers it did so with for as long as it lives. Where threads
-    and helpers together are more than the cores, OpenMP lets helpers sleep between two products instead of waiting
-    awake, and each product has to wake them: seen on 2 cores with a model of 125M, steps of a prompt took 2.5 times as
-    long in the stepping thread while the main thread, which had loaded the model, still had a helper.
+    A thread that computed on several cores keeps its OpenMP helpers for life. If threads and helpers outnumber the
+    cores, OpenMP lets helpers sleep between two matmuls, and each matmul has to wake them: seen on 2 cores with a model
+    of 125M, prompt steps took 2.5 times as long in the stepping thread while the main thread, which had loaded the
+    model, still had a helper.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -29,7 +29,7 @@ def run_in_thread(work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    # A daemon: a signal that ends the process while the model loads does not wait for it.
+    # A daemon thread, so that a signal during loading ends the process at once.
     thread = threading.Thread(target=run, name="passing", daemon=True)
     thread.start()
     while thread.is_alive():

@@ -1,1 +1,1 @@
-"""Which rows each sequence gets in the next step."""
+"""Selects the rows that each sequence gets in the next step."""

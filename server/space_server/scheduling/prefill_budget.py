@@ -1,7 +1,7 @@
-"""How many prompt rows go into one step: few enough that those who decode beside them do not wait. Torch-free.
+"""Limits the prompt tokens of one step, so that decoding sequences do not wait long. Torch-free.
 
-What counts is not what a step is expected to take, but what it is feared to: who waits for a token feels the worst of
-them. `StepCost.feared` says how far that is, and comes nearer as prompts are read.
+The limit uses a pessimistic step duration, not the expected one, because users notice the slowest token.
+`StepCost.feared` gives that bound; it approaches the expected duration as prompts are measured.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from space_server.batch.sequence import RunningSequence
 from space_server.step_costs.step_cost import StepCost, StepShape
 
 LEAST_ROWS = 8
-"""Of every step that has prompt rows to compute: a prompt gets on, whatever the budget."""
+"""Every step with pending prompt tokens computes at least so many: prefill progresses under any budget."""
 
 ROW_STEP = 4
-"""Fewer rows than these make no difference: steps are padded to a multiple."""
+"""Granularity of the search: steps are padded to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class PrefillBudget:
-    """At most `max_rows`; and while others decode, no more than keep the step within `seconds`."""
+    """At most `max_rows` prompt tokens; beside decoding sequences, few enough to stay within `seconds`."""
 
     max_rows: int
-    seconds: float | None = None  # None: those who decode wait as long as it takes
-    cost: StepCost | None = None  # by which seconds are told; needed with `seconds`
+    seconds: float | None = None  # None: no limit
+    cost: StepCost | None = None  # estimates the duration; needed with `seconds`
 
     def rows(self, decoding: Run[RunningSequence], able: Run[RunningSequence]) -> int:
-        """Prompt rows of the next step. `able`: all that can run; `decoding`: those with one pending id.
+        """Return the number of prompt tokens for the next step.
 
-        All rows are taken for rows of the prompt that has most behind it, which they must attend to.
+        `able`: all sequences that can run; `decoding`: those with one pending id. Every prompt row is costed at the
+        longest computed prefix among the prompts.
         """
         if self.seconds is None or self.cost is None or not decoding:
             return self.max_rows
@@ -47,7 +48,7 @@ class PrefillBudget:
         return least
 
     def allows(self, shape: StepShape) -> bool:
-        """Whether a step may be so large: one with prompt rows beside sequences that decode keeps within `seconds`."""
+        """Whether a step of prompt rows beside decoding sequences with drafts stays within `seconds`."""
         if self.seconds is None or self.cost is None or not shape.num_prefill_rows:
             return True
         has_drafts = shape.num_chain_rows > shape.num_sequences or shape.num_mask_rows > 0

@@ -1,4 +1,4 @@
-"""Which rows each sequence gets in the next step. Torch-free."""
+"""Selects the rows that each sequence gets in the next step. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from space_server.speculation.controller import Controller, DraftLimits, StepLoa
 from space_server.step_costs.step_cost import StepShape
 
 
-@dataclass(slots=True)  # not frozen, as Room
+@dataclass(slots=True)  # not frozen: see DraftLimits
 class ScheduledSequence:
-    """One sequence's part of a step: pending ids, and the layout behind the root if they reach it."""
+    """One sequence's part of a step: pending ids, and the draft layout behind the root if they reach it."""
 
     sequence: RunningSequence
-    num_pending: int  # how many of its pending ids are laid out
+    num_pending: int  # pending ids computed in this step
     layout: DraftLayout
-    closes: bool  # the last pending id, the root, is among the rows: an id will be chosen
+    closes: bool  # the root (last pending id) is included, so a token is sampled
 
     @property
     def drafts(self) -> list[int]:
-        """The live drafts."""
+        """The drafts verified in this step."""
         return self.sequence.drafts[: self.layout.num_drafts]
 
     @property
     def segment(self) -> Segment:
-        """The rows, for the forward pass."""
+        """The sequence's rows for the forward pass."""
         sequence, start = self.sequence, self.sequence.num_computed
         ids = sequence.ids[start : start + self.num_pending]
         if num_drafts := self.layout.num_drafts:
@@ -40,7 +40,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """A step: who runs, and who waits for pages."""
+    """A step: the sequences that run, and those without a free slot."""
 
     plans: list[ScheduledSequence]
     out_of_slots: list[RunningSequence]
@@ -55,13 +55,13 @@ def plan_step(
     budget: PrefillBudget,
     beside: Iterable[RunningSequence] = (),
 ) -> ScheduledBatch:
-    """Give every sequence, oldest first, its pending ids within the slots it has and the prefill budget.
+    """Schedule every sequence, oldest first, within its slots and the prefill budget.
 
-    A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: those who
-    decode in a step of their own, and wait for this one.
+    A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: sequences
+    that decode in device steps and wait for this one.
     """
     able: list[RunningSequence] = []
-    reading: list[RunningSequence] = []  # of these, those with more than a root to compute
+    reading: list[RunningSequence] = []  # of these, those with prompt tokens to compute
     out_of_slots: list[RunningSequence] = []
     for sequence in sequences:
         if sequence.num_free_slots(block_size) < 1:
@@ -72,26 +72,26 @@ def plan_step(
             reading.append(sequence)
     rows_of: dict[int, int] = {}
     if reading:
-        # Who waits for a page wants the next step.
-        hurried = [one for one in able + out_of_slots if one.num_pending == 1] + [*beside]
-        rows_of = _prompt_rows(reading, budget.rows(hurried, able), block_size)
+        # A decoding sequence that waits for a page is delayed by a long step, too.
+        decoding = [one for one in able + out_of_slots if one.num_pending == 1] + [*beside]
+        rows_of = _prompt_rows(reading, budget.rows(decoding, able), block_size)
     chunks = [(one, rows, rows == one.num_pending) for one in able if (rows := rows_of.get(one.seq_id, 1))]
-    rooms = [room_of(sequence, block_size) for sequence, _, closes in chunks if closes]
-    layouts = controller.layouts(rooms, _load(chunks))
-    plans = _plans(chunks, [room.fit(layout) for room, layout in zip(rooms, layouts, strict=True)])
+    limits = [draft_limits_of(sequence, block_size) for sequence, _, closes in chunks if closes]
+    layouts = controller.layouts(limits, _load(chunks))
+    plans = _plans(chunks, [limit.fit(layout) for limit, layout in zip(limits, layouts, strict=True)])
     shape = shape_of(plans)
-    if not budget.allows(shape):  # the prompt's rows are few already: drafts wait
-        plans = _plans(chunks, [DraftLayout.plain()] * len(rooms))
+    if not budget.allows(shape):  # prompt rows are at their minimum already: leave out drafts
+        plans = _plans(chunks, [DraftLayout.plain()] * len(limits))
         shape = shape_of(plans)
     return ScheduledBatch(plans, out_of_slots, shape)
 
 
 Chunk = tuple[RunningSequence, int, bool]
-"""A sequence, how many of its pending ids are laid out, and whether they reach the root."""
+"""A sequence, its pending ids in this step, and whether they reach the root."""
 
 
 def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[ScheduledSequence]:
-    """One for each chunk; those that close lay out their `layouts`."""
+    """Return one for each chunk; chunks that reach the root take the next of `layouts`."""
     plain, layout = DraftLayout.plain(), iter(layouts)
     return [
         ScheduledSequence(sequence, rows, next(layout) if closes else plain, closes)
@@ -99,28 +99,28 @@ def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[Sche
     ]
 
 
-def _prompt_rows(reading: list[RunningSequence], room: int, block_size: int) -> dict[int, int]:
-    """Prompt rows of each, by seq_id: half of the room for those that it lets finish, the shortest first; what is left
-    for the oldest. So a short prompt does not wait for a long one, and a long one gets on.
+def _prompt_rows(reading: list[RunningSequence], budget: int, block_size: int) -> dict[int, int]:
+    """Split the budget: half for prompts that it completes, the shortest first; the rest for the oldest. Returns rows
+    by seq_id. A short prompt does not wait for a long one, and a long one makes progress.
     """
     wanted = {s.seq_id: min(s.num_pending, s.num_free_slots(block_size)) for s in reading}
     rows = dict.fromkeys(wanted, 0)
-    half = room // 2
+    half = budget // 2
     for seq_id in sorted(wanted, key=wanted.__getitem__):
         if wanted[seq_id] > half:
             break
         rows[seq_id] = wanted[seq_id]
         half -= wanted[seq_id]
-        room -= wanted[seq_id]
+        budget -= wanted[seq_id]
     for seq_id, most in wanted.items():
         if not rows[seq_id]:
-            rows[seq_id] = min(most, room)
-            room -= rows[seq_id]
+            rows[seq_id] = min(most, budget)
+            budget -= rows[seq_id]
     return rows
 
 
 def shape_of(plans: Iterable[ScheduledSequence]) -> StepShape:
-    """What the plans lay out in all."""
+    """Return the sizes of the step."""
     sequences = chain = masks = drafting = prefill = pairs = context = noisy = 0
     for plan in plans:
         sequence, layout, closes = plan.sequence, plan.layout, plan.closes
@@ -153,8 +153,8 @@ def _load(chunks: Iterable[Chunk]) -> StepLoad:
     return StepLoad(prefill, pairs, context)
 
 
-def room_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
-    """With s slots from the root on, s-1 drafts fit; with l ids left to emit, l-1 drafts can count."""
+def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
+    """Return what the sequence can lay out: with s slots from the root on, s-1 drafts; with l tokens left, l-1."""
     num_left, num_drafts = sequence.num_left, len(sequence.drafts)
     if num_drafts:
         slots = sequence.num_free_slots(block_size) - sequence.num_pending

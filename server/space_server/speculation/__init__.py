@@ -1,1 +1,1 @@
-"""How many drafts a step lays out."""
+"""Chooses how many drafts a step lays out."""

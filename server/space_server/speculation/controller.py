@@ -1,4 +1,4 @@
-"""Who decides how much a step lays out. Torch-free."""
+"""The interface that chooses the draft layouts of a step. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_server.drafts.acceptance import Acceptance
 
 
-@dataclass(slots=True)  # not frozen: one is made for each sequence and step, and freezing doubles what that takes
+@dataclass(slots=True)  # not frozen, which would double the cost of making one per sequence and step
 class DraftLimits:
-    """What one sequence could lay out in this step."""
+    """Bounds on what one sequence can lay out in this step."""
 
     seq_id: int
-    num_drafts: int  # drafts it has that its slots and limits allow
-    max_masks: int  # most masks per group that its bound and the checkpoint allow
-    num_left: int  # ids it may still emit, this step's included
-    is_noisy: bool = False  # its choices take noise: it is not greedy
+    num_drafts: int  # drafts that its slots and limits allow
+    max_masks: int  # masks per group that its bound and the checkpoint allow
+    num_left: int  # tokens it may still emit, this step's included
+    is_noisy: bool = False  # not greedy, so sampling adds noise
     acceptance: Acceptance | None = None  # of drafts from its masks
-    chances: Sequence[float] = ()  # that each of its drafts is accepted after those before, where no mask made them
-    is_read: bool = False  # its text can be read for what may follow
+    chances: Sequence[float] = ()  # acceptance of each draft, given those before; only of drafts from no mask
+    is_read: bool = False  # has a drafter that reads its text
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
-        """The layout without what this sequence has not, or could not use.
+        """Return the layout reduced to the drafts and masks that this sequence has and can use.
 
-        With g drafts accepted this step emits g+1 ids, and the next one verifies at most num_left - (g+1) - 1 drafts.
+        With g drafts accepted this step emits g+1 tokens, and the next one verifies at most num_left - (g+1) - 1
+        drafts.
         """
         drafts = min(layout.num_drafts, self.num_drafts)
         most = max(layout.masks)
@@ -39,55 +40,55 @@ class DraftLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What else the step does."""
+    """The rest of the step's work."""
 
     num_prefill_rows: int = 0
-    num_prefill_pairs: int = 0  # of a prefill row and an id computed before
-    num_context: int = 0  # ids computed before, over the sequences that reach their root
+    num_prefill_pairs: int = 0  # (prefill row, previously computed id) pairs
+    num_context: int = 0  # computed ids, summed over the sequences that reach their root
 
 
 class Controller(Protocol):
-    """Chooses the layouts of a step; the step makes them fit."""
+    """Chooses the draft layouts of each step; the scheduler makes them fit."""
 
     @property
     def row_price(self) -> float:
-        """Accepted drafts that a chain row more must bring now: whoever proposes can leave out what cannot."""
+        """Accepted drafts that one more chain row must bring; sources skip drafts worth less."""
         ...
 
     @property
-    def naps(self) -> bool:
-        """Reading a text for what may follow it does not pay now, unless its client predicts it."""
+    def is_paused(self) -> bool:
+        """Whether reading texts for drafts is paused because it costs more than it saves; predictions continue."""
         ...
 
-    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
-        """One layout per sequence that reaches its root in this step, in their order."""
+    def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+        """Return one layout per sequence that reaches its root in this step, in their order."""
         ...
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
-        """What the step with these layouts brought, and how long it took.
+        """Record the tokens and the duration of the step with these layouts.
 
-        `pause`: seconds since the end of the step before, where there was work all along.
+        `pause`: seconds since the end of the step before, if there was work all along.
         """
         ...
 
 
 class FixedLayout:
-    """Each sequence by itself, by a rule: for tests, for measuring, and where the operator insists on one k."""
+    """Lays out each sequence by a fixed rule: for tests, measurements, and `--speculation K`."""
 
     row_price = 0.0
-    naps = False
+    is_paused = False
 
     def __init__(self, rule: Callable[[DraftLimits], DraftLayout]) -> None:
         self._rule = rule
 
     @classmethod
     def full(cls, num_drafts: int) -> Self:
-        """All drafts there are up to num_drafts, every group whole: (k+1)² rows."""
-        return cls(lambda room: DraftLayout.full(min(room.num_drafts, num_drafts), num_drafts))
+        """All drafts up to num_drafts, with every group whole: (k+1)² rows."""
+        return cls(lambda limit: DraftLayout.full(min(limit.num_drafts, num_drafts), num_drafts))
 
-    def layouts(self, rooms: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
-        """The rule's layout for each."""
-        return [self._rule(room) for room in rooms]
+    def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+        """Return the rule's layout for each sequence."""
+        return [self._rule(limit) for limit in limits]
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
-        """It makes no difference."""
+        """Do nothing: the rule is fixed."""

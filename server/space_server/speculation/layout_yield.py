@@ -1,4 +1,4 @@
-"""What a layout yields if it is used step after step: tokens and rows per step. Torch-free."""
+"""Expected tokens and rows per step of a layout that is used step after step. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from space_model.geometry.draft_layout import DraftLayout
 _ROUNDS = 64
 
 _RARE = 0.005
-"""A share of the steps that decides nothing."""
+"""States with a smaller share of the steps are ignored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutYield:
-    """A layout's means per step, in the long run."""
+    """A layout's long-run means per step."""
 
     layout: DraftLayout
-    tokens: float  # E: emitted
+    tokens: float  # expected tokens emitted
     chain_rows: float
     mask_rows: float
-    steps: tuple[tuple[float, int, int], ...] = ()  # the share of steps with so many chain rows and masks
+    steps: tuple[tuple[float, int, int], ...] = ()  # (share of steps, chain rows, masks)
 
     @classmethod
     def of(cls, layout: DraftLayout, chances: Sequence[float]) -> LayoutYield:
-        """`chances[j-1]`: that a draft of mask depth j is accepted, given those before it are (SPACE §5).
+        """`chances[j-1]`: probability that a draft of mask depth j is accepted, given those before it are (SPACE §5).
 
-        A step's drafts come from the masks of the step before: fewer where an earlier group stood in for the one that
-        was not laid out, and those from deeper masks. So a step is in one of a few states (drafts, depth of the first),
-        and the means are over how often it is in which.
+        A step's drafts come from the masks of the step before: fewer, and from deeper masks, where an earlier group
+        replaces one that was not laid out. So a step is in one of a few states (drafts, depth of the first); the means
+        are over the stationary distribution of that Markov chain.
         """
         states = [(0, 1)]
         moves: list[list[tuple[int, float]]] = []  # per state: the next one's number, and its chance
@@ -61,7 +61,7 @@ class LayoutYield:
             for share, out in zip(shares, moves, strict=True):
                 for number, chance in out:
                     after[number] += share * chance
-            # Half of the way, so that states taken in turn settle too.
+            # Averaged with the old shares, so that periodic chains converge too.
             shares = [0.5 * (old + new) for old, new in zip(shares, after, strict=True)]
         tokens, chain, masks = (sum(share * row[n] for share, row in zip(shares, rows, strict=True)) for n in range(3))
         sizes: dict[tuple[int, int], float] = {}
@@ -76,10 +76,10 @@ PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
 
 @lru_cache(maxsize=4096)
 def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYield, ...]:
-    """The layouts worth considering for drafts that are accepted with these chances: plain decoding first.
+    """Return the layouts worth considering at these acceptance probabilities, plain decoding first.
 
-    For each k up to `max_drafts` the most valuable masks, from one for each draft to all; of these, those that no other
-    beats with fewer rows.
+    For each k up to `max_drafts` it tries the most valuable masks, from one per draft to all, and keeps the layouts
+    that no other beats with fewer rows.
     """
     reach = [1.0]
     for chance in chances:

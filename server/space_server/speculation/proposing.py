@@ -1,4 +1,4 @@
-"""What a sequence's past, its client or its grammar proposes, as far as it can be chosen."""
+"""Proposals from a sequence's past, its client's prediction or its grammar, as far as they can be sampled."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from space_server.drafts.drafts import NOT_FORCED, Proposal
 
 
 class Proposing:
-    """Asks drafters, and passes on what they say up to the first id that can never stand there."""
+    """Asks drafters, and cuts what they propose at the first id that could never be sampled."""
 
     def __init__(self, facts: ModelFacts, *, in_grammars: bool = True) -> None:
-        """`in_grammars`: what a grammar forces is a proposal, too."""
+        """`in_grammars`: also propose what a grammar forces."""
         self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
         self._in_grammars = in_grammars
 
     def proposal(self, sequence: RunningSequence, tokens: Run[int], wanted: int) -> Proposal | None:
-        """At most so many ids behind the sequence's and `tokens`, which its drafter has read; None: there is none."""
+        """Return at most `wanted` ids to follow the sequence's and `tokens`, which its drafter has read; None if there
+        are none.
+        """
         assert sequence.drafter is not None
         grammar = sequence.grammar if self._in_grammars else None
         if grammar is None and not sequence.drafter.reads:
@@ -35,14 +37,14 @@ class Proposing:
         return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
 
     def valid(self, sequence: RunningSequence, tokens: Run[int], drafts: list[int]) -> list[int]:
-        """The drafts behind `tokens` before the first one that can never be chosen."""
+        """Return the drafts after `tokens` up to the first that could never be sampled."""
         grammar = sequence.grammar
         if not self.are_ids(drafts):
             drafts = drafts[: [self.are_ids([id_]) for id_ in drafts].index(False)]
         return drafts if grammar is None else drafts[: grammar.num_possible(tokens, drafts)]
 
     def are_ids(self, drafts: list[int]) -> bool:
-        """All of them are of the vocabulary, and no mask."""
+        """Whether all are ids of the vocabulary and none is a mask."""
         if not drafts:
             return True
         return min(drafts) >= 0 and max(drafts) < self._vocab_size and self._not_drafted.isdisjoint(drafts)

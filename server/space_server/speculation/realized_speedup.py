@@ -1,4 +1,4 @@
-"""How much of the tokens per second that a rule promises comes true: beginnings and ends are in no cost model."""
+"""Measured share of a rule's predicted tokens per second: the cost model ignores how speculation starts and ends."""
 
 from __future__ import annotations
 
@@ -7,56 +7,53 @@ import math
 from space_server.step_costs.step_cost import OUTLIER
 
 RATE, STEPS, FORGIVEN = 0.2, 96, 0.002
-"""How fast the share that came true is followed, per look: as the steps of sequences since the last one are to so many,
-for one text is no rule, and no faster than the first; and how much of what is missing is forgotten in each step of
-plain decoding, so that drafts are tried again.
+"""How fast the measured share is followed per look, in proportion to sequence steps over STEPS and at most RATE; and
+the part of the shortfall that each plain step forgets, so that drafts are tried again.
 """
 
 LEAST, MOST = 0.4, 1.1
 
 PAUSE_RATE, LONGEST_PAUSE = 0.02, 0.005
-"""How fast the pauses between steps are followed, in which reports go out and the host has its turn; longer ones are no
-part of stepping.
-"""
+"""How fast the pause between steps is followed, in which reports go out; longer pauses are not part of stepping."""
 
 
 class RealizedSpeedup:
-    """What a rule promised at the last look, and what its steps have brought since."""
+    """Compares a rule's predicted rate with what its steps have brought since the last look."""
 
     def __init__(self) -> None:
-        self.share = 1.0  # of what is promised, what comes true
-        self.pause = 0.0  # between two steps: what every step costs beside itself
-        self._promised = 1.0  # tokens per second, as they were reckoned
-        self._usual = math.inf  # seconds of a step, as they were reckoned
-        self._tokens, self._seconds = 0, 0.0  # of its steps since then
+        self.share = 1.0  # measured rate over predicted rate
+        self.pause = 0.0  # mean seconds between two steps
+        self._predicted_rate = 1.0  # predicted tokens per second
+        self._predicted_seconds = math.inf  # predicted seconds of a step
+        self._tokens, self._seconds = 0, 0.0  # of the steps since then
 
-    def give(self, rate: float, step_seconds: float) -> None:
-        """From now on so many tokens per second are expected, in steps of so many seconds."""
-        self._promised, self._usual = rate, step_seconds
+    def predict(self, rate: float, step_seconds: float) -> None:
+        """Set the predicted tokens per second and seconds per step."""
+        self._predicted_rate, self._predicted_seconds = rate, step_seconds
 
     def paused(self, seconds: float) -> None:
-        """So long it was from one step to the next."""
+        """Record the seconds between two steps."""
         self.pause += PAUSE_RATE * (min(seconds, LONGEST_PAUSE) - self.pause)
 
     def stepped(self, num_tokens: int, seconds: float) -> None:
-        """A step by the rule. What costs are learnt from leaves out as much of a hiccup."""
+        """Record a step by the rule. Outliers are capped as in the cost model."""
         self._tokens += num_tokens
-        self._seconds += min(seconds + self.pause, OUTLIER * self._usual)
+        self._seconds += min(seconds + self.pause, OUTLIER * self._predicted_seconds)
 
     def look_back(self, num_steps: int) -> bool:
-        """Follow what came true in the steps of so many sequences; False: there was none by the rule."""
+        """Update the share from the steps since the last look; False if none followed the rule."""
         if not self._seconds:
             return False
-        kept = self._tokens / (self._seconds * self._promised)
+        kept = self._tokens / (self._seconds * self._predicted_rate)
         self.share += min(RATE, num_steps / STEPS) * (min(MOST, max(LEAST, kept)) - self.share)
         self._tokens, self._seconds = 0, 0.0
         return True
 
-    def begin_anew(self) -> None:
-        """The machine has turned slower or faster: what came true was of another one."""
+    def reset(self) -> None:
+        """Reset: the machine's speed has changed, so earlier measurements do not apply."""
         self.share = 1.0
         self._tokens, self._seconds = 0, 0.0
 
     def forgive(self, num_steps: float) -> None:
-        """So many plain steps have passed."""
+        """Move the share towards 1 after `num_steps` plain steps."""
         self.share += (1.0 - self.share) * min(1.0, FORGIVEN * num_steps)

@@ -1,11 +1,10 @@
-"""Acceptance by decree, for models without trained masks: drafts that come true as often as one is told.
+"""Synthetic acceptance, for models without trained masks: drafts are accepted with configured probabilities.
 
-A measuring aid, off unless asked for. The speed of speculation depends on how often drafts are accepted, which only
-training gives; what a given acceptance would be worth on a given machine can be measured without it. The worker
-remembers what each request gave. When the same request comes again, every draft that a mask has made is replaced: by
-the token that did follow, with the chance that belongs to the mask's depth, or else by another id. All else is as
-ever: all mask rows are computed, drafts are chosen from them before they are replaced, verdict and rollback run in
-full, and so the text is still exactly plain decoding's.
+A measuring aid, off by default. The speed of speculation depends on the acceptance rate, which only training gives;
+this measures what a given rate would be worth on a given machine. The worker remembers each request's output. When the
+same request comes again, every draft made by a mask is replaced: with the probability of its mask depth by the token
+that did follow, else by another id. Everything else is unchanged: all mask rows are computed, drafts are sampled before
+they are replaced, and verification and rollback run in full. So the text is still exactly that of plain decoding.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # it knows torch, which a load generator that names the chances does not need
+if TYPE_CHECKING:  # avoids importing torch in the load generator
     from space_server.batch.sequence import RunningSequence
 
 NAMED = {
     0.78: (0.84, 0.81, 0.78, 0.75, 0.72),
     0.57: (0.63, 0.60, 0.57, 0.54, 0.51),
 }
-"""The two laws of SPACE §5 by their middle: the chance of a draft from mask 1 to 5, given the drafts before it."""
+"""The two acceptance profiles of SPACE §5 by their middle: probability by mask depth 1 to 5, given the drafts
+before.
+"""
 
 MAX_TOKENS = 1 << 20
 """Tokens remembered, 12 bytes each: 12 MiB."""
@@ -40,7 +41,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def parse_chances(text: str) -> tuple[float, ...]:
-    """p_1 .. p_5 from `.78`, `.57`, or five numbers separated by commas. Raises ValueError in one line."""
+    """Parse `.78`, `.57`, or five comma-separated numbers p_1 .. p_5. Raises ValueError in one line."""
     form = f"must be .78, .57, or five chances p_1,…,p_5 from 0 to 1; got {text!r}"
     try:
         chances = tuple(float(word) for word in text.split(","))
@@ -54,24 +55,24 @@ def parse_chances(text: str) -> tuple[float, ...]:
 
 
 def label(chances: Iterable[float]) -> str:
-    """What every log line, table and figure says of it."""
+    """Return the label that every log line, table and figure carries."""
     return f"SYNTHETIC ACCEPTANCE {' '.join(f'{p:.2f}'.removeprefix('0') for p in chances)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What followed a prompt, and for every token of it what a draft needs in order to come true or not."""
+    """What followed a prompt, with random numbers per token that decide whether a draft is right."""
 
     ids: array[int]
-    uniforms: array[float]  # in [0, 1): a draft from depth j comes true where this lies below p_j
+    uniforms: array[float]  # in [0, 1): a draft from depth j is right where this is below p_j
     others: array[int]  # valid ids that are not `ids`
 
 
 class SyntheticAcceptance:
-    """Remembers what requests gave, and replaces their drafts when they come again.
+    """Remembers requests' outputs, and replaces their drafts when they come again.
 
-    What comes true at a position depends on the seed, the request and the position alone: runs repeat. The adapter is
-    no part of the request: it changes drafts, never the text.
+    Whether a draft is right depends only on the seed, the request and the position, so runs repeat. The adapter is not
+    part of the request: it changes drafts, never the text.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class SyntheticAcceptance:
         seed: int = 0,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
-        """`chances[j-1]` is p_j; a deeper mask has the last.
+        """`chances[j-1]` is p_j; deeper masks use the last.
 
-        `max_tokens` are remembered in all: the oldest request goes first.
+        `max_tokens`: tokens remembered in all; the oldest request is dropped first.
         """
         self.chances = tuple(chances)
         self.num_replaced = 0  # drafts
-        self.num_unknown = 0  # drafts left as they were: nothing is known there
+        self.num_unknown = 0  # drafts left unchanged, because the continuation is unknown
         self._seed, self._max_tokens = seed, max_tokens
         banned = set(mask_ids)
         self._valid_ids = np.array([id_ for id_ in range(vocab_size) if id_ not in banned], dtype=np.int64)
@@ -100,8 +101,8 @@ class SyntheticAcceptance:
         self._of_sequence: WeakKeyDictionary[RunningSequence, Continuation | None] = WeakKeyDictionary()
 
     def ended(self, sequence: RunningSequence, tokens: Run[int]) -> None:
-        """Remember the output of a sequence that ends with `tokens`, which are not among its ids yet."""
-        name = self._name(sequence)
+        """Remember the output of a sequence that ends with `tokens`, which are not in its ids yet."""
+        name = self._request_digest(sequence)
         output = [*sequence.ids[sequence.num_prompt :], *tokens]
         before = self._known.get(name)
         if before is not None and len(before.ids) >= len(output):
@@ -115,9 +116,9 @@ class SyntheticAcceptance:
             self._forget(next(iter(self._known)))
 
     def drafts(self, sequence: RunningSequence, tokens: Run[int], first_mask: int, drafts: list[int]) -> list[int]:
-        """The drafts behind `tokens`, which this step emits, of masks `first_mask`, `first_mask`+1, …, replaced.
+        """Replace the drafts after `tokens`, emitted in this step, of masks `first_mask`, `first_mask`+1, …
 
-        Those for which no continuation is known stay as they are: a request's first run, or one longer than any before.
+        Drafts beyond the known continuation stay as they are: in a request's first run, or one longer than any before.
         """
         number = self.drafted(sequence, tokens, len(drafts))
         known = self.continuation_of(sequence)
@@ -139,7 +140,7 @@ class SyntheticAcceptance:
         return made + drafts[number:]
 
     def drafted(self, sequence: RunningSequence, tokens: Run[int], num_drafts: int) -> int:
-        """How many of the drafts behind `tokens`, which this step emits, are replaced, here or on the device."""
+        """Count and return how many of the drafts after `tokens` are replaced, here or on the device."""
         if not num_drafts:
             return 0
         known = self.continuation_of(sequence)
@@ -153,10 +154,10 @@ class SyntheticAcceptance:
         return number
 
     def continuation_of(self, sequence: RunningSequence) -> Continuation | None:
-        """What is known of this request; looked up once per sequence."""
+        """Return the known continuation of this request, or None; cached per sequence."""
         if sequence in self._of_sequence:
             return self._of_sequence[sequence]
-        known = self._of_sequence[sequence] = self._known.get(self._name(sequence))
+        known = self._of_sequence[sequence] = self._known.get(self._request_digest(sequence))
         return known
 
     def _continuation(self, name: bytes, num_prompt: int, output: Run[int]) -> Continuation:
@@ -174,14 +175,14 @@ class SyntheticAcceptance:
         self._num_tokens -= len(self._known.pop(name).ids)
 
     @staticmethod
-    def _name(sequence: RunningSequence) -> bytes:
-        """What the text depends on: the prompt and the law; of a greedy law not the noise."""
+    def _request_digest(sequence: RunningSequence) -> bytes:
+        """Return a digest of what the text depends on: prompt and sampling parameters, without the seed if greedy."""
         sampling_params = (
             replace(sequence.sampling_params, key=0) if sequence.sampling_params.greedy else sequence.sampling_params
         )
-        said = blake2b(array("I", sequence.ids[: sequence.num_prompt]).tobytes(), digest_size=16)
-        said.update(repr(sampling_params).encode())
-        return said.digest()
+        digest = blake2b(array("I", sequence.ids[: sequence.num_prompt]).tobytes(), digest_size=16)
+        digest.update(repr(sampling_params).encode())
+        return digest.digest()
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

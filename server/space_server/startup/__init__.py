@@ -1,1 +1,1 @@
-"""Before the first request: checks, memory, calibration, doctor."""
+"""Start-up: checks, memory, calibration, doctor."""

@@ -1,16 +1,16 @@
-"""Which attention a worker uses: the one asked for, or the one that was measured to be fastest on the model's shapes.
+"""Selects the attention backend: the one asked for, or the one measured to be fastest on the model's shapes.
 
-Each implementation that can be used is timed on one layer's attention of made-up steps: plain decoding and the
-checkpoint's whole draft layout, at short and long contexts, alone and in company, and a chunk of a prompt beside
-nothing. In each case an implementation's time is divided by the best one's, so that long cases do not outweigh short
-ones; the smallest weighted mean wins:
+Each usable backend is timed on one layer's attention of synthetic steps: plain decoding and the checkpoint's whole
+draft layout, at short and long contexts, for one sequence and a batch, and a prompt chunk. In each case a backend's
+time is divided by the best one's, so that long cases do not outweigh short ones; the smallest weighted mean is
+selected:
 
-    whole layout    1/2    what a server whose drafts pay does most
-    plain           1/4    what it falls back to in a crowd
-    prompt chunk    1/4    what decides the time to the first token
+    whole layout    1/2    most steps of a server whose drafts are worth it
+    plain           1/4    the fallback in large batches
+    prompt chunk    1/4    determines the time to first token
 
-A case counts as much as the others of its kind. An implementation whose result is not near the reference's, or that
-raises, is left out and named.
+Cases of one kind weigh the same. A backend that raises, or whose result is not near the reference's, is left out and
+named in the log.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from space_model.model_facts import ModelFacts
 from torch import Tensor
 
 SECONDS = 0.4
-"""Of measuring one implementation, compiling apart."""
+"""Time for measuring one backend, without compilation."""
 
 NEAR = 0.03
-"""Of a score: below it the implementation that is named first is kept."""
+"""Relative score difference below which the backend named first is kept."""
 
 MOST_BYTES = 512 * 1024**2
-"""Of pages while measuring one case: fewer sequences where all of them need more."""
+"""Bound on the pages of one case; fewer sequences are used where all of them need more."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """A made-up step."""
+    """A synthetic step."""
 
     kind: str  # plain, whole, prompt
     num_sequences: int
@@ -70,7 +70,7 @@ WEIGHTS = {"whole": 0.5, "plain": 0.25, "prompt": 0.25}
 
 
 def cases(num_masks: int, window: int) -> list[AttentionCase]:
-    """What is measured for a model with `num_masks` masks per group, as far as its window goes."""
+    """Return what is measured for a model with `num_masks` masks per group, within its context window."""
     found = []
     for num_sequences, context in ((1, 1024), (1, 8192), (16, 1024)):
         found.append(AttentionCase("plain", num_sequences, context, 1, 0))
@@ -83,16 +83,16 @@ def cases(num_masks: int, window: int) -> list[AttentionCase]:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The attention that a worker uses, and why."""
+    """The selected attention backend, and the reasons."""
 
     backend: Backend
     attention: Attention
-    seconds: Mapping[str, Mapping[AttentionCase, float]] = field(default_factory=dict)  # by name: what was measured
-    absent: Mapping[str, str] = field(default_factory=dict)  # by name: why not, and the cure
+    seconds: Mapping[str, Mapping[AttentionCase, float]] = field(default_factory=dict)  # measured, by backend name
+    absent: Mapping[str, str] = field(default_factory=dict)  # why not usable, and the cure, by backend name
 
     @property
     def name(self) -> str:
-        """As /info has it."""
+        """The backend's name, as in /info."""
         return self.backend.name
 
     def __str__(self) -> str:
@@ -120,9 +120,10 @@ def choose_attention(
     clock: Callable[[], float] = time.perf_counter,
     need: AttentionNeed | None = None,
 ) -> AttentionChoice:
-    """What `--attention` asks for; `auto` measures where there is a choice. Raises UnusableAttention.
+    """Return the backend that `--attention` asks for; `auto` measures where there is a choice. Raises
+    UnusableAttention.
 
-    `need`: None asks the device.
+    `need`: None derives it from the device.
     """
     if need is None:
         need = AttentionNeed.on(
@@ -149,9 +150,9 @@ def choose_attention(
 
 
 def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = False) -> Ops:
-    """The operations for a model, with the attention that `asked` stands for; said in the log.
+    """Return the model's operations with the attention that `asked` selects, and log the choice.
 
-    Raises ValueError naming the cure. Where ranks share a model `auto` is not measured: they must all take the same.
+    Raises ValueError that names the cure. With several ranks `auto` is not measured, because all must use the same.
     """
     ops = ops_for(facts.device, exact=exact, dtype=facts.dtype, float8_kv=facts.float8_kv)
     if asked == "auto" and facts.num_ranks > 1:
@@ -178,7 +179,7 @@ def _fastest(
     fallback: Backend,
     clock: Callable[[], float],
 ) -> AttentionChoice:
-    """The candidate with the best score; the fallback where none is left. Raises UnusableAttention."""
+    """Return the candidate with the best score, or the fallback if none works. Raises UnusableAttention."""
     loaded: dict[str, Attention] = {}
     try:
         steps = [MadeUpAttentionStep.of(case, need) for case in wanted]
@@ -207,14 +208,14 @@ def _fastest(
 
 
 def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str]) -> None:
-    """Raise UnusableAttention where the one that is left gives less than was asked for."""
+    """Raise UnusableAttention if the remaining backend does not fulfil what was asked for."""
     if need.exact and (why := last.refusal(need, installed_version)) is not None:
         others = "; ".join(f"{name}: {what}" for name, what in absent.items() if name != last.name)
         raise UnusableAttention(f"No attention is left. {last.name} {why}. The others: {others or 'none'}.")
 
 
 def scores(seconds: Mapping[str, Mapping[AttentionCase, float]]) -> dict[str, float]:
-    """By name: the weighted mean of its times over the best one's. 1: best in every case."""
+    """Return by name the weighted mean of times relative to the best; 1 is best in every case."""
     measured = list(next(iter(seconds.values())))
     best = {case: min(of[case] for of in seconds.values()) for case in measured}
     kinds = {kind: [case for case in measured if case.kind == kind] for kind in {case.kind for case in measured}}
@@ -229,7 +230,7 @@ def scores(seconds: Mapping[str, Mapping[AttentionCase, float]]) -> dict[str, fl
 
 
 def _check(case: AttentionCase, result: Tensor, expected: Tensor) -> None:
-    """Raise ArithmeticError where an implementation is wrong here: a broken build must not be the fastest."""
+    """Raise ArithmeticError if a backend's result is wrong: a broken build must not be selected."""
     off = (result.float() - expected.float()).abs().max().item()
     bound = 16 * torch.finfo(result.dtype).eps
     if not off <= bound:
@@ -244,9 +245,8 @@ def _measure(
     device: torch.device,
     clock: Callable[[], float],
 ) -> dict[str, dict[AttentionCase, float]]:
-    """Least seconds of a call, by name and case: each has its share of the time, and three calls at least, in turns.
-
-    One that raises moves from `loaded` to `absent`.
+    """Return the least seconds of a call, by name and case. Backends take turns; each gets its share of the time, and
+    at least three calls. One that raises moves from `loaded` to `absent`.
     """
     found: dict[str, dict[AttentionCase, float]] = {name: {} for name in loaded}
     for case, step in zip(wanted, steps, strict=True):
@@ -274,7 +274,7 @@ def _wait(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MadeUpAttentionStep:
-    """One layer's attention of a case; the values mean nothing."""
+    """One layer's attention of a case, on random values."""
 
     rows: StepRows
     query: Tensor  # [R, H, D]
@@ -286,7 +286,7 @@ class MadeUpAttentionStep:
 
     @classmethod
     def of(cls, case: AttentionCase, need: AttentionNeed) -> MadeUpAttentionStep:
-        """As many of the case's sequences as `MOST_BYTES` of pages are enough for, each with pages of its own."""
+        """Build as many of the case's sequences as fit in `MOST_BYTES` of pages, each with its own pages."""
         size, device = need.block_size, need.device
         each = -(-(case.context + case.num_chain) // size)
         page_bytes = 2 * need.kv_heads * size * need.head_dim * (1 if need.float8_kv else need.dtype.itemsize)
@@ -321,7 +321,7 @@ class MadeUpAttentionStep:
         )
 
     def run(self, attention: Attention) -> Tensor:
-        """[rows, H, D] without padding."""
+        """Return [rows, H, D] without padding."""
         scale = self.query.shape[-1] ** -0.5
         out = attention(self.query, self.key, self.value, self.key_pages, self.value_pages, self.rows, scale=scale)
         return out[: self.num_rows]

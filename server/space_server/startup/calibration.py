@@ -1,8 +1,8 @@
-"""What steps cost here, measured with made-up sequences before the first router comes: seconds of work, once a machine.
+"""Measures step costs with synthetic sequences before the first router connects: seconds of work, once per machine.
 
-The sequences go through whole steps of a worker, on the pages that nobody uses yet: of the kind that will be served,
-those that keep their state on the device where they will. A few of the steps, the anchors, are measured three times: at
-the beginning, in the middle and at the end. Where these passes differ, something else was going on.
+The sequences run through whole worker steps on pages not in use yet, on the runner (host or device) that will serve. A
+few steps, the anchors, are measured three times: at the beginning, in the middle and at the end. If these passes
+differ, something else used the machine.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 SECONDS = 3.0
-"""Of measuring, unless told otherwise."""
+"""Default duration."""
 
 CONTEXT, LONG_CONTEXT = 64, 512
-"""Ids that the sequences have computed before; the keys are whatever lies in the pages."""
+"""Ids already computed in the sequences; their keys are whatever the pages hold."""
 
 NEW_TOKENS = 160
-"""That each sequence has slots for."""
+"""Tokens that each sequence has slots for."""
 
 NUM_IDLE, NUM_STEPS, MOST_STEPS = 2, 5, 20
-"""First steps of a case, whose layouts have no drafts to follow yet and in which a device compiles and captures; then
-timed ones, of which the middle counts: so many, and more while they are short."""
+"""Untimed first steps of a case, which have no drafts yet and compile and capture on a device; then timed steps, of
+which the median counts: at least NUM_STEPS, and up to MOST_STEPS while they are short.
+"""
 
 LONG = 0.03
-"""Seconds of a case after which there are enough timed steps, if there are so many: the machine's unrest lasts longer
-than a few short ones."""
+"""Seconds of a case after which NUM_STEPS timed steps are enough: noise outlasts a few short steps."""
 
 ENOUGH = 0.1
-"""Seconds of a case after which one timed step suffices: what takes so long is not lost in the clock."""
+"""Seconds of a case after which one timed step is enough: its clock error is negligible."""
 
 PROMPTS = ((128, 0), (32, LONG_CONTEXT), (32, 4096), (32, 0), (512, 0))
-"""Rows of a prompt, and ids computed before them; three early, for whoever decodes beside the first prompt."""
+"""Prompt rows, and ids computed before them. Three come early, to bound the first prompt beside decoding sequences."""
 
 NUM_PASSES, AGREE, FEWEST = 3, 0.1, 5
-"""How often the anchors are measured; the share by which the passes may differ where the figures are to be kept; and
-the different steps that must have been measured then."""
+"""Passes over the anchors; the share by which they may differ if the costs are to be kept; and the least number of
+different steps measured then.
+"""
 
 PASSES_SHARE = 1 / 3
-"""Of the seconds, what all passes may take; where steps are slow there are fewer anchors, one at least."""
+"""Share of the time for all passes; slow machines measure fewer anchors, but at least one."""
 
 
 @dataclass
 class Recorder(StepCost):
-    """Takes the place of a cost that learns: keeps what was measured."""
+    """A step cost model that records measurements instead of learning."""
 
     points: list[Point] = field(default_factory=list)
 
@@ -72,21 +73,21 @@ class Recorder(StepCost):
 
 @dataclass(frozen=True)
 class Timing:
-    """How long steps of one shape took."""
+    """Durations of steps of one shape."""
 
     shape: StepShape
     times: tuple[float, ...]  # seconds of each
 
     @property
     def seconds(self) -> float:
-        """The middle one's."""
+        """The median."""
         return sorted(self.times)[len(self.times) // 2]
 
     @property
     def noise(self) -> float:
-        """Standard error of the middle one, as a share of it: by the median deviation, as a normal law would have it.
+        """Standard error of the median, relative to it, from the median absolute deviation under a normal distribution.
 
-        Of fewer than five steps it cannot be told; they are taken for as restless as passes may be.
+        With fewer than five steps it is unknown, and taken to be as large as passes may differ.
         """
         if len(self.times) < NUM_STEPS:
             return AGREE / 3
@@ -96,7 +97,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured."""
+    """The measurements."""
 
     points: list[Point]
     passes: dict[str, list[float]]  # by anchor: seconds of the same steps, pass by pass
@@ -104,14 +105,14 @@ class Calibration:
 
     @property
     def spread(self) -> float | None:
-        """The largest share by which the passes of an anchor differ; None where it was not measured three times."""
+        """The largest relative difference between passes of an anchor; None unless each was measured three times."""
         if not self.passes or any(len(found) < NUM_PASSES for found in self.passes.values()):
             return None
         return max(max(found) / min(found) - 1.0 for found in self.passes.values())
 
     @property
     def why_unsure(self) -> str | None:
-        """Why another start should not rely on this; None: it may."""
+        """Why later starts should not rely on this; None: they may."""
         num_shapes = len({shape for shape, _ in self.points})
         if self.spread is None:
             return f"steps are too slow to be measured {NUM_PASSES} times in --calibration-seconds"
@@ -132,16 +133,16 @@ def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     between: Callable[[], None] = lambda: None,
 ) -> Calibration:
-    """Points for `StepCost.from_points`: small steps first, as many as there are seconds for.
+    """Measure points for `StepCost.from_points`, small steps first, as many as fit in `seconds`.
 
-    `steps`: who keeps the sequences that decode, as they will be served. `between` is called between cases.
+    `steps`: where decoding sequences keep their state, as when serving. `between` is called between cases.
     """
     points: list[Point] = []
     passes: dict[str, list[float]] = {}
     anchors: list[CalibrationCase] = []
     candidates = _anchors(model.facts, max_sequences)
     if model.facts.device.type == "cuda":
-        for case in candidates:  # what is compiled at the first step of all is no part of the seconds
+        for case in candidates:  # compilation does not count towards the seconds
             time_steps(model, kv, case, steps, clock)
     begun = clock()
 
@@ -161,7 +162,7 @@ def calibrate(
     def measure_anchors(cases: Sequence[CalibrationCase]) -> None:
         for case in cases:
             timing = timed(case)
-            if timing is not None and sum(timing.times) < ENOUGH:  # one hiccup could be all of it
+            if timing is not None and sum(timing.times) < ENOUGH:  # a single interruption could dominate a short case
                 timing = min(timing, timed(case) or timing, key=lambda one: one.seconds)
             keep(timing)
             if timing is not None:
@@ -172,7 +173,7 @@ def calibrate(
             anchors.append(case)
             measure_anchors([case])
     pass_seconds = clock() - begun
-    left = NUM_PASSES - 1 if NUM_PASSES * pass_seconds < seconds else 0  # passes to come
+    left = NUM_PASSES - 1 if NUM_PASSES * pass_seconds < seconds else 0  # passes left
     for case in _cases(model.facts, max_sequences):
         if left == NUM_PASSES - 1 and clock() - begun >= seconds / 2:
             measure_anchors(anchors)
@@ -187,19 +188,19 @@ def calibrate(
 def time_plain_step(
     model: StepModel, kv: PagedKV, *, steps: StepsHere = "host", clock: Callable[[], float] = time.perf_counter
 ) -> Timing | None:
-    """The first anchor alone: what costs that were kept are held against. None where pages do not suffice."""
+    """Time the first anchor, to check kept costs against. None if the pages do not suffice."""
     return time_steps(model, kv, PLAIN_STEP, steps, clock)
 
 
 @dataclass(frozen=True)
 class CalibrationCase:
-    """Steps to measure: of sequences that decode with one layout, or of a prompt."""
+    """Steps to measure: sequences that decode with one layout, or one prompt."""
 
     num_sequences: int
     layout: DraftLayout
-    context: int = CONTEXT  # ids that each has computed before
+    context: int = CONTEXT  # computed ids per sequence
     temperature: float = 0.0
-    prompt_rows: int = 0  # ids to compute, of a single sequence; 0: it decodes
+    prompt_rows: int = 0  # pending ids of a single sequence; 0: it decodes
     turn: int = 1
 
     def __str__(self) -> str:
@@ -209,17 +210,19 @@ class CalibrationCase:
 
     @property
     def num_rows(self) -> int:
-        """Of a step."""
+        """Rows of a step."""
         return self.prompt_rows or self.num_sequences * self.layout.num_rows
 
     @property
     def num_idle(self) -> int:
-        """First steps that are not timed: of a prompt one, whose operations are compiled in it."""
+        """Untimed first steps; for a prompt one, which compiles its operations."""
         return 1 if self.prompt_rows else NUM_IDLE
 
     @property
     def least_steps(self) -> int:
-        """That it takes to measure it, as `_expected` counts them: two of a prompt take less than one in proportion."""
+        """Steps needed to measure it, in the units of `_expected`: two prompt steps cost less than one in
+        proportion.
+        """
         return 1 if self.prompt_rows else self.num_idle + 1
 
 
@@ -227,14 +230,14 @@ PLAIN_STEP = CalibrationCase(1, DraftLayout.plain())
 
 
 def _anchors(facts: ModelFacts, max_sequences: int) -> list[CalibrationCase]:
-    """What is measured in every pass: the steps that are compared most."""
+    """Return the cases of every pass: the steps that are compared most."""
     found = [PLAIN_STEP, CalibrationCase(1, DraftLayout.full(2, 2)), CalibrationCase(8, DraftLayout.plain())]
     few_masks = facts.most_masks < 2
     return [case for case in found if case.num_sequences <= max_sequences and not (few_masks and case.layout.num_masks)]
 
 
 def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
-    """The most telling first: as many are measured as there is time for."""
+    """Yield all cases, the most informative first: as many are measured as time allows."""
     k = facts.most_masks
     plain = DraftLayout.plain()
     few, some, full = (DraftLayout.full(1, 1), DraftLayout.full(2, 2), DraftLayout.full(k, k)) if k > 1 else [plain] * 3
@@ -249,14 +252,14 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
         CalibrationCase(8, some),
         *prompts[1:3],
     ]
-    # Where drafts pay most the layouts to choose among lie closest: what lies between two of them is not guessed.
+    # At small batches, where drafts help most, layouts are close in cost, so each is measured, not interpolated.
     cases += [
         CalibrationCase(num_sequences, layout) for num_sequences in (1, 2, 4) for layout in (plain, few, some, more)
     ]
     if k > 2:  # 5, 6, 7 and 8 rows: about there lie the bends
         between = [DraftLayout.of(1, masks) for masks in ((2, 1), (2, 2), (3, 2), (3, 3))]
         cases += [CalibrationCase(num_sequences, layout) for num_sequences in (1, 2) for layout in between]
-    # And once more, of one sequence before the crowds: what is compared was not all measured in the same moment.
+    # Measured twice, for one sequence before the large batches, so that compared cases share moments.
     again = [replace(case, turn=2) for case in cases if case.num_sequences <= 4 and not case.prompt_rows]
     cases += [case for case in again if case.num_sequences == 1]
     for num_sequences in (32, 64, 16, 128, 256):
@@ -275,12 +278,12 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
 
 
 def case_names(facts: ModelFacts, max_sequences: int) -> Sequence[str]:
-    """All that would be measured with time enough: costs of other cases are not these."""
+    """Return all cases: costs measured on other cases are not comparable."""
     return [repr(case) for case in _cases(facts, max_sequences)]
 
 
 def _expected(points: list[Point], num_rows: int) -> float:
-    """Seconds of a step with so many rows, at most in proportion to those measured."""
+    """Return an upper estimate of a step's seconds, scaled by rows from the last measurement."""
     return max((seconds * max(1.0, num_rows / shape.num_rows) for shape, seconds in points[-1:]), default=0.0)
 
 
@@ -291,22 +294,21 @@ def time_steps(
     steps: StepsHere = "host",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing | None:
-    """Take the case's steps, and how long those took that are timed; None where pages do not suffice.
+    """Run the case's steps and return the timed ones; None if the pages do not suffice.
 
-    First steps are left out: on a device those of a kind are compiled and captured, and where the host reads prompts
-    there its operations are compiled at their first call.
+    First steps are not timed: they compile and capture on a device, and compile the prompt operations.
     """
     num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
     pages_each = -(-num_slots // kv.block_size)
     if pages_each > kv.num_blocks or num_slots > model.facts.window:
         return None
     if case.prompt_rows:
-        steps = "host"  # who reads a prompt, whoever decodes
+        steps = "host"  # prompts always run on the host runner
     recorder, rng = Recorder(), random.Random(0)
     worker = _worker(model, kv, recorder, FixedLayout(lambda room: case.layout), case.num_sequences, steps, clock)
 
     def admit(number: int) -> None:
-        # shared where there are few: K and V mean nothing
+        # pages are shared if there are few: K and V are arbitrary
         first = number * pages_each % max(1, kv.num_blocks - pages_each + 1)
         _admit(worker, number, case, range(first, first + pages_each), rng)
 
@@ -316,7 +318,7 @@ def time_steps(
 
     begun = clock()
     if case.prompt_rows:
-        for number in range(case.num_idle + NUM_STEPS):  # one behind the other
+        for number in range(case.num_idle + NUM_STEPS):  # one after the other
             admit(number)
             worker.step()
             worker.apply(pb.Command(release=pb.Release(seq_id=number + 1)))
@@ -328,7 +330,7 @@ def time_steps(
         while len(recorder.points) < NUM_IDLE + MOST_STEPS and worker.has_work:
             worker.step()
             if steps != "host" and len(recorder.points) <= NUM_IDLE:
-                begun = clock()  # what is done once is not the case's time
+                begun = clock()  # one-time work does not count
             if is_over(begun):
                 break
     timed = sorted(recorder.points[case.num_idle :], key=lambda point: point[1])

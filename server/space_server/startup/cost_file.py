@@ -1,7 +1,7 @@
-"""The file in which one start keeps what steps cost for the next ones: for programs, and to be read.
+"""The file that keeps measured step costs for later starts, as readable JSON.
 
-It is named by the model and by how it is computed, so that each way has a file of its own; what changes with an update
-is inside, and a file of another version is measured anew and replaced.
+Its name is derived from the model and how it is computed, so each configuration has its own file. Versions are stored
+inside; a file of another version is measured again and replaced.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from space_server.startup.calibration import AGREE, FEWEST, NUM_PASSES, PLAIN_ST
 from space_server.step_costs.step_cost import Point, StepShape, read_points
 
 FORMAT = 4
-"""Raised whenever the file is written otherwise, or steps come to cost something else."""
+"""Raised whenever the file's format or the meaning of its costs changes."""
 
 _log = logging.getLogger(__name__)
 
 
 class BadCostFile(ValueError):
-    """The file is not to be used; the message says why."""
+    """The file cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class KeptCosts:
-    """What a file says."""
+    """The contents of a file."""
 
     points: list[Point]
     passes: dict[str, list[float]]  # by anchor: seconds, pass by pass
-    written: str  # when, as people write it
+    written: str  # date and time, for messages
 
     @property
     def plain_seconds(self) -> float:
-        """Of a plain step of one sequence: the middle pass."""
+        """Seconds of a plain step of one sequence: the middle pass."""
         return sorted(self.passes[str(PLAIN_STEP)])[NUM_PASSES // 2]
 
     @property
     def plain_spread(self) -> float:
-        """The share by which its passes differ."""
+        """Relative difference of its passes."""
         found = self.passes[str(PLAIN_STEP)]
         return max(found) / min(found) - 1.0
 
 
 @dataclass(frozen=True)
 class CostFile:
-    """Where the costs of one model, computed in one way on one machine, are kept."""
+    """The file of one model, computed in one way on one machine."""
 
     path: Path
-    setup: Mapping[str, str | int]  # what is computed, and on what: files of different ones lie side by side
-    versions: Mapping[str, str | int]  # by which: a file of other ones is replaced
+    setup: Mapping[str, str | int]  # what is computed, and on what; part of the file name
+    versions: Mapping[str, str | int]  # software versions; a file of others is replaced
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class CostFile:
         exact: bool = False,
         steps: str = "host",
     ) -> CostFile:
-        """In `folder`, for this model on this machine."""
+        """The file in `folder` for this model on this machine."""
         on_gpu = facts.device.type == "cuda"
         setup: dict[str, str | int] = {
             "model": Path(facts.name).name,
@@ -112,7 +112,7 @@ class CostFile:
         return cls(folder / f"step-cost-{name}-{digest}.json", setup, versions)
 
     def read(self) -> KeptCosts | None:
-        """What is kept for this machine; None where nothing is. Raises BadCostFile."""
+        """Return the kept costs; None if there is no file. Raises BadCostFile."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -136,13 +136,13 @@ class CostFile:
         return KeptCosts(kept_points(found), passes, str(found.get("written", "an unknown day")))
 
     def _name_old_files(self) -> None:
-        """Those that earlier versions wrote, which do not say what they are of."""
+        """Log files of earlier formats, which do not name their configuration."""
         old = list(self.path.parent.glob(f"step-cost-{'[0-9a-f]' * 24}.json"))
         if old:
             _log.info("%d files of step costs in %s are of an older format: not used", len(old), self.path.parent)
 
     def write(self, calibration: Calibration, load: MachineLoad, now: datetime) -> None:
-        """Keep what was measured. Where the folder cannot be written the next start measures again."""
+        """Keep the measurements. If the folder is not writable, the next start measures again."""
         assert calibration.spread is not None
         head = {
             "what": "seconds of steps, measured by a worker of spaceserve at its start; may be deleted at any time",
@@ -168,7 +168,7 @@ class CostFile:
 
 
 def kept_points(found: object) -> list[Point]:
-    """The points of a file that `CostFile.write` wrote, as JSON. Raises BadCostFile."""
+    """Parse the points of a cost file's JSON. Raises BadCostFile."""
     try:
         if not isinstance(found, dict) or found["columns"] != [*StepShape._fields, "seconds"]:
             raise BadCostFile("its columns are of an older format")
@@ -187,12 +187,12 @@ def _is_time(value: Any) -> bool:
 
 
 def _short(seconds: float) -> float:
-    """Digits beyond the sixth say nothing."""
+    """Round to six digits; the others are noise."""
     return float(f"{seconds:.6g}")
 
 
 def _instruction_set(facts: ModelFacts) -> str:
-    """The kind of processor that our own operations are compiled for, where the model is computed by them."""
+    """The instruction set of our compiled CPU kernels, where they are used."""
     if facts.device.type != "cpu":
         return "none"
     library = cpu_library() if facts.dtype is torch.bfloat16 else None

@@ -1,4 +1,4 @@
-"""`python -m space_server.startup.doctor` with a worker's flags: what it would meet at its start, as JSON."""
+"""`python -m space_server.startup.doctor` with a worker's flags: checks its start, and prints findings as JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine(config: WorkerConfig) -> Iterator[Finding]:
-    """Part by part; what cannot be known for want of something before is left out."""
+    """Yield the findings part by part; checks whose preconditions failed are left out."""
     yield from _environment()
     build = TorchBuild.here()
     gpu = check_gpu(config.device, build)
@@ -163,7 +163,7 @@ def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
 
 
 def _without_weights(name: str, folder: Path) -> Checkpoint:
-    """What can be known of a model before its weights are here."""
+    """Open a checkpoint whose weights are not downloaded yet."""
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointNotFound(f"{name} has no config.json.")
@@ -212,7 +212,7 @@ def _attention(
 
 
 def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
-    """Whether a model in this dtype is computed by what is compiled here."""
+    """Say which CPU kernels a model of this dtype uses here."""
     if dtype != torch.bfloat16 or asked == "torch":
         why = "as asked" if asked == "torch" else f"as for every {str(dtype).removeprefix('torch.')} model"
         return Finding("kernels", "ok", f"torch's own operations, {why}.")
@@ -234,7 +234,7 @@ def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
 
 
 def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:
-    """What a worker would say before it loads the model, or what it would have."""
+    """Check the memory, as the worker does before loading."""
     free = FreeMemory.on(need.device)
     try:
         blocks = num_blocks_of(config, need, free)
@@ -252,7 +252,7 @@ def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:
 
 
 def _cache() -> Finding:
-    """Measured costs of steps are kept there."""
+    """Check the folder that keeps step costs."""
     folder = cache_folder()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if os.access(there, os.W_OK):

@@ -1,7 +1,7 @@
-"""The largest step a worker can take, taken once before pages are given out: what it needs is then known.
+"""Runs the largest possible step once before the KV cache is allocated, to learn how much memory it needs.
 
-The sequences are made up; their keys and values mean nothing, and lie on a few pages of their own that go away again.
-What torch took for activations it keeps, so the memory that is free afterwards is free for good.
+The sequences are synthetic; their keys and values lie on a few temporary pages. torch keeps what it allocated for
+activations, so the memory that is free afterwards stays free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 
 def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows: int, block_size: int) -> int:
-    """Every sequence decodes with whole mask groups, sampling, while a prompt of `max_prefill_rows` is read; the rows.
+    """Decode every sequence with whole mask groups and sampling beside a prompt of `max_prefill_rows`; return the rows.
 
     Raises NotEnoughMemory if that does not fit beside the weights.
     """
@@ -67,10 +67,10 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
 
 
 def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, available: Callable[[], int]) -> int:
-    """What steps on the device take beside weights and pages: their state, and the memory of the largest graph, which
-    the others share. Whoever gives out pages has to leave that.
+    """Return the bytes that device steps need beside weights and pages: their state, and the largest CUDA graph's
+    memory, which the others share. They must stay free when pages are allocated.
 
-    `available`: bytes that are free now.
+    `available`: returns the bytes that are free now.
     """
     before = available()
     kv = model.allocate_kv(1, block_size)
@@ -81,7 +81,7 @@ def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, av
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        taken = 0  # such steps are launched without a graph, or from the host
+        taken = 0  # such steps run without a graph, or on the host
     del runner, kv
     give_back_unused()
     return taken
@@ -101,6 +101,6 @@ def _admit(worker: Worker, seq_id: int, ids: list[int], pages: range, num_drafts
 
 
 def _errors(report: pb.StepReport | None) -> list[str]:
-    """What failed, unless the model's numbers did: made-up ids may well have no next one."""
+    """Return failures, except non-finite logits, which arbitrary ids may cause."""
     sequences = report.sequences if report is not None else ()
     return [sequence.error for sequence in sequences if sequence.error.startswith(("The step failed", "There is not"))]

@@ -1,4 +1,4 @@
-"""What of this machine keeps a worker from starting or from being fast, and the cure: for its start and `doctor`."""
+"""Checks what keeps a worker from starting or slows it on this machine, with cures; for start-up and `doctor`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from space_server.config import WorkerConfig
 from space_server.machine.nvml import Nvml, NvmlError
 
 DRIVERS: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
-"""The oldest driver of each major CUDA; within one, a newer library runs on an older driver."""
+"""The oldest driver of each major CUDA version; within one, a newer library runs on an older driver."""
 
 SHARED_MEMORY = 1024**3
-"""Bytes of /dev/shm that ranks on GPUs should have: what NVIDIA advises for NCCL; Docker gives 64 MiB."""
+"""Bytes of /dev/shm recommended for ranks on GPUs: NVIDIA's advice for NCCL; Docker's default is 64 MiB."""
 
 _OTHERWISE = "Or serve on the CPU: --device cpu."
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch was built for, and what it sees."""
+    """What torch was built for, and whether it sees a GPU."""
 
     version: str
     cuda: str | None  # such as 13.0; None: a build without
@@ -45,7 +45,7 @@ def check_gpu(
     open_nvml: Callable[[], Nvml | None] = Nvml.open,
     devices: Path = Path("/dev"),
 ) -> Finding:
-    """Whether the GPU that `--device` asks for can be used; with `auto`, one that is there."""
+    """Check the GPU that `--device` asks for; with `auto`, one that is present."""
     if asked not in ("auto", "cuda") and not asked.startswith("cuda:"):
         return Finding("gpu", "ok", f"None is asked for: --device {asked}.")
     must = asked != "auto"
@@ -101,7 +101,7 @@ def check_gpu(
 
 
 def check_shared_memory(num_ranks: int, on_gpu: bool, folder: Path = Path("/dev/shm")) -> Finding | None:
-    """Whether ranks on GPUs can pass data to each other; None where there are none."""
+    """Check that ranks on GPUs have enough shared memory; None without such ranks."""
     if num_ranks < 2 or not on_gpu:
         return None
     size = shutil.disk_usage(folder).total if folder.is_dir() else 0
@@ -117,7 +117,7 @@ def check_shared_memory(num_ranks: int, on_gpu: bool, folder: Path = Path("/dev/
 
 
 def check_cpu_kernels(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InvalidSetting where `--cpu-kernels` asks for what this model would not be computed by."""
+    """Raise InvalidSetting if `--cpu-kernels` asks for kernels that this model would not use."""
     asked = f"--cpu-kernels {config.cpu_kernels}"
     if config.cpu_kernels in ("auto", "torch"):
         return
@@ -136,7 +136,7 @@ def check_cpu_kernels(config: WorkerConfig, device: torch.device, dtype: torch.d
 def check_compiler(
     on_gpu: bool, which: Callable[[str], str | None] = shutil.which, headers: Path | None = None
 ) -> Finding:
-    """Whether Triton can compile the small C programs that launch its kernels."""
+    """Check that Triton can compile the small C programs that launch its kernels."""
     if not on_gpu:
         return Finding("kernels", "ok", "Triton is not used on a CPU.")
     given = os.environ.get("CC")

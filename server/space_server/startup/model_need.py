@@ -1,4 +1,4 @@
-"""What memory a model takes, told from its config and the headers of its weights: before any of them is read."""
+"""Estimates a model's memory from its config and the headers of its weights, before reading any."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from space_server.machine.free_memory import FreeMemory
 from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks
 
 PROMPT_ROWS = 512
-"""Of the largest step: rows of prompts in it."""
+"""Prompt rows of the largest step."""
 
 SAMPLING_BYTES = 16
-"""Of each logit while it is chosen from: the number itself, its law in float64, its order."""
+"""Bytes per logit while sampling: the logit, its probability in float64, its order."""
 
 _NUMBERS = {"F64", "F32", "F16", "BF16"}
 _OTHERS = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -37,7 +37,7 @@ _OTHERS = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, 
 
 @dataclass(frozen=True)
 class AskedModel:
-    """The model that a worker is asked to serve, as far as its config and the worker's flags say."""
+    """The model to serve, as its config and the worker's flags describe it."""
 
     config: PreTrainedConfig
     device: torch.device
@@ -48,7 +48,7 @@ class AskedModel:
 
     @classmethod
     def of(cls, config: WorkerConfig, checkpoint: Checkpoint) -> AskedModel:
-        """Raises ModelError."""
+        """Read the config. Raises ModelError."""
         model, device = family.read_config(checkpoint), choose_device(config.device)
         dtype, reason = choose_dtype(
             config.dtype,
@@ -69,17 +69,17 @@ class AskedModel:
 
 @dataclass(frozen=True)
 class ModelNeed:
-    """Bytes, by what they are for. `PageNeed` of memory.py is met: pages are counted by what is here."""
+    """Bytes by purpose. Implements `PageNeed` of memory.py."""
 
-    weights: int  # as they are held: one copy, for originals go as their packed ones come
-    head: int  # the output head again, packed, on a CPU
+    weights: int  # in memory, one copy: originals are freed as they are packed
+    head: int  # packed copy of the output head, on a CPU
     drafting: int  # draft heads and adapters
     step: int  # activations of one sequence's largest step
     kv_bytes_per_token: int
     window: int
     dtype: torch.dtype
     device: torch.device
-    small: tuple[str, int, int] | None = None  # as --weights calls linears in eight bits: weights and head with them
+    small: tuple[str, int, int] | None = None  # name, weights and head with 8-bit linears
     held: str = "plain"  # one of precision.WEIGHTS
     float8_kv: bool = False
 
@@ -90,17 +90,17 @@ class ModelNeed:
 
     @property
     def keys_and_values(self) -> int:
-        """Of one window."""
+        """KV cache of one context window."""
         return self.window * self.kv_bytes_per_token
 
     @property
     def least(self) -> int:
-        """With this much it serves one sequence of a whole window."""
+        """The least that serves one sequence of a whole context window."""
         return self.fixed + self.keys_and_values
 
     @classmethod
     def asked(cls, config: WorkerConfig, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
-        """Of the model that a worker is asked to serve, as it is asked to. Raises ModelError."""
+        """The need of the configured model. Raises ModelError."""
         asked = AskedModel.of(config, checkpoint)
         device = asked.device
         if config.weights == "fp8":
@@ -145,8 +145,8 @@ class ModelNeed:
         num_ranks: int = 1,
         unread: int = 0,
     ) -> ModelNeed:
-        """`drafting`: files beside the weights; `form`: of a quantised checkpoint; `num_ranks` share the model: what
-        one needs; `unread`: bytes of weights whose headers are not here yet.
+        """`drafting`: files beside the weights; `form`: of a quantized checkpoint; `num_ranks` share the model, and the
+        result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet.
         """
         num_heads, kv_heads, head_dim = family.sizes(config)
         layers, hidden, vocab = int(config.num_hidden_layers), int(config.hidden_size), int(config.vocab_size)
@@ -183,20 +183,20 @@ class ModelNeed:
         )
 
     def in_eight_bits(self) -> ModelNeed | None:
-        """The same with linears in eight bits; None: it cannot be told here, or is so already."""
+        """The same with 8-bit linears; None if unknown here, or already so."""
         if self.small is None:
             return None
         name, weights, head = self.small
         return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
 
     def with_float8_kv(self) -> ModelNeed | None:
-        """The same with keys and values of eight bits; None: they are, or the device does not have such."""
+        """The same with an 8-bit KV cache; None if already so, or unsupported by the device."""
         if self.float8_kv or self.device.type == "cpu":
             return None
         return replace(self, float8_kv=True, kv_bytes_per_token=self.kv_bytes_per_token // self.dtype.itemsize)
 
     def parts(self, *, windows: bool = True) -> str:
-        """In words; `windows`: keys and values too."""
+        """Describe the parts; `windows`: including keys and values."""
         of_linears = "" if self.held == "plain" else f", linears in {self.held},"
         named = [
             (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}{of_linears}"),
@@ -214,13 +214,15 @@ class ModelNeed:
         return replace(self, dtype=dtype, **{name: int(getattr(self, name) * by) for name in sizes})  # type: ignore[arg-type]
 
     def longest(self, available: int) -> int:
-        """The longest window that fits; 0: not even a short one does."""
+        """Return the longest context window that fits; 0 if even a short one does not."""
         length = (available - self.fixed) // max(1, self.kv_bytes_per_token)
         return max(0, min(self.window, length // 16 * 16))
 
 
 def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
-    """Raises NotEnoughMemory where the model cannot serve one window: what it needs, what there is, what fits."""
+    """Raise NotEnoughMemory if the model cannot serve one window; the message says what is needed, free, and
+    would fit.
+    """
     if need.least > free.num_bytes:
         raise NotEnoughMemory(
             f"{name} needs {shown(need.least)} on {need.device} ({need.parts()}); {free.bound} leaves "
@@ -229,7 +231,7 @@ def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
 
 
 def num_blocks_of(config: WorkerConfig, need: ModelNeed, free: FreeMemory) -> int:
-    """Pages that there will be beside the model. Raises NotEnoughMemory, with the cure, where it does not fit."""
+    """Return the number of KV-cache blocks that fit beside the model. Raises NotEnoughMemory with the cure."""
     check_fits(need, free, config.model)
     left, size = free.num_bytes - need.fixed, config.block_size
     if config.num_blocks is not None:
@@ -238,7 +240,7 @@ def num_blocks_of(config: WorkerConfig, need: ModelNeed, free: FreeMemory) -> in
 
 
 def cure(need: ModelNeed, available: int) -> str:
-    """Which dtype or length fits."""
+    """Return which dtype or length fits."""
     found = []
     if length := need.longest(available):
         found.append(f"--max-model-len {length}")
@@ -278,7 +280,7 @@ def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
 
 
 def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
-    """Name, dtype as safetensors calls it, and number of elements of each tensor, from the header alone."""
+    """Yield name, safetensors dtype and number of elements of each tensor, read from the header alone."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -291,19 +293,19 @@ def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def num_weights(config: PreTrainedConfig) -> int:
-    """Of a model in plain numbers, each shared matrix once; nothing is allocated."""
+    """Return the unquantized model's parameter count, each shared matrix once; allocates nothing."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def shown(num_bytes: int) -> str:
-    """Such as 1.4 GiB or 350 MiB."""
+    """Format bytes, such as 1.4 GiB or 350 MiB."""
     return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.0f} MiB"
 
 
 def _window(model: PreTrainedConfig, asked: int | None) -> int:
-    """Positions of the longest sequence; what cannot be is refused where the model is loaded."""
+    """Positions of the longest sequence; impossible values are refused when the model is loaded."""
     trained = int(getattr(model, "max_position_embeddings", 0) or 0)
     return min(asked or trained, trained or asked or 0) or 1
 
@@ -318,15 +320,15 @@ def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
 
 
 def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:
-    """Weights of a file that are held in eight bits only, where they are of these kinds: those of linears, but of the
-    output head. On a CPU bfloat16 ones: others are in memory as they are until they are packed.
+    """Count weights that can be held in 8 bits: of linears without the output head. On a CPU only bfloat16 ones: others
+    stay in memory until packed.
     """
     names = ("embed", "lm_head", "norm", "bias")
     return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
 
 
 def _held(stored: Iterator[tuple[str, str, int]], config: PreTrainedConfig | None, dtype: torch.dtype) -> int:
-    """Bytes of a file's tensors once they are in memory: numbers in `dtype`, the rest as it is."""
+    """Return the bytes of a file's tensors in memory: numbers in `dtype`, others unchanged."""
     tied = config is not None and bool(getattr(config, "tie_word_embeddings", False))
     total = 0
     for name, kind, count in stored:

@@ -1,4 +1,4 @@
-"""Where the worker's models come from: folders, and ids of the hub, each fetched once."""
+"""Resolves the worker's models: folders, and hub ids, each fetched once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from space_server.config import WorkerConfig
 
 
 class ModelSource:
-    """The model that a config names, its base and its adapters."""
+    """The configured model, its base and its adapters."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._model = config.model
@@ -25,20 +25,20 @@ class ModelSource:
         self._folders: dict[str, Path] = {}
 
     def checkpoint(self) -> Checkpoint:
-        """The model, fetched if need be. Raises a ModelError."""
+        """Open the model, fetching it if needed. Raises ModelError."""
         return Checkpoint.open(self._model, self.fetch)
 
     def adapters(self) -> dict[str, str]:
-        """The folder of each adapter, by name, fetched if need be. Raises a ModelError."""
+        """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""
         return {
             name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).exists() else place
             for name, place in self._adapters
         }
 
     def fetch(self, model: str) -> Path:
-        """The folder of an id, or the file of the default model's weights.
+        """Return the folder of a hub id, or the file of the default model's weights.
 
-        A revision is the model's own, not its base's or an adapter's.
+        The configured revision applies to the model only, not to its base or adapters.
         """
         if model not in self._folders:
             hub = self._hub if model == self._model else replace(self._hub, revision=None)
@@ -50,6 +50,6 @@ class ModelSource:
 
 
 def say(line: str) -> None:
-    """To whoever waits for this worker: it is busy, and has not failed."""
+    """Tell the waiting parent process that the worker is busy, not failed."""
     sys.stdout.write(f"busy {line}\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""One GPU for one process.
+"""Restricts a process to one GPU.
 
-Kernels, events and graphs go to a thread's current device, and that is the first one in every thread until somebody
-says otherwise. So a process that computes on another one sees that one alone, as its first.
+Kernels, events and graphs use a thread's current device, which is GPU 0 in every new thread. So a process that computes
+on another GPU makes it the only visible one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def on_first_gpu(
     environment: MutableMapping[str, str],
     count: Callable[[], int] | None = None,
 ) -> tuple[WorkerConfig, RankPlace | None]:
-    """Both as they are where the GPU that `--device` names, or this rank's, is the only one that is seen.
+    """Make the GPU of `--device`, or of this rank, the only visible one, and return both arguments adapted to it.
 
-    Before anything asks torch for GPUs: it reads the variable once. `count`: of those that are seen then. Raises
-    InvalidSetting where the variable leaves no such GPU, or nobody reads it any more.
+    Must run before torch initializes CUDA, which reads the variable once. `count`: returns the number of GPUs visible
+    afterwards. Raises InvalidSetting if the variable leaves no such GPU, or was read already.
     """
     if place is None:
         number = config.device.removeprefix("cuda:") if config.device.startswith("cuda:") else ""
@@ -44,7 +44,7 @@ def on_first_gpu(
 
 
 def _see(number: int, environment: MutableMapping[str, str], count: Callable[[], int]) -> None:
-    """Of the GPUs that are seen, this one alone."""
+    """Make only this one of the visible GPUs visible."""
     seen = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     if VISIBLE in environment and number >= len(seen):
         raise InvalidSetting(

@@ -1,8 +1,8 @@
-"""What a worker believes of the costs of steps when it starts: what an earlier start has kept, or what it measures.
+"""The step costs that a worker starts with: from a file of an earlier start, or measured now.
 
-file        an earlier start has written it, and a plain step takes as long as it says
-measured    at this start: three passes agreed, and nothing else computed; written to the file for the next start
-learned     three passes differed, or something else computed: a beginning to learn from while serving, not written
+file        written by an earlier start, and a plain step still takes as long
+measured    at this start: three passes agreed and the machine was idle; written to the file for the next start
+learned     three passes differed, or the machine was busy: a first estimate that serving corrects, not written
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from space_server.startup.cost_file import BadCostFile, CostFile, KeptCosts
 from space_server.step_costs.step_cost import CostOrigin, Point, StepCost
 
 TRIES = 3
-"""Times that a plain step is held against the file before it is given up: one hiccup of the machine is no reason."""
+"""Checks of a plain step against the file before it is discarded: one slow moment is not enough."""
 
 LEAST_TOLERANCE = 0.03
-"""Share by which a plain step differs from start to start on a quiet machine, whatever the passes of one start say:
-memory lies elsewhere each time."""
+"""Relative difference of a plain step between starts on a quiet machine, whatever the passes of one start show: memory
+is placed differently each time.
+"""
 
 SIGMAS = 3.0
-"""Standard errors of the middle time that it may be off by."""
+"""Standard errors of the median within which it may be off."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StartingCosts:
-    """Points, and how far they can be relied on."""
+    """Points, and their origin."""
 
     points: list[Point]
     origin: CostOrigin
 
     def cost(self) -> StepCost:
-        """What steps are expected to take; it goes on learning, at once where the points are a beginning only."""
+        """Build the cost model. It keeps learning, quickly where the points are only a first estimate."""
         cost = StepCost.from_points(self.points, are_sure=self.origin.source != "learned")
         cost.origin = self.origin
         return cost
 
 
 def tolerance(kept: KeptCosts, timing: Timing) -> float:
-    """Share by which a plain step may be off: by what passes of one start differed, and by the noise of this timing."""
+    """Return the relative difference allowed for a plain step: the passes' spread plus the noise of this timing."""
     return max(LEAST_TOLERANCE, kept.plain_spread) + SIGMAS * timing.noise
 
 
@@ -57,9 +58,9 @@ def starting_costs(
     watch: LoadWatch,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> StartingCosts | None:
-    """Those kept in `file` if a plain step bears them out, else measured, and kept if they can be relied on.
+    """Return the costs kept in `file` if a plain step confirms them; else measure, and keep them if they are reliable.
 
-    `measure` is given what to call between steps. None where nothing could be measured.
+    `measure` receives a function to call between steps. None if nothing could be measured.
     """
     points = _kept(file, time_plain_step)
     if points is not None:
@@ -79,7 +80,7 @@ def starting_costs(
 
 
 def _kept(file: CostFile, time_plain_step: Callable[[], Timing | None]) -> list[Point] | None:
-    """The points of the file if they hold now, with the level of today; None: to be measured."""
+    """Return the file's points, scaled to today's speed, if they still hold; None: measure."""
     try:
         kept = file.read()
     except BadCostFile as error:
@@ -109,4 +110,4 @@ def _timings(time_plain_step: Callable[[], Timing | None]) -> Iterator[Timing]:
             return
         yield timing
         if len(timing.times) < 2:
-            return  # so slow that to try again takes as long as to measure
+            return  # a retry would take as long as measuring

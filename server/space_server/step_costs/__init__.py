@@ -1,1 +1,1 @@
-"""What a step costs by what it lays out."""
+"""Predicts the duration of a step from its shape."""

@@ -1,11 +1,10 @@
-"""What a step costs on this machine, by what it lays out. Torch-free.
+"""Predicts the duration of steps on this machine from their shape. Torch-free.
 
-Measured points give a sum of parts that each only grow: a fixed part, one for each sequence, for each sampled row, for
-each sequence that drafts, for keys that are read, and a part for the rows that bends where the machine's ridge is.
-While the server runs, every step corrects it: the whole (the machine is slower today), and the place (this shape is
-cheaper than its neighbours say). When the machine becomes much slower or faster all at once, because other work begins
-or ends on it, the whole follows alone, so that shapes which no step has had since are not taken for what they cost
-then. Steps with prompt rows correct what is expected of the next ones (`PrefillPace`).
+Points measured at start are fitted by a sum of non-decreasing parts: a constant, one per sequence, per sampled row, per
+drafting sequence and per key read, and a piecewise linear part in the rows that bends at the machine's roofline ridge.
+While serving, every step corrects the overall level (drift) and its place (this shape is cheaper than its neighbours
+suggest). If the machine's speed changes all at once, because other work starts or ends, only the level follows, so that
+shapes not seen since keep their relation. Steps with prompt rows correct the expectation of later ones (`PrefillPace`).
 """
 
 from __future__ import annotations
@@ -22,65 +21,66 @@ import numpy as np
 from space_server.step_costs.prefill_pace import PrefillPace
 
 BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows at which the cost of a row may change."""
+"""Row counts at which the cost of a row may change."""
 
 CROWDS = (0, 2, 8, 32)
-"""Sequences at which the cost of a sequence may change."""
+"""Batch sizes at which the cost of a sequence may change."""
 
 DEPTHS = (1024, 4096, 16384)
-"""Ids before a prompt row behind which one more of them may cost more: keys that no cache holds."""
+"""Computed prompt ids from which each further one may cost more: the keys no longer fit a cache."""
 
 DRIFT_RATE, PLACE_RATE = 0.02, 0.06
-"""How fast the whole, and the place, follow what is measured, per step; a place that is new follows at once."""
+"""How fast the drift and a place follow measurements, per step; a new place follows at once."""
 
 KNOWN = 8
-"""Steps of a place after which it is no longer new; those that were measured at start are not."""
+"""Steps after which a place is no longer new; places measured at start are not new."""
 
 SURPRISE = 1.1
-"""A place that has become so many times dearer, or cheaper, is news: who chose by it should look again. A single step
-of a place that is well known makes none: on a restless machine every tenth is off by a quarter, and says nothing.
+"""Ratio of change of a place's cost that counts as a surprise, after which choices are re-evaluated. A single step of a
+known place never does: on a noisy machine every tenth step is off by a quarter.
 """
 
 SMOOTHNESS = 0.1
-"""How much a bend in the cost of a row costs in the fit, against the points: where nothing was measured is none."""
+"""Penalty on bends in the fit, relative to the points: without measurements the cost stays linear."""
 
 LEAK = 0.002
-"""Share of what a place is off that is forgotten with each of its steps, so that what all have in common becomes the
-drift's."""
+"""Share of a place's correction forgotten at each of its steps, so that common errors move to the drift."""
 
 NEAR, CAUTION = 3, 0.02
-"""Eighths of a doubling that a place may be larger than one that is known; for each beyond, a step is feared to cost so
-much more: what nobody has seen is tried where it promises much, not where it promises a little."""
+"""Distance, in eighths of a doubling, up to which a larger place is trusted like a known one; each further eighth adds
+CAUTION to its expected cost. So unseen shapes are tried only for a large expected gain.
+"""
 
 TURN, TURN_RATE, TURN_STEPS = math.log(1.5), 0.1, 32
-"""The machine has turned slower or faster where steps of known places are off by so much, as followed at this rate;
-then so many steps correct the whole alone. A place that is known does not change so much by itself."""
+"""The machine's speed has changed if known places are off by TURN (log), averaged at TURN_RATE; then TURN_STEPS steps
+correct the drift alone. A known place does not change so much by itself.
+"""
 
 FOLLOW_RATE = 0.25
-"""How fast the whole follows in these steps."""
+"""How fast the drift follows in these steps."""
 
 STILL_KNOWN = 2
-"""Steps that a place counts as known from after a turn: what it costs beside others may have changed as well."""
+"""Steps that a place counts as known from after a change of speed: relative costs may have changed as well."""
 
 OUTLIER, NEW_OUTLIER = 2.0, 4.0
-"""A step that took more than so many times what was expected teaches no more than this: the machine was away. The
-second for the first step of a place, where what is expected is a guess: it counts for none, and the next is believed.
+"""A step that took more than so many times the expected time teaches no more than this. The second bound is for the
+first step of a place, whose expectation is a guess; such a step does not count as one, so that the next is trusted.
 """
 
 _KEYS = 1024.0
 
 
 class StepShape(NamedTuple):
-    """What one step lays out, over all sequences."""
+    """What one step computes, over all sequences."""
 
-    num_sequences: int  # that reach their root: an id is chosen for each
+    num_sequences: int  # that reach their root: a token is sampled for each
     num_chain_rows: int  # roots and drafts
     num_mask_rows: int = 0
-    num_drafting: int = 0  # sequences with masks: drafts are chosen for each
+    num_drafting: int = 0  # sequences with masks, which draft
     num_prefill_rows: int = 0
-    num_prefill_pairs: int = 0  # of a prefill row and an id computed before
-    num_context: int = 0  # ids computed before, over the sequences that reach their root
-    num_noisy_rows: int = 0  # chain rows whose choice takes noise: their sequence is not greedy
+    num_prefill_pairs: int = 0  # (prefill row, previously computed id) pairs
+    num_context: int = 0  # computed ids, summed over the sequences that reach their root
+    num_noisy_rows: int = 0  # chain rows of sequences that are not greedy
 
     @property
     def num_rows(self) -> int:
@@ -89,23 +89,23 @@ class StepShape(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """Of a row and an id computed before, about: rows are spread evenly over the sequences."""
+        """Approximate (row, previously computed id) pairs: assumes that rows are spread evenly over the sequences."""
         rows = self.num_chain_rows + self.num_mask_rows
         return self.num_prefill_pairs + rows * self.num_context // max(self.num_sequences, 1)
 
     @property
     def num_before(self) -> float:
-        """Ids computed before a prompt row, on average."""
+        """Mean number of computed ids before a prompt row."""
         return self.num_prefill_pairs / self.num_prefill_rows if self.num_prefill_rows else 0.0
 
     @classmethod
     def plain(cls, num_sequences: int, num_context: int = 0, num_noisy: int = 0) -> StepShape:
-        """A root each; `num_noisy` of the sequences are not greedy."""
+        """One root per sequence; `num_noisy` of the sequences are not greedy."""
         return cls(num_sequences, num_sequences, num_context=num_context, num_noisy_rows=num_noisy)
 
 
 class CostOrigin(NamedTuple):
-    """Where the costs of steps came from when the worker started."""
+    """The source of the step costs at start."""
 
     source: Literal["file", "measured", "learned"]
     reason: str = ""  # why they are learned
@@ -118,34 +118,34 @@ Place = tuple[int, int, bool, int]
 
 
 class StepCost:
-    """Seconds of a step."""
+    """Predicts the seconds of a step."""
 
     origin: CostOrigin = UNMEASURED
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """`weights`: seconds for one of each of the parts."""
+        """`weights`: seconds per unit of each part."""
         self._weights = [float(weight) for weight in weights]
         self._crowd = _BentLine(CROWDS, self._weights[1 : 1 + len(CROWDS)])
         self._rows = _BentLine(BENDS, self._weights[-len(BENDS) :])
         self._drift = 0.0  # log of measured / expected
-        self._places: dict[Place, float] = {}  # the same, beyond the drift, by sequences and rows
-        self._num_steps: dict[Place, int] = {}  # learnt from, by place
-        self._unsaid: dict[Place, float] = {}  # what a place became dearer by since its last surprise
-        self._fears: dict[Place, float] = {}  # by place, as long as no other becomes known
+        self._places: dict[Place, float] = {}  # the same beyond the drift, by place
+        self._num_steps: dict[Place, int] = {}  # steps measured, by place
+        self._unsaid: dict[Place, float] = {}  # change of a place since its last surprise
+        self._fears: dict[Place, float] = {}  # cache of `_fear`, cleared when a place becomes known
         self._prompts = PrefillPace()  # of steps with prompt rows, which have no place
         self.num_surprises = 0  # times that a place became much dearer or cheaper
-        self.num_turns = 0  # times that the machine became much slower or faster, or may have since it was measured
-        self._off = 0.0  # by how much steps of known places were off lately
-        self._blamed: dict[Place, float] = {}  # what known places have learnt since they are off together
-        self._num_to_follow = 0  # steps of a turn that still correct the whole alone
+        self.num_turns = 0  # changes of the machine's speed, certain or suspected
+        self._off = 0.0  # recent mean error of known places
+        self._blamed: dict[Place, float] = {}  # corrections of known places since they are off together
+        self._num_to_follow = 0  # steps left that correct the drift alone
         self._drift_before = 0.0  # the turn
 
     @classmethod
     def from_points(cls, points: Sequence[Point], *, are_sure: bool = True) -> StepCost:
-        """The parts that come nearest to the measured `points` (at least one), by relative distance.
+        """Fit the parts to the measured `points` (at least one), by relative error.
 
-        Where these are not sure the first steps that are learnt from correct the whole, as if the machine had turned
-        since, and the first ones of each place count for more than what was measured of it.
+        If they are not sure, the first steps while serving correct the drift, as after a change of speed, and the first
+        steps of each place outweigh its measurements.
         """
         parts = np.array([_parts(shape) for shape, _ in points])
         seconds = np.array([seconds for _, seconds in points])
@@ -168,14 +168,14 @@ class StepCost:
 
     @classmethod
     def typical(cls, device_type: str) -> StepCost:
-        """Before anything is measured: a small model on two cores, or a device that is never short of rows."""
+        """Return defaults for an unmeasured machine: a small model on two cores, or a device with rows to spare."""
         per_row = 1.2e-4 if device_type == "cpu" else 2e-6
         row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
         crowd_parts = [1e-5] * len(CROWDS)
         return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *(0.0 for _ in DEPTHS), *row_parts])
 
     def seconds(self, shape: StepShape) -> float:
-        """Expected, as things stand now."""
+        """Return the expected seconds."""
         if shape.num_prefill_rows:
             beyond = self._prompts.mean
         else:
@@ -185,12 +185,12 @@ class StepCost:
         return self._base(shape) * math.exp(self._drift + beyond)
 
     def feared(self, shape: StepShape) -> float:
-        """Seconds that a step hardly ever exceeds: for those whom it keeps waiting."""
+        """Return seconds that a step rarely exceeds, to bound how long decoding sequences wait."""
         seconds = self.seconds(shape)
         return seconds * math.exp(self._prompts.fear(shape.num_before)) if shape.num_prefill_rows else seconds
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """One measured step."""
+        """Record one measured step."""
         seconds = max(seconds, 1e-9)
         if shape.num_prefill_rows:
             self._prompts.learn(math.log(seconds / self._base(shape)) - self._drift, shape.num_before)
@@ -229,14 +229,14 @@ class StepCost:
         self._num_steps[place] = num_steps + (not doubted)
 
     def _begin_turn(self) -> None:
-        """What places were blamed for since their steps are off was the machine's."""
+        """Start to correct the drift alone, and undo what places learnt since their steps are off together."""
         self._num_to_follow, self._drift_before = TURN_STEPS, self._drift
         for place, change in self._blamed.items():
             self._places[place] -= change
         self._blamed.clear()
 
     def _follow(self, surprise: float) -> None:
-        """One of the steps of a turn: what they have in common is the machine's."""
+        """Correct the drift by one step after a change of speed."""
         self._drift += FOLLOW_RATE * max(-math.log(NEW_OUTLIER), min(math.log(NEW_OUTLIER), surprise))
         self._num_to_follow -= 1
         if self._num_to_follow:
@@ -248,7 +248,7 @@ class StepCost:
             self.num_surprises += 1
 
     def _fear(self, place: Place) -> float:
-        """Of a place that nobody has been to, by how far it lies behind those that are known; none where none are."""
+        """Return the extra log cost of an unseen place, by its distance beyond known places; 0 if none is known."""
         if place not in self._fears:
             sequences, rows, *_ = place
             distances = (max(sequences - other, rows - far) for other, far, *_ in self._places)
@@ -256,7 +256,7 @@ class StepCost:
         return self._fears[place]
 
     def as_json(self) -> list[float]:
-        """What `StepCost` is made of, for a file."""
+        """Return the weights, for a file."""
         return list(self._weights)
 
     def _base(self, shape: StepShape) -> float:
@@ -277,7 +277,7 @@ class StepCost:
 
 
 class _BentLine:
-    """A line from 0 whose slope changes at bends."""
+    """A piecewise linear function through 0."""
 
     def __init__(self, bends: Sequence[int], slopes: Sequence[float]) -> None:
         self._bends, self._slopes = bends, slopes
@@ -291,12 +291,12 @@ class _BentLine:
 
 
 def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
-    """Points as `write_points` wrote them."""
+    """Parse points written by `write_points`."""
     return [(StepShape(*map(int, numbers)), float(seconds)) for *numbers, seconds in values]
 
 
 def write_points(points: Iterable[Point]) -> list[list[float]]:
-    """Points as plain numbers: the shape's, then the seconds."""
+    """Return points as plain numbers: the shape's fields, then the seconds."""
     return [[*shape, seconds] for shape, seconds in points]
 
 
@@ -315,13 +315,13 @@ def _parts(shape: StepShape) -> list[float]:
 
 
 def _deep_pairs(shape: StepShape) -> list[float]:
-    """Pairs of a prompt row and an id before it, behind each of the depths; in thousands."""
+    """Pairs of a prompt row and a computed id beyond each depth, in thousands."""
     rows, pairs = shape.num_prefill_rows, shape.num_prefill_pairs
     return [max(0, pairs - depth * rows) / _KEYS for depth in DEPTHS]
 
 
 def _bends(num_parts: int) -> np.ndarray[Any, Any]:
-    """Rows that take the difference between each two neighbours among the parts of the rows, and of the sequences."""
+    """Rows of the fit that penalize differences between neighbouring slopes."""
     first_row = num_parts - len(BENDS)
     pairs = [(at, at + 1) for at in (*range(1, len(CROWDS)), *range(first_row, num_parts - 1))]
     found = np.zeros((len(pairs), num_parts))
@@ -331,15 +331,15 @@ def _bends(num_parts: int) -> np.ndarray[Any, Any]:
 
 
 def _between(number: int, bends: Sequence[int]) -> list[float]:
-    """How much of `number` lies between each two of the bends, and behind the last."""
+    """Split `number` at the bends: the length in each interval, the last unbounded."""
     return [max(0.0, min(number, end) - begin) for begin, end in zip(bends, (*bends[1:], math.inf), strict=True)]
 
 
 def _place(shape: StepShape) -> Place:
-    """Shapes of about the same size, to an eighth of a doubling; those that draw noise apart from those that do not.
+    """Group shapes of about the same size, to an eighth of a doubling; greedy and sampling steps apart.
 
-    Of one sequence also by its chain: 2 rows with 2 masks and 1 row with 3 take different times, and a layout is made
-    of steps of one kind or the other. In a crowd they are mixed.
+    For one sequence the chain also counts: 2 rows with 2 masks and 1 row with 3 differ in time, and a layout consists
+    of such steps. In larger batches they mix.
     """
     sequences = shape.num_sequences
     chain = shape.num_chain_rows if sequences == 1 else 0
@@ -352,7 +352,9 @@ def _eighths(number: int) -> int:
 
 
 def _least_squares(parts: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> list[float]:
-    """Weights of 0 or more that bring parts·weights nearest to `wanted`: coordinate descent, which cannot diverge."""
+    """Return non-negative weights that minimize |parts·weights - wanted|, by coordinate descent, which cannot
+    diverge.
+    """
     scale = np.maximum(np.linalg.norm(parts, axis=0), 1e-12)
     scaled = parts / scale
     gram, target = scaled.T @ scaled, scaled.T @ wanted

@@ -1,1 +1,1 @@
-"""One model over several processes."""
+"""Tensor parallelism: one model over several processes."""

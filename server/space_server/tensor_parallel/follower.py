@@ -1,4 +1,4 @@
-"""A rank that is not the first: it computes the rows that it is told, and decides nothing."""
+"""A rank other than 0: runs the rows of each message from rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from space_server.tensor_parallel.ranks import RankGroup
 
 @torch.inference_mode()
 def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda: 0) -> None:
-    """Do what rank 0 says until it says END. `free`: bytes that this rank can still give."""
+    """Execute rank 0's messages until END. `free`: returns the bytes that this rank can still allocate."""
     facts, reader = model.facts, PlanReader()
     kv: PagedKV | None = None
     while True:
@@ -26,7 +26,7 @@ def follow(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda
         match message.kind:
             case PlanMessageKind.PAGES:
                 num_blocks, block_size = message.figures
-                kv = None  # the old ones go first
+                kv = None  # free the old pages first
                 kv = model.allocate_kv(num_blocks, block_size)
             case PlanMessageKind.ROWS:
                 if kv is None:

@@ -1,4 +1,4 @@
-"""Rank 0's model: a step of it is a step of every rank."""
+"""Rank 0's model: each of its steps runs on every rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWrite
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 
 BEATS_PER_WATCHDOG = 4
-"""Signs of life in the time after which a silent rank is given up."""
+"""Heartbeats per watchdog time, after which a silent rank counts as lost."""
 
 
 class TensorParallelLeader:
-    """A StepModel that tells the followers what to compute before it computes its own part.
+    """A StepModel that sends each step to the followers before running its own part.
 
-    The worker above it is the only one there is: it admits, plans, chooses and drafts; followers see rows. A step that
-    fails between ranks cannot be taken again, for nobody knows how far the others are: it ends the group.
+    Only rank 0 has a worker, which admits, schedules, samples and drafts; followers see rows only. A step that fails on
+    some rank ends the group, because how far the others have got is unknown.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class TensorParallelLeader:
         free: Callable[[], int] = lambda: 0,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """`free`: bytes that this rank can still give; `alive` is asked between beats, and does not return where
-        another rank's process is gone.
+        """`free`: returns the bytes that this rank can still allocate. `alive` is called between heartbeats, and does
+        not return if another rank's process has ended.
         """
         self._model, self._group, self._free, self._alive = model, group, free, alive
         self._writer = PlanWriter()
-        self._turn = threading.Lock()  # a message, and all that every rank does about it
+        self._turn = threading.Lock()  # held for a message and all work that follows from it
         self._last = time.monotonic()  # when the last message was sent
         self._kv: PagedKV | None = None
         self._ended = threading.Event()
@@ -50,26 +50,26 @@ class TensorParallelLeader:
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model; heads, keys and values are those of a rank."""
+        """Facts of the model; heads, keys and values are those of one rank."""
         return self._model.facts
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        """Rank 0 alone drafts."""
+        """Return the draft head, which only rank 0 has."""
         return self._model.draft_head_of(adapter)
 
     def free_bytes(self) -> int:
-        """Memory that every rank can still give to keys and values."""
+        """Return the bytes that every rank can still allocate for keys and values."""
         with self._ordered(PlanMessageKind.MEMORY):
             return self._group.least(self._free())
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Pages on every rank, in place of those that were there: a step runs on the last ones."""
+        """Allocate pages on every rank, replacing earlier ones."""
         with self._ordered(PlanMessageKind.PAGES, num_blocks, block_size):
             self._kv = self._model.allocate_kv(num_blocks, block_size)
             return self._kv
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+        """Return [R, hidden] after the final norm."""
         if kv is not self._kv:
             raise ValueError("These pages are not the last that were allocated on all ranks.")
         if not batch.segments:
@@ -85,7 +85,7 @@ class TensorParallelLeader:
             return self._model.logits(self._group.share(hidden))
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """[N, hidden], ids [N, M] -> [N, M] float32: by rank 0's own copy of the head."""
+        """[N, hidden], ids [N, M] -> [N, M] float32, from rank 0's own copy of the head."""
         return self._model.logits_of(hidden, ids)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ class TensorParallelLeader:
         return self._model.embed(ids)
 
     def end(self) -> None:
-        """Let the followers go."""
+        """Send END to the followers."""
         if not self._ended.is_set():
             with self._ordered(PlanMessageKind.END):
                 self._ended.set()
             self._beats.join()
 
     def abandon(self) -> None:
-        """Say nothing more, not even that it ends."""
+        """Send nothing more, not even END."""
         self._ended.set()
 
     @contextmanager
@@ -110,9 +110,9 @@ class TensorParallelLeader:
 
     @contextmanager
     def _saying(self, message: Callable[[], bytes]) -> Iterator[None]:
-        """Send a message and do one's own part, with nothing in between."""
+        """Send a message and run this rank's part, without another message in between."""
         with self._turn:
-            said = message()  # fails, if it fails, before anybody has heard of it
+            said = message()  # if it raises, nothing was sent yet
             try:
                 self._group.send(said)
                 yield
@@ -123,7 +123,7 @@ class TensorParallelLeader:
                 self._group.lost(f"Rank 0 failed in the middle of a step: {type(error).__name__}: {error}")
 
     def _beat(self) -> None:
-        """Say something where there is nothing to say, so that silence means a rank that is gone."""
+        """Send heartbeats while idle, so that silence means a lost rank."""
         pause = self._group.watchdog / BEATS_PER_WATCHDOG
         while not self._ended.wait(min(0.5, pause)):
             self._alive()
@@ -136,6 +136,6 @@ class TensorParallelLeader:
                 self._group.answer()
                 self._last = time.monotonic()
             except GroupLost:
-                return  # said already
+                return  # sent already
             finally:
                 self._turn.release()

@@ -37,12 +37,12 @@ class PlanMessageKind(IntEnum):
 
 
 class MessageLost(Exception):
-    """A message does not follow the one before it: what it says of sequences cannot be understood."""
+    """A message does not follow the one before it, so its cached page tables cannot be resolved."""
 
 
 @dataclass(frozen=True)
 class PlanMessage:
-    """What a follower has to do."""
+    """A decoded message."""
 
     kind: PlanMessageKind
     figures: tuple[int, ...]  # HEAD: (rows,); PAGES: (blocks, block size); ROWS: (padded rows,)
@@ -51,25 +51,25 @@ class PlanMessage:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The pages of a sequence, and where both sides keep them."""
+    """A sequence's pages, and the slot where both sides cache them."""
 
     slot: int
     pages: Ints
 
 
 class PlanWriter:
-    """Rank 0's end. One writer for all messages: their numbers have no gap."""
+    """Encodes rank 0's messages. One writer numbers all of them without gaps."""
 
     def __init__(self) -> None:
         self._number = 0
         self._tables: dict[int, _Table] = {}  # by the sequence's number
 
     def simple(self, kind: PlanMessageKind, *figures: int) -> bytes:
-        """A message without segments."""
+        """Encode a message without segments."""
         return self._numbered(kind, figures)
 
     def rows(self, segments: Sequence[Segment], num_padded: int) -> bytes:
-        """One step's rows."""
+        """Encode one step's rows."""
         words = [num_padded, len(segments)]
         before, self._tables = self._tables, {}
         taken = {table.slot for s in segments if s.owner is not None and (table := before.get(s.owner)) is not None}
@@ -96,14 +96,14 @@ class PlanWriter:
 
 
 class PlanReader:
-    """A follower's end."""
+    """Decodes messages on a follower."""
 
     def __init__(self) -> None:
         self._number = 0
         self._tables: dict[int, Ints] = {}  # by slot
 
     def read(self, message: bytes) -> PlanMessage:
-        """What the message asks for. Raises MessageLost where it is not the one after the last."""
+        """Decode a message. Raises MessageLost if it does not follow the last one."""
         words = np.frombuffer(message, dtype=np.int32).tolist()
         number = words[0] + (words[1] << 31)
         self._number += 1

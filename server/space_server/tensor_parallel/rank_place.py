@@ -1,4 +1,4 @@
-"""Which rank this process is, where the ranks meet, and the processes that rank 0 starts."""
+"""This process's rank, the ranks' rendezvous, and the processes that rank 0 starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from space_server.tensor_parallel.ranks import LOADING_SECONDS
 
 _LEAVE_SECONDS = 3.0
-"""That followers have to leave by themselves; a supervisor gives the whole worker 5."""
+"""Seconds for followers to leave by themselves; a supervisor gives the whole worker 5."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """This process among the ranks, as the variables that torchrun sets say, or as rank 0 of those it starts itself."""
+    """This process among the ranks, from torchrun's variables, or as rank 0 that starts the others."""
 
     rank: int
     size: int
@@ -37,7 +37,7 @@ class RankPlace:
 
     @classmethod
     def of(cls, size: int, environment: Mapping[str, str]) -> RankPlace:
-        """Raises InvalidSetting where the variables do not fit `size`."""
+        """Read the variables. Raises InvalidSetting if they do not fit `size`."""
         if "RANK" not in environment:
             return cls(0, size, 0, "127.0.0.1", 0, owns_store=True, starts_others=True)
         try:
@@ -57,7 +57,7 @@ class RankPlace:
         return cls(rank, world, local, host, port, owns_store=rank == 0 and not agent, starts_others=False)
 
     def device(self, asked: str) -> str:
-        """This rank's device. Raises InvalidSetting where there are fewer GPUs than ranks."""
+        """Return this rank's device. Raises InvalidSetting if there are fewer GPUs than ranks."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if kind != "cuda":
             if kind.startswith("cuda"):
@@ -73,7 +73,7 @@ class RankPlace:
         return f"cuda:{self.local_rank}"
 
     def store(self) -> TCPStore:
-        """Where ranks find each other."""
+        """Return the store of the rendezvous."""
         if not self.owns_store or not self.starts_others:
             return self._tcp_store(self.port)
         with socket.create_server((self.host, 0)) as listening:  # on this interface alone
@@ -95,17 +95,17 @@ class Followers:
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], lost: Callable[[str], NoReturn]) -> None:
         self._processes, self._lost = processes, lost
-        self.leaving = False  # they have been told to go: their ends are no loss
+        self.leaving = False  # END was sent, so exits are expected
 
     def check(self) -> None:
-        """All live, or the group is lost."""
+        """Raise if one has ended."""
         for rank, process in enumerate(self._processes, start=1):
             status = process.poll()
             if status is not None and not self.leaving:
                 self._lost(f"Rank {rank} is gone: {_ending(status)}. Its last words are above.")
 
     def end(self) -> None:
-        """Wait a little for those that were told to go, and end the others."""
+        """Wait a little for followers that were told to leave, then kill the others."""
         deadline = time.monotonic() + (_LEAVE_SECONDS if self.leaving else 0.0)
         self.leaving = True
         for process in self._processes:
@@ -120,7 +120,7 @@ class Followers:
 def followers(
     arguments: Sequence[str], place: RankPlace, port: int, lost: Callable[[str], NoReturn]
 ) -> Iterator[Followers]:
-    """Ranks 1, 2, …: this program again, with torchrun's variables. They end with the block."""
+    """Start ranks 1, 2, …: this program again, with torchrun's variables. They end with the block."""
     processes = [
         subprocess.Popen(
             module_command("space_server", *arguments, "--parent-pid", os.getpid()),

@@ -1,4 +1,4 @@
-"""A worker of several ranks from its settings: rank 0 with its followers, or one of the followers."""
+"""Starts a worker of several ranks: rank 0 with its followers, or a follower."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from space_server.tensor_parallel.rank_place import Followers, RankPlace, follow
 from space_server.tensor_parallel.ranks import RankGroup, end_process
 
 Load = Callable[[Ranks, str], SpaceModel]
-"""The model on this device, of a rank."""
+"""Loads a rank's part of the model on this device."""
 
 
 @contextmanager
@@ -31,9 +31,9 @@ def leading(
     load: Load,
     lost: Callable[[str], NoReturn] = end_process,
 ) -> Iterator[TensorParallelLeader]:
-    """Rank 0 of the group, with all others there. They are let go at the end of the block.
+    """Run rank 0 of a complete group. The followers are released at the end of the block.
 
-    `lost`: where the ranks cannot go on together.
+    `lost`: called when the ranks cannot continue together.
     """
     group = RankGroup(0, place.size, watchdog=config.rank_timeout, lost=lost)
     device = place.device(config.device)
@@ -57,19 +57,22 @@ def leading(
 
 
 def following(config: WorkerConfig, place: RankPlace, load: Load) -> None:
-    """One of the other ranks, until rank 0 says END."""
+    """Run another rank until rank 0 sends END."""
     group = RankGroup(place.rank, place.size, watchdog=config.rank_timeout)
     device = place.device(config.device)
     store = place.store()
     model = load(group, device)
     group.join(store, model.facts.device)
-    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 hears them, finishes what runs, and says END
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # rank 0 handles signals: it finishes running sequences and sends END
         signal.signal(number, signal.SIG_IGN)
     follow(model, group, partial(_free_bytes, model, place))
     group.leave()
 
 
 def _free_bytes(model: SpaceModel, place: RankPlace) -> int:
-    """Of this rank's device; ranks on one machine's CPU have its memory together."""
+    """Bytes free for this rank; ranks on one machine's CPU share its memory."""
     device: torch.device = model.facts.device
     return free_bytes(device) // (place.size if device.type == "cpu" else 1)

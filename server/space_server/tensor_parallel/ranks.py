@@ -1,4 +1,4 @@
-"""The processes that hold one model between them, over torch.distributed: nccl between GPUs, gloo between CPUs."""
+"""The processes that share one model, over torch.distributed: NCCL between GPUs, Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 GROUP_LOST = 7
-"""Exit status of a rank whose group has come to an end: another rank died, fell silent, or lost the thread."""
+"""Exit status of a rank whose group has failed: another rank died, fell silent, or lost a message."""
 
 LOADING_SECONDS = 1800.0
-"""Longest that ranks wait for each other to have read their weights."""
+"""Longest that ranks wait for each other to load weights."""
 
 _FIRST_BYTES = 16384
-"""Of a message that go in one broadcast, whatever its length; the rest, where there is some, in another."""
+"""Bytes of a message sent in the first broadcast, whatever its length; the rest follows in a second."""
 
 _log = logging.getLogger(__name__)
 
 
 class GroupLost(Exception):
-    """The ranks cannot go on together."""
+    """The ranks cannot continue together."""
 
 
 def end_process(reason: str) -> NoReturn:
-    """Leave at once, whatever other threads wait for."""
+    """Exit at once, whatever other threads wait for."""
     _log.error("the ranks cannot go on: %s", reason)
     sys.stderr.write(f"error: {reason}\n")
     sys.stderr.flush()
@@ -44,18 +44,19 @@ def end_process(reason: str) -> NoReturn:
 class RankGroup:
     """One rank's view of the group. All ranks make the same calls in the same order.
 
-    A rank that waits longer than `watchdog` seconds for another ends: it calls `lost` with a reason that says in what.
+    A rank that waits longer than `watchdog` seconds for another exits: it calls `lost` with a reason that names the
+    call.
     """
 
     def __init__(self, rank: int, size: int, *, watchdog: float, lost: Callable[[str], NoReturn] = end_process) -> None:
         self.rank, self.size, self.watchdog = rank, size, watchdog
         self._lost = lost
-        self._since: float | None = None  # when what it waits for began
+        self._since: float | None = None  # start of the wait
         self._waits_for = ""
         self._joined = False
 
     def join(self, store: Store, device: torch.device, alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank is here, its weights read; `alive` is asked meanwhile and raises if one never will."""
+        """Wait until every rank has loaded its weights; `alive` is called meanwhile and raises if one never will."""
         store.set(f"ready-{self.rank}", "1")
         deadline = time.monotonic() + LOADING_SECONDS
         try:
@@ -78,26 +79,26 @@ class RankGroup:
         threading.Thread(target=self._watch, name="rank watch", daemon=True).start()
 
     def leave(self) -> None:
-        """Nothing more will be said."""
+        """Stop the watchdog: nothing more is sent."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """This rank ends by itself, for a reason of its own: what the others do now is no loss to it."""
+        """Record that this rank exits for its own reason, so that later failures of others are not reported."""
         self._joined, self._lost = False, _raise
 
     def lost(self, reason: str) -> NoReturn:
-        """The ranks cannot go on."""
+        """Report that the ranks cannot continue."""
         self._lost(reason)
 
     # ------------------------------------------------------------------------------------------ between all ranks
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x; on the CPU a row's sum does not depend on the other rows.
+        """Return the sum of all ranks' x; on the CPU a row's sum does not depend on the other rows.
 
-        Of two ranks there is one order. Of more, a reduction's order depends on where in x a number is, so the parts
-        are added here, in the order of the ranks; on GPUs the library adds them, for speed.
+        Two ranks have one order of summation. With more, a reduction's order depends on the position in x, so on a CPU
+        the parts are added here in rank order; on GPUs the library adds them, for speed.
         """
         x = x.contiguous()
         with self._waiting("for the parts of a sum"):
@@ -112,35 +113,35 @@ class RankGroup:
             return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in order, at rank 0; nothing elsewhere."""
+        """Return every rank's x, in order, on rank 0; nothing elsewhere."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         with self._waiting("for the parts of the logits"):
             dist.gather(x.contiguous(), parts, dst=0)
         return parts or []
 
     def share(self, x: Tensor) -> Tensor:
-        """Rank 0's x, on every rank; elsewhere x is room for it."""
+        """Return rank 0's x on every rank; elsewhere x is the receive buffer."""
         x = x.contiguous()
         with self._waiting("for hidden rows from rank 0"):
             dist.broadcast(x, src=0)
         return x
 
     def least(self, amount: int) -> int:
-        """The smallest amount that any rank has."""
+        """Return the smallest amount of any rank."""
         found = torch.tensor([amount])
         with self._waiting("to hear how much memory the others have"):
             dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
     def answer(self) -> None:
-        """Every rank says that it lives."""
+        """Confirm to every rank that this one is alive."""
         with self._waiting("for signs of life"):
             dist.all_reduce(torch.ones(1))
 
     # ------------------------------------------------------------------------------------------ from rank 0
 
     def send(self, message: bytes) -> None:
-        """Say this to every other rank: one broadcast, two for a long one."""
+        """Send a message to every other rank: one broadcast, two for a long one."""
         framed = len(message).to_bytes(8, "little") + message
         with self._waiting("to be heard by the others"):
             dist.broadcast(_bytes(framed[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0")), src=0)
@@ -148,7 +149,7 @@ class RankGroup:
                 dist.broadcast(_bytes(framed[_FIRST_BYTES:]), src=0)
 
     def receive(self) -> bytes:
-        """What rank 0 says next."""
+        """Return rank 0's next message."""
         with self._waiting("for rank 0 to say something"):
             first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
             dist.broadcast(first, src=0)
@@ -174,7 +175,7 @@ class RankGroup:
             self._since = None
 
     def _watch(self) -> None:
-        """The library gives up after the watchdog time; if it does not, this does."""
+        """End this rank if the library does not do so after the watchdog time."""
         patience = self.watchdog + max(1.0, self.watchdog / 4)
         while self._joined:
             since = self._since

@@ -1,1 +1,1 @@
-"""What the worker reports: its hello, steps and sequences."""
+"""The messages that a worker sends: hello, steps and sequences."""

@@ -1,4 +1,4 @@
-"""What a client is told of a sequence that failed."""
+"""Error messages of failed sequences, as clients see them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ TOO_LARGE = (
 
 
 def failure_message(what: str, error: Exception) -> str:
-    """One line: what failed, and why as far as the error's own first line says."""
+    """Return one line: what failed, and the first line of the error."""
     line = str(error).partition("\n")[0][:200]
     return f"{what}: {type(error).__name__}: {line}"

@@ -1,4 +1,4 @@
-"""What a worker says of itself before anything else."""
+"""The first message of a worker to its router."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hello_of(
     synthetic: SyntheticAcceptance | None,
     cost_origin: CostOrigin,
 ) -> pb.Hello:
-    """Its model, the room it has, and what it can do."""
+    """Describe the worker's model, capacity and features."""
     return pb.Hello(
         protocol_major=PROTOCOL_MAJOR,
         protocol_minor=PROTOCOL_MINOR,

@@ -1,4 +1,4 @@
-"""What the router is told of a sequence after a step."""
+"""Reports of sequences after a step."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _SOURCE = {
 }
 
 
-def commit(advance: SequenceOutput, said: pb.StepReport) -> None:
-    """Let the sequence go on, and say how: at the end of `said`."""
-    plan, sequence = advance.plan, advance.plan.sequence
+def commit(output: SequenceOutput, said: pb.StepReport) -> None:
+    """Apply the output to its sequence, and append a report of it to `said`."""
+    plan, sequence = output.plan, output.plan.sequence
     num_drafted = plan.layout.num_drafts
     decoded, origin = sequence.num_emitted > 0, sequence.origin
     by_masks = num_drafted if origin is BY_MASKS else sequence.num_mask_drafts
-    advance.commit()
-    # What few sequences have is written where they have it: every field that is named here takes its time.
+    output.commit()
+    # Rare fields are set only where present: every keyword argument here costs time.
     report = said.sequences.add(
         seq_id=sequence.seq_id,
-        tokens=advance.tokens,
+        tokens=output.tokens,
         num_drafted=num_drafted,
-        num_accepted=advance.num_accepted,
+        num_accepted=output.num_accepted,
         num_computed=sequence.num_computed,
         decoded=decoded,
     )
-    if advance.error is not None:
-        report.finish, report.error = pb.FINISH_ERROR, advance.error
-    elif advance.end is not None:
-        report.finish = _FINISH[advance.end]
-    if advance.logprobs:
-        report.logprobs.extend(map(_logprobs, advance.logprobs))
-    if advance.prompt_logprobs:
-        report.prompt_logprobs.extend(map(_logprobs, advance.prompt_logprobs))
-    if any(advance.num_predicted):
-        report.num_predicted.extend(advance.num_predicted)
+    if output.error is not None:
+        report.finish, report.error = pb.FINISH_ERROR, output.error
+    elif output.end is not None:
+        report.finish = _FINISH[output.end]
+    if output.logprobs:
+        report.logprobs.extend(map(_logprobs, output.logprobs))
+    if output.prompt_logprobs:
+        report.prompt_logprobs.extend(map(_logprobs, output.prompt_logprobs))
+    if any(output.num_predicted):
+        report.num_predicted.extend(output.num_predicted)
     if num_drafted and origin is not BY_MASKS and origin.source is not DraftOrigin.MASKS:
         report.draft_source, report.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
 
 
 def say_paused(sequence: RunningSequence, said: pb.StepReport) -> None:
-    """It cannot go on without another page; `said` names each sequence once, this one maybe already."""
+    """Report that the sequence needs another page; `said` holds at most one report per sequence."""
     sequence.paused = True
     report = next((one for one in said.sequences if one.seq_id == sequence.seq_id), None)
     if report is None:

@@ -1,4 +1,4 @@
-"""What a step was and what it cost: for the router's report, and for the next choice of a layout."""
+"""Statistics of a step, for the router's report and for the cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from space_server.step_costs.step_cost import StepCost, StepShape
 
 
 def count_step(stats: pb.StepStats, plan: ScheduledBatch, times: StepTimes, seconds: float, cost: StepCost) -> None:
-    """A step of the host's, the first thing in these stats. `cost` learns from it."""
+    """Record a host step in `stats`, which are empty, and teach `cost` its duration."""
     shape = plan.shape
     stats.chain_rows, stats.mask_rows, stats.prefill_rows = (
         shape.num_chain_rows,
@@ -27,12 +27,12 @@ def count_step(stats: pb.StepStats, plan: ScheduledBatch, times: StepTimes, seco
 
 
 def count_read(stats: pb.StepStats, read: StepRead, cost: StepCost) -> None:
-    """A step of the device's, beside what is in these stats already."""
+    """Add a device step to `stats`, and teach `cost` its duration."""
     if read.shape.num_sequences and read.is_usual:
         cost.learn(read.shape, read.seconds)
-    if not read.advances:
+    if not read.outputs:
         return
-    layouts = [advance.plan.layout for advance in read.advances]
+    layouts = [output.plan.layout for output in read.outputs]
     stats.chain_rows += sum(1 + layout.num_drafts for layout in layouts)
     stats.mask_rows += sum(layout.num_masks for layout in layouts)
     stats.forward_seconds += read.computing
@@ -44,7 +44,7 @@ def count_read(stats: pb.StepStats, read: StepRead, cost: StepCost) -> None:
 
 
 def _count_drafts(stats: pb.StepStats, num_drafts: list[int]) -> None:
-    """Sequences that decoded, by how many drafts they had."""
+    """Count decoding sequences by their number of drafts."""
     known = stats.draft_length_counts
     known.extend([0] * (max(num_drafts, default=-1) + 1 - len(known)))
     for count in num_drafts:
