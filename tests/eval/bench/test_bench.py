@@ -264,7 +264,7 @@ def test_a_word_before_the_flags_goes_to_its_own_module(monkeypatch: pytest.Monk
     assert given == [["--flag", "1"]]
 
 
-@pytest.mark.parametrize("word", ["overhead", "simulate", "scheduler"])
+@pytest.mark.parametrize("word", bench.COMMANDS)
 def test_the_other_benchmarks_are_shown_in_the_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(["--help"])

@@ -64,7 +64,7 @@ def test_a_benchmark_that_is_told_to_end_while_it_starts_a_server_leaves_none_be
     assert not psutil.pid_exists(int(server))
 
 
-@pytest.mark.parametrize("program", [["space_eval.bench"], ["space_eval", "crowd"]], ids=" ".join)
+@pytest.mark.parametrize("program", [["space_eval.bench"], ["chaos", "crowd"]], ids=" ".join)
 def test_programs_unwind_when_they_are_told_to_end(program: list[str]) -> None:
     started = subprocess.Popen([sys.executable, "-m", *program], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with started:
