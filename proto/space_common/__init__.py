@@ -1,1 +1,1 @@
-"""What router and server share besides the protocol."""
+"""Code shared by router and server besides the protocol."""

@@ -18,7 +18,7 @@ PEM = b"-----BEGIN "
 
 
 class CertificateError(ValueError):
-    """Files cannot be used; the message has which and why, and none of their content."""
+    """The files cannot be used; the message names the file and the cause, and never quotes its content."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Certificate:
 
     cert: bytes
     key: bytes = field(repr=False)
-    authority: bytes | None = None  # whose certificates the other side must show
+    authority: bytes | None = None  # CA certificates that the peer's certificate must be signed by
     context: ssl.SSLContext = field(default_factory=lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), compare=False)
-    """Of a server with this certificate, TLS 1.2 or newer."""
+    """SSL context of a server with this certificate, TLS 1.2 or newer."""
 
 
 class CertificateFiles:
-    """Files that may be renewed at any time; they are checked at each handshake.
+    """Certificate files that may be renewed at any time; each handshake checks them.
 
-    While new files cannot be used (one is not written yet, or they do not match), the last usable ones stay in use and
-    a warning is logged. Thread-safe.
+    If new files cannot be used (one is not written yet, or they do not match), the last usable ones stay in use and a
+    warning is logged. Thread-safe.
     """
 
     def __init__(self, cert: Path, key: Path, authority: Path | None = None) -> None:
@@ -98,7 +98,7 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         shown = latest
         return _configuration(latest)
 
-    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # None, too: nothing has changed
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # returning None means unchanged
     return grpc.dynamic_ssl_server_credentials(_configuration(shown), fetch, shown.authority is not None)
 
 
@@ -107,7 +107,7 @@ def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfigurat
 
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
-    """Return values that change with the files; follows links, with which Kubernetes renews its secrets."""
+    """Return values that change with the files. Follows links, because Kubernetes renews secrets by replacing links."""
     return tuple(map(_stamp, files))
 
 

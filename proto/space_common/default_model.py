@@ -49,18 +49,18 @@ class DefaultModelUnavailable(HubError):
 
 @dataclass(frozen=True)
 class PinnedFile:
-    """One file of a wheel on the package index; wheel and file are known by their sha256."""
+    """One file of a wheel on the package index, pinned by the sha256 of wheel and file."""
 
     requirements: Path  # what pip is given: the wheel's version and hash
     wheel: str  # NAME==VERSION, as a config.json names it as base
     wheel_bytes: int
-    member: str  # path in the wheel
+    member: str  # its path in the wheel
     sha256: str  # of the file
     num_bytes: int
 
     @property
     def place(self) -> Path:
-        """The file, seen from the folder of all models."""
+        """Return the file's path relative to the folder of all models."""
         return Path(self.wheel.replace("==", "-")) / Path(self.member).name
 
 
@@ -74,7 +74,7 @@ SMOLLM2 = PinnedFile(
 )
 
 DEFAULT_BASE = SMOLLM2.wheel
-"""What the config.json of space_smollm2 names as base."""
+"""The base that the config.json of space_smollm2 names."""
 
 
 def packaged(model: str) -> Path | None:
@@ -137,7 +137,7 @@ def missing(hub: Hub, pinned: PinnedFile = SMOLLM2) -> Missing:
     if any(_has_size(file, pinned) for file in _places(hub, pinned)):
         return Missing(0, 0, there, free)
     if hub.is_offline():
-        fetch(hub, pinned)  # says so
+        fetch(hub, pinned)  # raises with the reason
     _check_space(there, pinned)
     return Missing(1, pinned.wheel_bytes, there, free)
 
@@ -171,10 +171,10 @@ def _is_whole(file: Path, pinned: PinnedFile) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; it is released if the process dies."""
-    from huggingface_hub import utils  # only here: what is there already needs no network library
+    """Hold an exclusive lock on the folder; it is released if the process dies."""
+    from huggingface_hub import utils  # imported late: a model that is already downloaded needs no network library
 
-    library: Any = utils  # which does not say to type checkers what it exports
+    library: Any = utils  # its exports are not declared to type checkers
     with library.WeakFileLock(folder / ".lock"):
         yield
 
@@ -183,7 +183,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _ended_with_this_process() -> Iterator[None]:
     """Let SIGTERM unwind the block, so that pip ends and temporary files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it is taken care of already
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else the caller handles the signal
         yield
         return
 
@@ -216,7 +216,7 @@ def _fetch_into(target: Path, hub: Hub, pinned: PinnedFile) -> None:
     """Download the wheel and extract the file; all temporary files are in one folder beside the target."""
     with tempfile.TemporaryDirectory(prefix=_STAGING, dir=target.parent) as name:
         staging = Path(name)
-        measure = lambda: min(_bytes(staging), pinned.wheel_bytes)  # pip has it twice for a moment  # noqa: E731
+        measure = lambda: min(_bytes(staging), pinned.wheel_bytes)  # pip briefly has it twice  # noqa: E731
         with download_progress(NAME, pinned.wheel_bytes, measure, hub.say):
             wheel = _download(staging, pinned)
         part = staging / target.name
@@ -248,14 +248,14 @@ def _download(staging: Path, pinned: PinnedFile) -> Path:
 
 
 def _cause(said: str, pinned: PinnedFile) -> str:
-    """What pip complained of, and the cure."""
+    """Return pip's error message and what to do."""
     if "No module named pip" in said:
         return f"this Python environment has no pip: `{sys.executable} -m ensurepip` adds it"
     if "No space left" in said:
         return "the disk is full: make room, or choose another folder with --download-folder"
     lines = said.splitlines() or ["nothing"]
     last = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1]).removeprefix("ERROR: ")
-    words = re.sub(r"//[^/@\s]+@", "//", last)[:200].rstrip(". ")  # without the password of an index
+    words = re.sub(r"//[^/@\s]+@", "//", last)[:200].rstrip(". ")  # without an index password
     if "DO NOT MATCH THE HASHES" in said:
         return (
             f"the package index gives another file for {pinned.wheel} than the one that is known by its hash: name an "
@@ -286,7 +286,7 @@ def _extract(wheel: Path, part: Path, pinned: PinnedFile) -> None:
 
 
 def _bytes(folder: Path) -> int:
-    """Of the files in it, now; a file may go away meanwhile."""
+    """Return the size of all files in the folder; files may disappear meanwhile."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -299,7 +299,7 @@ def _existing(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Fetch the weights into this Python environment, for an image; the exit code."""
+    """Download the weights into this Python environment, for an image. Returns the exit code."""
     try:
         found = fetch(Hub(folder=environment_folder(), say=_say))
     except DefaultModelUnavailable as error:

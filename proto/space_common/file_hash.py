@@ -1,4 +1,4 @@
-"""The sha256 of large files, read once in the life of a process."""
+"""The sha256 of large files, computed once per process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sha256_of(file: Path) -> str:
-    """In hexadecimal digits; computed anew where size or time of the file have changed. Raises OSError."""
+    """Return the sha256 in hexadecimal; recomputed if the file's size or time has changed. Raises OSError."""
     stat = file.stat()
     return _digest(file.resolve(), stat.st_size, stat.st_mtime_ns)
 

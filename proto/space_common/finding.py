@@ -1,4 +1,4 @@
-"""What `spaceserve doctor` finds: router and worker each look at their own part."""
+"""A result of `spaceserve doctor`; router and worker each check their own part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact of this machine; with `note` it may matter, with `fail` the server would not start."""
+    """A fact about this machine; `note` may matter, `fail` prevents the server from starting."""
 
     part: str  # environment, gpu, kernels, model, memory, ports, ...
     state: State
@@ -19,5 +19,5 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The fact and its cure, for a log or an error."""
+        """Return the fact and its cure, for a log or an error."""
         return f"{self.fact} {self.cure}".strip()

@@ -1,9 +1,9 @@
-"""What a grammar means: the one text that the router checks and the worker compiles, and the bounds of both.
+"""Grammars of structured output: the form that the router checks and the worker compiles, and their limits.
 
-Every kind becomes one grammar in Lark's syntax, as llguidance reads it. A grammar speaks of the bytes of an output and
-of nothing else: which ids may come next depends on the text so far, never on how it was cut into ids.
+Every kind becomes one grammar in Lark's syntax, as llguidance reads it. A grammar constrains the bytes of an output and
+nothing else: the allowed next ids depend on the text so far, never on its tokenization.
 
-The library is imported where a grammar is compiled: a worker without it serves all other requests.
+The library is imported only to compile a grammar: a worker without it serves all other requests.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_CHARACTERS = 256 * 1024
-"""Of a source."""
+"""Maximum length of a source."""
 
 MOST_DEPTH = 64
-"""Of lists and objects in a JSON schema, and of brackets in anything else: the library's parsers recurse."""
+"""Maximum nesting of lists and objects in a JSON schema, and of brackets elsewhere: the library's parsers recurse."""
 
 MOST_MEMORY = 2 * 1024**3
-"""Bytes that checking one may take."""
+"""Maximum bytes of memory for checking a grammar."""
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 4_096,  # about 1,000 optional properties of one object
     "initial_lexer_fuel": 1_000_000,  # about 20 ms of compiling
-    "step_lexer_fuel": 200_000,  # about 15 ms at one place of an output, the first time it looks like that
-    "step_max_items": 50_000,  # about 3 ms at one place of an output
-    "max_lexer_states": 50_000,  # about 100 MB of one sequence
+    "step_lexer_fuel": 200_000,  # about 15 ms at one position of an output, the first time it reaches that state
+    "step_max_items": 50_000,  # about 3 ms at one position of an output
+    "max_lexer_states": 50_000,  # about 100 MB per sequence
     "max_grammar_size": 500_000,
 }
-"""Beyond these the grammar is refused, or the one sequence that got there fails."""
+"""Beyond these limits the grammar is refused, or only the sequence that reached them fails."""
 
 WHITESPACE = r" |\n[ \t]{0,40}"
 """Between the parts of a JSON text: nothing, a space, or a line break and indentation. Bounded, so that a model cannot
-go on with it for ever."""
+repeat it forever."""
 
 _MOST_IDS = 1 << 20
 
-_OPTIONS = '%llguidance {"no_forcing": true}'  # or forced text would have to be cut into ids as the tokenizer does
+_OPTIONS = '%llguidance {"no_forcing": true}'  # forced text would have to be tokenized exactly as the tokenizer does
 
 
 class GrammarError(ValueError):
@@ -51,9 +51,9 @@ class GrammarError(ValueError):
 
 
 def lark(kind: str, source: str) -> str:
-    """The grammar in Lark's syntax. Raises GrammarError.
+    """Return the grammar in Lark's syntax. Raises GrammarError.
 
-    `kind`: json_schema, json_object, regex, choice or lark; what `source` then is, `worker.proto` says.
+    `kind`: json_schema, json_object, regex, choice or lark; `worker.proto` defines `source` for each.
     """
     if len(source) > MOST_CHARACTERS:
         raise GrammarError(f"It has {len(source)} characters; at most {MOST_CHARACTERS} are taken.")
@@ -64,9 +64,7 @@ def lark(kind: str, source: str) -> str:
 
 
 def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher:
-    """A matcher at the beginning of an output. Raises GrammarError where there is none, or no text of the grammar can
-    begin.
-    """
+    """Return a matcher at the start of an output. Raises GrammarError if the grammar is invalid or matches no text."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**LIMITS, verbose_errors=False)
@@ -76,7 +74,7 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher
         raise GrammarError("No text can be made by it.")
     if matcher.is_error():
         raise GrammarError(reason(matcher.get_error(), places=kind == "lark"))
-    # What is too much for the bounds mostly shows at the first two places.
+    # A grammar that exceeds the limits mostly does so at the first two positions.
     second = matcher.deep_copy()
     first = next(8 * place + (byte & -byte).bit_length() - 1 for place, byte in enumerate(mask) if byte)
     if first != tokenizer.eos_token and second.consume_token(first):
@@ -87,12 +85,12 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher
 
 
 def is_stuck(matcher: LLMatcher) -> bool:
-    """It has failed because no token goes on, and not because of a bound."""
+    """Return whether the matcher failed because no token is allowed, and not because of a limit."""
     return matcher.get_error().startswith("NoExtension")
 
 
 def reason(error: str, *, places: bool = False) -> str:
-    """The library's complaint in one line; with `places`, where in the grammar it is."""
+    """Return the library's error in one line; with `places`, including its position in the grammar."""
     lines = [line.strip() for line in error.strip().splitlines()] or ["no reason is known"]
     if lines[0].startswith("panic"):
         return "the library cannot read it"
@@ -179,10 +177,11 @@ def _check_brackets(source: str) -> None:
 
 
 def main() -> None:
-    """Try grammars for a router or a worker, one a line, as JSON: [kind, source] comes, null or the reason against it
-    goes. They are of single bytes, until {"tokens": [hexadecimal, ...], "special": [id, ...]} comes: of these then.
+    """Check grammars, one JSON line each, for a router or a worker: reads [kind, source], writes null or the error.
 
-    A process of its own, because a grammar can take long, take much memory, or overflow a stack.
+    Matches single bytes, until a line {"tokens": [hexadecimal, ...], "special": [id, ...]} sets the tokens to use.
+
+    Runs as a separate process, because a grammar can take long, use much memory, or overflow a stack.
     """
     _bound_memory()
     known: LLTokenizer | None = None
@@ -203,22 +202,23 @@ def main() -> None:
 
 
 def _special_ids(source: str) -> frozenset[int]:
-    """Those that the grammar names by their numbers."""
+    """Return the special ids that the grammar names by number."""
     return frozenset(min(int(number), _MOST_IDS) for number in re.findall(r"<\[(\d{1,9})\]>", source))
 
 
 @lru_cache(maxsize=8)
 def _bytes_and(special: frozenset[int]) -> LLTokenizer:
-    """A tokenizer of single bytes, which has these special ids, too."""
-    first = max(special, default=-1) + 1  # the bytes have the ids behind all special ones
+    """Return a tokenizer of single bytes and these special ids."""
+    first = max(special, default=-1) + 1  # the bytes follow the special ids
     tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
     tokens += [bytes([byte]) for byte in range(256)]
     return tokenizer_of([*tokens, b"<end>"], special)
 
 
 def tokenizer_of(tokens: list[bytes], special: Collection[int]) -> LLTokenizer:
-    """The library's own, of the text of each id; the last one is an end, which nobody ever samples. Raises ImportError
-    where the library is not installed.
+    """Return llguidance's tokenizer for these token texts; the last is an end token that is never sampled.
+
+    Raises ImportError if the library is not installed.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -226,7 +226,7 @@ def tokenizer_of(tokens: list[bytes], special: Collection[int]) -> LLTokenizer:
 
 
 class TokenTable:
-    """The text of each id, as the library asks for it."""
+    """The tokens in the form that llguidance expects."""
 
     bos_token_id = None
 
@@ -242,7 +242,7 @@ class TokenTable:
 def _bound_memory() -> None:
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, hard))

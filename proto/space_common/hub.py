@@ -37,8 +37,8 @@ class Missing:
 
     num_files: int
     num_bytes: int
-    folder: Path  # where it would go
-    free: int  # bytes there
+    folder: Path  # download target
+    free: int  # free bytes there
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Hub:
 
     revision: str | None = None  # branch, tag or commit; None: main
     token_file: Path | None = None  # its first word is the token; None: HF_TOKEN, or what `hf auth login` stored
-    folder: Path | None = None  # of all downloaded models; None: huggingface_hub's own (HF_HOME)
+    folder: Path | None = None  # root of all downloads; None: huggingface_hub's own (HF_HOME)
     offline: bool = False  # use only downloaded files
     say: Callable[[str], None] = field(default=lambda line: None, compare=False)  # one line of progress
 
@@ -66,7 +66,7 @@ class Hub:
 
     def _fetch(self, model: str, patterns: Sequence[str]) -> Path:
         """Download the files of a repository that match `patterns` and return their folder."""
-        from huggingface_hub import snapshot_download  # only here: a model that is a folder needs no network library
+        from huggingface_hub import snapshot_download  # imported late: a local model needs no network library
         from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
 
         token = self._token()
@@ -84,7 +84,7 @@ class Hub:
                         return Path(snapshot_download(model, local_files_only=True, **asked))
                 try:
                     files = snapshot_download(model, dry_run=True, **asked)
-                except DryRunError as error:  # the hub does not answer: use local files if complete
+                except DryRunError as error:  # the hub is unreachable: use local files if complete
                     cause = error.__cause__
                     asked["local_files_only"] = True
                     try:
@@ -160,7 +160,7 @@ class Hub:
         """Convert the hub library's errors to HubError."""
         from huggingface_hub import errors
 
-        network: Any = errors.HfHubHTTPError.__mro__[1]  # HTTPError of whichever httpx the library was built on
+        network: Any = errors.HfHubHTTPError.__mro__[1]  # HTTPError of the httpx that the library was built on
 
         at = "" if self.revision is None else f" at revision {self.revision}"
         token = "the token in --token-file" if self.token_file else "a token in --token-file or HF_TOKEN"
@@ -230,7 +230,7 @@ def split_hub_file(model: str) -> tuple[str, str | None]:
 
 
 def _all_at_once(files: Sequence[HubFile]) -> None:
-    """Several at a time; the first failure ends all, and what had come stays."""
+    """Download several files concurrently. The first failure cancels the rest; partial downloads are kept."""
     with ThreadPoolExecutor(min(len(files), AT_ONCE)) as pool:
         fetching = [pool.submit(file.fetch) for file in files]
         try:
@@ -243,14 +243,14 @@ def _all_at_once(files: Sequence[HubFile]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no advice of the library's: the lines are ours."""
+    """Silence the library's progress bars and warnings; this module reports progress itself."""
     from huggingface_hub import utils
 
-    library: Any = utils  # which does not say to type checkers what it exports
+    library: Any = utils  # its exports are not declared to type checkers
     bars, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()
     library.disable_progress_bars()
     library.logging.set_verbosity_error()
-    for name in ("httpx", "httpx2"):  # which tell every request, with its address
+    for name in ("httpx", "httpx2"):  # they log every request with its URL
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         yield
@@ -274,7 +274,7 @@ def _endpoint() -> str:
 
 
 def _bytes(folder: Path, pattern: str = "*") -> int:
-    """Of the files that match, now; a file may go away meanwhile."""
+    """Return the size of the matching files; files may disappear meanwhile."""
     total = 0
     for file in folder.glob(pattern):
         with contextlib.suppress(OSError):

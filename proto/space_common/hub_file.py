@@ -1,6 +1,6 @@
-"""One file of the hub, into huggingface_hub's own cache, going on where an earlier try was cut off.
+"""Downloads one file of the hub into huggingface_hub's cache, resuming interrupted downloads.
 
-huggingface_hub 2 forgets what a killed process had of a file; a shard of a large model is gigabytes.
+huggingface_hub 2 discards the partial file of a killed process; a shard of a large model is gigabytes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"
-"""Ends the name of what has come of a file so far."""
+"""Suffix of a partly downloaded file."""
 
 PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between tries that bring nothing; one that brings something begins anew."""
+"""Seconds between attempts that make no progress; an attempt with progress starts from the first again."""
 
 READ_SECONDS = 30.0
 
 
 class Damaged(OSError):
-    """What came is not what the hub has."""
+    """The downloaded file differs from the hub's."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HubFile:
     token: str | None
 
     def fetch(self) -> None:
-        """Have it in the cache. Raises what the network or huggingface_hub raises, and OSError."""
+        """Download the file into the cache if needed. Raises network and huggingface_hub errors, and OSError."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url, utils
 
         url = hf_hub_url(self.model, self.name, revision=self.commit)
@@ -48,7 +48,7 @@ class HubFile:
         lock = self.cache / ".locks" / home.name / f"{found.etag}.lock"
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        library: Any = utils  # which does not say to type checkers what it exports
+        library: Any = utils  # its exports are not declared to type checkers
         with library.WeakFileLock(lock):
             if not blob.exists():
                 part = blob.with_name(f"{found.etag}{PARTIAL}")
@@ -58,7 +58,7 @@ class HubFile:
             _link(home / "snapshots" / self.commit / self.name, blob)
 
     def _complete(self, url: str, part: Path, size: int) -> None:
-        """Try until all of it is there, as long as something comes now and then."""
+        """Retry until the file is complete; gives up after several attempts without progress."""
         failures = 0
         while (have := part.stat().st_size if part.exists() else 0) != size:
             if have > size:
@@ -80,7 +80,7 @@ class HubFile:
                 raise failure or Damaged(f"{self.name} ends after {have} of {size} bytes, again and again")
 
     def _go_on(self, url: str, part: Path, have: int) -> None:
-        """Append what comes from there on."""
+        """Append the bytes from offset `have` on."""
         from huggingface_hub import utils
 
         library: Any = utils
@@ -90,25 +90,25 @@ class HubFile:
         session = library.get_session()
         with session.stream("GET", url, headers=headers, timeout=READ_SECONDS, follow_redirects=True) as answer:
             library.hf_raise_for_status(answer)
-            whole = have and answer.status_code == 200  # somebody between here and the hub takes no ranges
+            whole = have and answer.status_code == 200  # a proxy ignores range requests
             with part.open("wb" if whole else "ab") as file:
                 for piece in answer.iter_bytes():
                     file.write(piece)
 
 
 def _may_pass(error: Exception) -> bool:
-    """The network's failures and the hub's own; not a refusal, and not a full disk."""
+    """Return whether a retry may help: network failures and the hub's 5xx, not refusals or a full disk."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         return status >= 500 or status in (408, 429)
-    network: Any = HfHubHTTPError.__mro__[1]  # HTTPError of whichever httpx the library was built on
+    network: Any = HfHubHTTPError.__mro__[1]  # HTTPError of the httpx that the library was built on
     return isinstance(error, (network, ConnectionError))
 
 
 def _check(part: Path, etag: str, name: str) -> None:
-    """Large files are tagged with their sha256."""
+    """Check the sha256, which is the etag of large files. Raises Damaged."""
     if len(etag) != 64:
         return
     with part.open("rb") as file:
@@ -119,7 +119,7 @@ def _check(part: Path, etag: str, name: str) -> None:
 
 
 def _link(place: Path, blob: Path) -> None:
-    """As huggingface_hub does; a copy where the file system has no links."""
+    """Link the blob as huggingface_hub does; copy it if the file system has no links."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():
         return

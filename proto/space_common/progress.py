@@ -1,4 +1,4 @@
-"""Lines about a download that goes on, the same whatever is downloaded."""
+"""Progress lines of downloads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 
 PROGRESS_SECONDS = 5.0
-"""Between two lines about a download that goes on."""
+"""Seconds between two lines."""
 
 
 @contextlib.contextmanager
 def download_progress(
     name: str, total: int, measure: Callable[[], int], say: Callable[[str], None], *, what: str = ""
 ) -> Iterator[None]:
-    """A line at the begin, one every few seconds while the block runs, one at its end unless it raises.
+    """Say a line at the start, one every few seconds while the block runs, and one at its end unless it raises.
 
-    `measure`: bytes that are there now, of `total`; `what` follows the name in the first line ("3 files, ").
+    `measure`: bytes present now, of `total`; `what` follows the name in the first line ("3 files, ").
     """
     before, begun = measure(), time.monotonic()
     resumed = f", {size_text(before)} of them since last time" if before else ""
@@ -43,7 +43,7 @@ def download_progress(
 
 
 def size_text(num_bytes: float) -> str:
-    """In the largest unit that fits: 92.9 MB."""
+    """Return the size in the largest fitting unit: 92.9 MB."""
     for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= bound:
             return f"{num_bytes / bound:.1f} {unit}"

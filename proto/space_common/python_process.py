@@ -1,8 +1,8 @@
-"""How one program of ours starts another: never with the current folder on Python's path.
+"""Starts Python subprocesses without the current folder on their path.
 
-`python -m` puts the current folder first on the path, so that a `json.py` or `torch.py` that lies there is executed in
-place of the real one. `-P` leaves the folder out, and PYTHONSAFEPATH does so in what the program starts itself. The
-folders of PYTHONPATH stay.
+`python -m` puts the current folder first on the path, so that a `json.py` or `torch.py` there would run in place of the
+real module. `-P` omits the folder, and PYTHONSAFEPATH does the same for the subprocess's own children. The folders of
+PYTHONPATH stay.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def module_command(module: str, *words: object) -> list[str]:
-    """`python -m module words`, in this interpreter."""
+    """Return the command `python -m module words` of this interpreter."""
     return [sys.executable, "-P", "-m", module, *map(str, words)]
 
 
 def safe_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a program it starts, with the variables `added`."""
+    """Return this process's environment for a subprocess, with the variables `added`."""
     return {**os.environ, **(added or {}), SAFE_PATH: "1"}

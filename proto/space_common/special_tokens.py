@@ -1,4 +1,4 @@
-"""Which special tokens a checkpoint names, as transformers finds them in its files."""
+"""The special tokens that a checkpoint names, found as transformers finds them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def token_text(entry: Any) -> str | None:
-    """The text of a token that is written as a text, or as an object with `content`."""
+    """Return a token's text; the entry is a string, or an object with `content`."""
     if isinstance(entry, Mapping):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
-    """`bos_token`, `eos_token`, … with what the files say, text or object; a name that they leave out is not there.
+    """Return `bos_token`, `eos_token`, … as string or object; names absent from the files are omitted.
 
-    `config`: tokenizer_config.json; `special_map`: special_tokens_map.json, which wins where the config has no
-    `added_tokens_decoder`, for then it is of the older form, and else only fills in what the config does not name.
+    `config`: tokenizer_config.json; `special_map`: special_tokens_map.json, which wins if the config has no
+    `added_tokens_decoder`, because then it has the older form; otherwise it only adds missing names.
     """
     own = {name: entry for name, entry in config.items() if _is_token(name, entry)}
     mapped = {name: entry for name, entry in special_map.items() if _is_token(name, entry)}
@@ -26,7 +26,7 @@ def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> d
 
 
 def further_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a name of their own."""
+    """Return the special tokens without a name."""
     found: list[Any] = []
     for source in (config, special_map):
         for key in ("extra_special_tokens", "additional_special_tokens"):
@@ -36,5 +36,5 @@ def further_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) ->
 
 
 def _is_token(name: str, entry: Any) -> bool:
-    """`add_bos_token` is a switch; a null says that there is no such token."""
+    """Return whether the entry is a token: `add_bos_token` is a switch, and null means none."""
     return name.endswith("_token") and not isinstance(entry, bool | int | float | list)

@@ -1,4 +1,4 @@
-"""A checkpoint's small text files, however they were saved."""
+"""Reads a checkpoint's small text files, with or without a byte order mark."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _OTHERS = {
 
 
 class NotUtf8(ValueError):
-    """A text file in another encoding; the message names the file, the place and the cure."""
+    """A text file is not UTF-8; the message names the file, the position and what to do."""
 
 
 def decoded(content: bytes, name: str | Path) -> str:
-    """The text of a file of this name: UTF-8, with or without a byte order mark. Raises NotUtf8."""
+    """Decode UTF-8, with or without a byte order mark. `name`: for the error. Raises NotUtf8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -26,5 +26,5 @@ def decoded(content: bytes, name: str | Path) -> str:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file. Raises NotUtf8, OSError."""
+    """Return the text of a file. Raises NotUtf8, OSError."""
     return decoded(file.read_bytes(), file)

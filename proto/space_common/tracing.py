@@ -1,6 +1,6 @@
-"""OpenTelemetry where it is asked for: spans sent over OTLP, as the standard OTEL_* variables say.
+"""OpenTelemetry tracing, if enabled: spans are sent over OTLP, configured by the standard OTEL_* variables.
 
-Neither SDK nor exporter is imported before that, so that a server without it pays nothing.
+SDK and exporter are imported only then, so tracing costs nothing when it is off.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ SPOKEN = {
     "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
 }
-"""Variables of which one value is understood here; every other OTEL_* variable is the library's own."""
+"""Variables with a single supported value; all other OTEL_* variables are left to the library."""
 
 
 class TracingUnavailable(Exception):
-    """Spans cannot be sent as asked; the message names what is missing and the cure."""
+    """Spans cannot be sent; the message names what is missing and what to do."""
 
 
 def check_tracing(environment: Mapping[str, str]) -> None:
-    """Raises TracingUnavailable."""
+    """Raises TracingUnavailable if spans cannot be sent."""
     for package in PACKAGES:
         try:
             found = importlib.util.find_spec(package) is not None
-        except ModuleNotFoundError:  # of a parent
+        except ModuleNotFoundError:  # a parent package is missing
             found = False
         if not found:
             raise TracingUnavailable(
@@ -50,10 +50,11 @@ def check_tracing(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def exporting(service: str, environment: Mapping[str, str]) -> Iterator[Tracer]:
-    """A tracer whose spans go to OTEL_EXPORTER_OTLP_ENDPOINT (http://localhost:4318 where it is unset), in batches and
-    beside the server's work; what is left is sent at the end of the block.
+    """Yield a tracer that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT (default http://localhost:4318) in background
+    batches.
 
-    `service`: its name where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES give none. Raises TracingUnavailable.
+    Spans that are left are sent at the end of the block. `service`: the service name if OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES set none. Raises TracingUnavailable.
     """
     check_tracing(environment)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -71,7 +72,7 @@ def exporting(service: str, environment: Mapping[str, str]) -> Iterator[Tracer]:
 
 
 def parent_of(traceparent: str, tracestate: str = "") -> Context:
-    """The span that a W3C traceparent names; none where it is empty or says nothing valid."""
+    """Return the context of a W3C traceparent; an empty context if it is empty or invalid."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -80,6 +81,6 @@ def parent_of(traceparent: str, tracestate: str = "") -> Context:
 
 
 def traceparent_of(span: Span) -> str:
-    """What names a span to another process."""
+    """Return the span's W3C traceparent."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

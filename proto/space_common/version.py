@@ -1,4 +1,4 @@
-"""Which version of spaceserve this is."""
+"""The version of spaceserve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DISTRIBUTION = "spaceserve"
 
 @cache
 def version() -> str:
-    """Of the installed distribution; in a source tree that is not installed, `+source` follows its own version."""
+    """Return the installed version; of a source tree that is not installed, its own version with `+source`."""
     try:
         return importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -20,7 +20,7 @@ def version() -> str:
 
 
 def _of_the_source(file: Path) -> str:
-    """What pyproject.toml says; 0 where the packages were copied without it."""
+    """Return the version in pyproject.toml; 0 if the packages were copied without it."""
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         return str(project["version"]) if project["name"] == _DISTRIBUTION else "0"

@@ -1,1 +1,1 @@
-"""Networks, weights, paged keys and values, and the pure-integer geometry of a SPACE step."""
+"""Networks, weights, the paged KV cache, and the integer layout of a SPACE step's rows."""

@@ -1,6 +1,8 @@
-"""Every causal language model that transformers has, tiny and random: served like transformers, or refused, and why.
+"""Tries every causal language model of transformers, tiny and random: served with equal logits, or refused with a
+reason.
 
-`python -P -m space_model.family_sweep` writes the page of them (server/MODELS.md), which a test holds against the code.
+`python -P -m space_model.family_sweep` prints the page of results (server/MODELS.md), which a test compares with the
+code.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from space_model.quantized_testing import KINDS
 from space_model.space_model import SpaceModel
 
 NUM_TOKENS, WINDOW = 40, 24
-"""A prompt, and a sliding window that it is longer than."""
+"""Length of the prompt, and a sliding window shorter than it."""
 
 CHUNKS = (1, 1, 2, 3, 7, 26)
-"""The prompt in parts."""
+"""Chunks of the prompt."""
 
 MOST_WEIGHTS = 30_000_000
-"""A larger model is not tiny."""
+"""Maximum weights of a tiny model."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -92,7 +94,7 @@ _SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "mamba_d_state": 8,
 }
-"""Of a tiny model; a config takes those that it has."""
+"""Sizes of a tiny model; a config uses those that it has."""
 
 _SMALL_IMAGES = {
     "hidden_size": 32,
@@ -112,20 +114,20 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "moshi": {"audio_vocab_size": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs besides, or otherwise; None: its own default."""
+"""Overrides by family; None: the family's own default."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a family."""
+    """The result for one family."""
 
     model_type: str
     model_class: str
     cpu: str  # served, refused or untried
     gpu: str
-    reason: str = ""  # why it is refused, or could not be tried
-    difference: float = 0.0  # of logits from transformers' own, as a share of the largest
-    exact: bool = True  # a prompt in chunks has the same bits as a whole one
+    reason: str = ""  # why it is refused or could not be tried
+    difference: float = 0.0  # largest difference of logits from transformers', relative to the largest logit
+    exact: bool = True  # a prompt in chunks gives the same bits as a whole one
 
 
 def families() -> dict[str, str]:
@@ -135,7 +137,7 @@ def families() -> dict[str, str]:
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The family's config with tiny sizes. Raises what the family says to them."""
+    """Return the family's config with tiny sizes. Raises what the config class raises."""
     return CONFIG_MAPPING[model_type](**_sizes_of(CONFIG_MAPPING[model_type], _OF_FAMILY.get(model_type, {})))
 
 
@@ -151,7 +153,7 @@ def _sizes_of(config_class: Any, more: dict[str, Any], depth: int = 0) -> dict[s
 
 
 def write_tiny(model_type: str, folder: Path) -> None:
-    """A random model of the family: unit gain through a layer, and biases and norms that are felt."""
+    """Write a random model of the family: unit gain per layer, with biases and norms large enough to matter."""
     config = tiny_config(model_type)
     with torch.device("meta"):
         count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
@@ -171,7 +173,7 @@ def write_tiny(model_type: str, folder: Path) -> None:
 
 
 def sweep(model_type: str, folder: Path) -> Outcome:
-    """Make a tiny model of the family in `folder`, serve it, and hold it against transformers."""
+    """Write a tiny model of the family to `folder`, serve it, and compare it with transformers."""
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         return _sweep(model_type, families()[model_type], folder)
@@ -181,7 +183,7 @@ def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
     usual = refused_by_config(model_type)
     try:
         write_tiny(model_type, folder)
-    except Exception as error:  # what transformers says to our sizes may be anything
+    except Exception as error:  # transformers may raise anything for these sizes
         if usual is not None:
             return Outcome(model_type, name, "refused", "refused", usual)
         return Outcome(model_type, name, "untried", "untried", _short(error))
@@ -190,7 +192,7 @@ def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
     except ModelError as error:
         reason = _impersonal(str(error), model_type, folder)
         try:
-            with mock.patch("space_model.loading.load.make_row_invariant"):  # a GPU's networks have none
+            with mock.patch("space_model.loading.load.make_row_invariant"):  # a GPU's networks are not row-invariant
                 model = load_model(folder, dtype="float32")
         except ModelError as second:
             reason = _impersonal(str(second), model_type, folder)
@@ -201,21 +203,23 @@ def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
 
 
 def refused_by_config(model_type: str) -> str | None:
-    """Why a model with the family's own config is refused before it is read; None: it is not."""
+    """Return why the family's default config is refused before loading; None if it is not."""
     try:
         said = CONFIG_MAPPING[model_type]().to_dict() | {"model_type": model_type}
         read_config(Checkpoint(model_type, Path(), said, (), Path()))
     except ModelError as error:
         reason = _impersonal(str(error), model_type, None)
         return None if "cannot read the config" in reason else reason
-    except Exception:  # transformers has no whole default of some
+    except Exception:  # some have no complete default config
         return None
     return None
 
 
 @torch.inference_mode()
 def _compare(model: SpaceModel, folder: Path) -> tuple[float, bool]:
-    """Largest difference from transformers as a share of its largest logit; whether chunks have the same bits."""
+    """Return the largest difference from transformers relative to its largest logit, and whether chunks give the same
+    bits.
+    """
     ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
     whole = _logits(model, ids, (NUM_TOKENS,))
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -240,7 +244,7 @@ def _short(error: Exception) -> str:
 
 
 def _impersonal(reason: str, model_type: str, folder: Path | None) -> str:
-    """What a refusal says of all such models, without the name of the one."""
+    """Return the reason for a refusal without the name of the particular model."""
     if folder is not None:
         reason = reason.replace(str(folder), "the checkpoint")
     reason = re.sub(r"^\w+(ForCausalLM|LMHeadModel|WithLMHead|Decoder|Model) ", "It ", reason)
@@ -270,7 +274,7 @@ def _quiet() -> Iterator[None]:
 
 
 def sweep_all() -> list[Outcome]:
-    """Every family."""
+    """Return the outcomes of all families."""
     outcomes = []
     for model_type in families():
         with tempfile.TemporaryDirectory() as folder:
@@ -281,14 +285,15 @@ def sweep_all() -> list[Outcome]:
 # ------------------------------------------------------------------------------------------------------- the page
 
 EQUAL = 1e-5
-"""Of the largest logit, float32: rounding of one layer behind the other, and two orders of magnitude below a fault."""
+"""Relative to the largest logit, in float32: rounding over all layers, and two orders of magnitude below a real fault.
+"""
 
 TRIED_ON_GPU = frozenset({"llama", "qwen3", "gemma2", "gemma3_text"})
 """Families that `make gpu-check` compares with transformers on a GPU."""
 
 
 def to_page(outcomes: Sequence[Outcome]) -> str:
-    """server/MODELS.md"""
+    """Return the text of server/MODELS.md."""
     served = [one for one in outcomes if "served" in (one.cpu, one.gpu)]
     on_cpu = sum(one.cpu == "served" for one in served)
     refused: dict[str, list[str]] = {}
@@ -379,7 +384,7 @@ def to_page(outcomes: Sequence[Outcome]) -> str:
 
 
 def _formats() -> dict[str, tuple[str, list[str]]]:
-    """Name -> the library that multiplies by such weights, and what is tried of it."""
+    """Return each quantised format's kernel library, and the variants that are tested."""
     found: dict[str, tuple[str, list[str]]] = {}
     for kind, (_, section) in KINDS.items():
         form = read_format({"quantization_config": section}, kind)

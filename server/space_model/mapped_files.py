@@ -1,4 +1,4 @@
-"""Files of weights that this process has mapped: what of them lies in memory, and giving it back."""
+"""Memory-mapped weight files: how much of them is resident, and releasing it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from torch import Tensor
 
 SMALL = 1 << 18
-"""Bytes of a tensor that is not worth letting go of."""
+"""Tensors of fewer bytes are not worth releasing."""
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """A stretch of addresses that a file lies at."""
+    """An address range that maps a file."""
 
     start: int
     end: int
     resident: int  # bytes in memory
-    changed: int  # bytes of it that were written to, and are not the file's any more
+    changed: int  # bytes that were written to and differ from the file
 
 
 def mappings(files: Collection[Path], smaps: Path = Path("/proc/self/smaps")) -> Iterator[Mapping]:
-    """Where these files are mapped (Linux; nowhere else)."""
+    """Yield the mappings of these files (Linux only)."""
     wanted = {str(file.resolve()) for file in files}
     try:
         lines = smaps.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -48,10 +48,10 @@ def mappings(files: Collection[Path], smaps: Path = Path("/proc/self/smaps")) ->
 
 
 def give_back(files: Collection[Path]) -> int:
-    """Let go of the pages of these files that lie in memory, and say how many bytes: who reads one again has it again.
+    """Release the resident pages of these files and return their bytes; a later access reads them from disk again.
 
-    Weights are packed out of them and then read no more; but the embedding is, and keeps the whole file mapped. What
-    somebody has written to stays, for the file does not have it.
+    Most weights are packed and not read again, but the embedding is, and keeps the whole file mapped. Mappings that
+    were written to are kept, because the file does not have the changes.
     """
     try:
         madvise = ctypes.CDLL(None).madvise
@@ -66,8 +66,9 @@ def give_back(files: Collection[Path]) -> int:
 
 
 def let_go(tensor: Tensor) -> None:
-    """Give back the pages that lie under this tensor, if it is a view of a mapped file of weights: it was copied or
-    packed, and whoever reads it again has them again. Any other tensor stays as it is.
+    """Release the pages under this tensor, if it is a view of a mapped weight file: it was copied or packed.
+
+    A later access reads them from disk again. Other tensors are left alone.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
         return
@@ -87,7 +88,7 @@ def let_go(tensor: Tensor) -> None:
 
 
 def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -> bool:
-    """These addresses are those of one mapped safetensors or GGUF file."""
+    """Return whether these addresses are in one mapped safetensors or GGUF file."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

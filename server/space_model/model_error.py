@@ -1,4 +1,4 @@
-"""Why a checkpoint is not served. Each message names the cause, the value, and the cure where there is one."""
+"""Errors for checkpoints that cannot be served. Messages name the cause, the value, and the cure if there is one."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ class ModelError(Exception):
 
 
 class CheckpointNotFound(ModelError):
-    """There is nothing at the path, or a file is missing."""
+    """The path does not exist, or a file is missing."""
 
 
 class UnsupportedModel(ModelError):
-    """The architecture needs something that this server does not do."""
+    """The model needs something that this server does not support."""
 
 
 class InvalidSpaceSection(ModelError):
-    """The masks or the draft head that the checkpoint (or a flag) declares do not fit it."""
+    """The masks or the draft head, as declared by the checkpoint or a flag, do not fit it."""
 
 
 class InvalidSetting(ModelError):
-    """A setting given to load_model that this checkpoint or machine cannot have."""
+    """A load_model setting that this checkpoint or machine does not support."""
 
 
 @contextmanager
 def malformed_is_unsupported() -> Iterator[None]:
-    """A checkpoint's files may say anything: what Python says to that is a reason to refuse it, and no crash.
+    """Convert Python errors caused by malformed checkpoint files to UnsupportedModel.
 
-    Memory that is not there is another matter.
+    Out-of-memory errors pass through.
     """
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, OSError) as error:
         raise UnsupportedModel(_said(error)) from error
     except RuntimeError as error:
-        if type(error) not in (RuntimeError, RecursionError, NotImplementedError):  # torch's own, such as out of memory
+        if type(error) not in (
+            RuntimeError,
+            RecursionError,
+            NotImplementedError,
+        ):  # torch's subclasses, such as out of memory
             raise
         raise UnsupportedModel(_said(error)) from error
 

@@ -1,4 +1,4 @@
-"""What a loaded model is, in numbers: what the worker tells the router, and sizes things by."""
+"""A loaded model's figures: sent from the worker to the router, and used for sizing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from space_kernels.fp8 import FORMAT
 
 
 def number_format(dtype: torch.dtype, weights: str, *, float8_kv: bool) -> str:
-    """In words, such as `bfloat16 with fp8 weights and fp8 keys and values`."""
+    """Return a description such as `bfloat16 with fp8 weights and fp8 keys and values`."""
     small = ([] if weights == "plain" else [f"{weights} weights"]) + ["fp8 keys and values"] * float8_kv
     form = str(dtype).removeprefix("torch.")
     return f"{form} with {' and '.join(small)}" if small else form
@@ -17,17 +17,17 @@ def number_format(dtype: torch.dtype, weights: str, *, float8_kv: bool) -> str:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """A gated adapter that is loaded."""
+    """A loaded gated adapter."""
 
-    name: str  # as requests ask for it; "" is the checkpoint's own
+    name: str  # as requests name it; "" is the checkpoint's own
     num_masks: int
     has_draft_head: bool
-    acceptance: tuple[float, ...] = ()  # as of ModelFacts
+    acceptance: tuple[float, ...] = ()  # as in ModelFacts
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The checkpoint and how it is held."""
+    """The checkpoint and its formats in memory."""
 
     name: str  # as given to load_model
     vocab_size: int  # rows of the output head
@@ -36,53 +36,53 @@ class ModelFacts:
     num_heads: int
     kv_heads: int
     head_dim: int
-    window: int  # most positions of one sequence
-    dtype: torch.dtype  # of weights, keys and values, where nothing below says otherwise
+    window: int  # maximum positions of one sequence
+    dtype: torch.dtype  # of weights and KV cache, unless a field below says otherwise
     dtype_reason: str  # why this dtype was chosen, for the log
     device: torch.device
     eos_ids: tuple[int, ...]
     mask_ids: tuple[int, ...]  # id of mask 1, 2, …, num_masks; a shared id is repeated; empty: masks without ids
-    num_masks: int  # 0: a plain checkpoint
+    num_masks: int  # 0: no masks, plain decoding
     model_hash: str
-    tokenizer_hash: str  # "" where the checkpoint has no tokenizer.json
+    tokenizer_hash: str  # "" if the checkpoint has no tokenizer.json
     has_draft_head: bool
-    kv_bytes_per_token: int  # keys and values of one slot in all layers
+    kv_bytes_per_token: int  # keys and values of one token in all layers
     attention: str  # the attention implementation in use
-    num_threads: int  # threads of one product on the CPU
-    acceptance: tuple[float, ...] = ()  # of draft 1, 2, … given those before it, as the checkpoint says; empty: unknown
-    adapters: tuple[AdapterFacts, ...] = ()  # by the number that rows refer to them by
-    weights: str = "plain"  # how linears are held: one of precision.WEIGHTS
-    float8_kv: bool = False  # keys and values are held in numbers of eight bits
-    head_rows: int = 8  # whose logits cost no more than the head's weights read twice
-    num_ranks: int = 1  # processes that share the model; heads and bytes of keys and values are those of one
+    num_threads: int  # threads of one CPU matmul
+    acceptance: tuple[float, ...] = ()  # conditional, of draft 1, 2, …, as the checkpoint declares; empty: unknown
+    adapters: tuple[AdapterFacts, ...] = ()  # rows refer to an adapter by its index
+    weights: str = "plain"  # storage of linears: one of precision.WEIGHTS
+    float8_kv: bool = False  # the KV cache is 8-bit
+    head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
+    num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property
     def number_format(self) -> str:
-        """Of weights, keys and values: what two workers must have in common for the same text."""
+        """Return the formats of weights and KV cache, which two workers must share to generate the same text."""
         return number_format(self.dtype, self.weights, float8_kv=self.float8_kv)
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values in their pages."""
+        """Return the dtype of the KV cache."""
         return FORMAT if self.float8_kv else self.dtype
 
     @property
     def eight_bits(self) -> bool:
-        """Linears, and the output head, are held in whole numbers of eight bits and scales."""
+        """Return whether linears and the output head are int8 with scales."""
         return self.weights == "int8"
 
     @property
     def most_masks(self) -> int:
-        """Masks per group that a sequence can have at most, whatever its adapter."""
+        """Return the maximum masks per group, over all adapters."""
         return max(self.num_masks, *(adapter.num_masks for adapter in self.adapters), 0)
 
     @property
     def has_any_draft_head(self) -> bool:
-        """Some masks, the checkpoint's own or an adapter's, have a draft head."""
+        """Return whether the checkpoint's masks or an adapter's have a draft head."""
         return self.has_draft_head or any(adapter.has_draft_head for adapter in self.adapters)
 
     def adapter_number(self, name: str) -> int | None:
-        """Where the adapter is; None: the checkpoint's own masks, by their ids. Raises KeyError for an unknown name."""
+        """Return the adapter's index; None: the checkpoint's own masks with ids. Raises KeyError if unknown."""
         for number, adapter in enumerate(self.adapters):
             if adapter.name == name:
                 return number

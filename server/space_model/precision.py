@@ -1,4 +1,4 @@
-"""Which device and which number format a model is held in, and why."""
+"""Chooses a model's device and dtype, with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
+    """Return the device; `auto` is the GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -24,17 +24,17 @@ def choose_device(device: str) -> torch.device:
 
 
 def refuse_tf32() -> None:
-    """float32 is IEEE's on a GPU, too, whatever the environment says (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
+    """Disable TF32 on a GPU, even if the environment enables it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 WEIGHTS = ("plain", "int8", "fp8")
-"""How the weights of linears are held: as the dtype says, in whole numbers of eight bits and scales, or in numbers of
-eight bits with a floating point and scales (on a CPU these save nothing: see float8_model.py)."""
+"""Storage of linears' weights: plain dtype, int8 with scales, or fp8 with scales (which saves nothing on a CPU: see
+fp8_model.py)."""
 
 KV_DTYPES = ("auto", "fp8")
-"""How keys and values are held: as the dtype says, or in numbers of eight bits (see space_kernels/fp8.py)."""
+"""Storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)."""
 
 
 def choose_dtype(
@@ -45,11 +45,11 @@ def choose_dtype(
     cpu_kernels: str | None = None,
     kept: str | None = None,
 ) -> tuple[torch.dtype, str]:
-    """The dtype and the reason for it.
+    """Return the dtype and the reason for it.
 
-    `stored` is the checkpoint's own; `weights` of WEIGHTS; `cpu_kernels` of CHOICES in cpu_library.py, None: as the
-    environment says; `kept`: what the numbers are kept as where that is no dtype, such as Q4_K, and `stored` one that
-    rounds finer than they do.
+    `stored`: the checkpoint's own dtype; `weights`: one of WEIGHTS; `cpu_kernels`: one of CHOICES in cpu_library.py,
+    None: from the environment; `kept`: the format of quantised weights, such as Q4_K, in which case `stored` is a dtype
+    that is finer.
     """
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
@@ -77,10 +77,10 @@ def choose_dtype(
 
 
 def _for_bfloat16(cpu_kernels: str | None, own: str) -> tuple[torch.dtype, str]:
-    """What a bfloat16 checkpoint is computed in on this CPU."""
+    """Return the dtype that computes a bfloat16 checkpoint on this CPU."""
     if multiplies_bfloat16():
         return torch.bfloat16, f"{own}, and this CPU multiplies bfloat16 natively"
-    if cpu_kernels not in (None, "auto", "torch"):  # whether they can be had is said where they are loaded
+    if cpu_kernels not in (None, "auto", "torch"):  # availability is checked when they are loaded
         return torch.bfloat16, f"{own}, and compiled operations, which take it, are asked for"
     try:
         library = None if cpu_kernels == "torch" else cpu_library()
@@ -92,6 +92,6 @@ def _for_bfloat16(cpu_kernels: str | None, own: str) -> tuple[torch.dtype, str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has products of bfloat16 (AVX512-BF16 or AMX); else they are slower than those of float32."""
+    """Return whether this CPU has bfloat16 matmul instructions (AVX512-BF16 or AMX); else float32 is faster."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints for tests, packed as the formats' own documents say. Shipped, not served."""
+"""Tiny quantised checkpoints for tests, packed as the formats' documentation defines. Shipped, but not served."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 GROUP = 32
-"""Inputs that share a scale, where groups do."""
+"""Inputs that share a scale in formats with groups."""
 
 Packed = tuple[dict[str, Tensor], Tensor]
-"""What stands behind a linear's path in the file, and the weight that it means, [out, in] float32."""
+"""Tensors by suffix of the linear's path, and the weight that they encode, [out, in] float32."""
 
 
 def write_quantized(source: Path, target: Path, plain: Path, kind: str) -> None:
-    """`source` (a dense checkpoint) with the linears of its layers quantised, in the folder `target`; in the folder
-    `plain` the same numbers, dense. `kind`: one of KINDS.
+    """Write `source` (a dense checkpoint) with its layers' linears quantised to `target`, and dequantised to `plain`.
+
+    `kind`: one of KINDS.
     """
     pack, section = KINDS[kind]
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +44,7 @@ def write_quantized(source: Path, target: Path, plain: Path, kind: str) -> None:
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """[rows, n] small integers -> [rows, n·bits/32] int32: the first in the lowest bits."""
+    """Pack [rows, n] small integers to [rows, n·bits/32] int32, lowest bits first."""
     per_word = 32 // bits
     whole = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word)).numpy().astype(np.uint64)
     words = np.zeros((whole.shape[0], whole.shape[1] // per_word), dtype=np.uint64)
@@ -53,7 +54,7 @@ def _words(values: Tensor, bits: int) -> Tensor:
 
 
 def _grid(weight: Tensor, bits: int, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers near the weight, scales and zeros per row and group: q [out, in], s and z [out, groups]."""
+    """Quantise the weight by row and group: q [out, in], scales and zeros [out, groups]."""
     out, columns = weight.shape
     parts = weight.view(out, columns // GROUP, GROUP)
     levels = (1 << bits) - 1
@@ -66,7 +67,7 @@ def _grid(weight: Tensor, bits: int, generator: torch.Generator, *, signed: bool
 
 
 def _meant(q: Tensor, scale: Tensor, zero: Tensor, group: Tensor) -> Tensor:
-    """(q - z)·s with the group of each column."""
+    """Dequantise: (q - z)·s with each column's group."""
     return (q - zero[:, group]).float() * scale.float()[:, group]
 
 
@@ -211,4 +212,4 @@ KINDS: Mapping[str, tuple[Callable[[Tensor, torch.Generator], Packed], Mapping[s
     ),
     "bitsandbytes int8": (_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
-"""How a weight is packed, and what config.json says of it."""
+"""The packing function of each kind, and its quantization_config."""

@@ -1,4 +1,4 @@
-"""A loaded model: rows in, hidden rows out, logits on demand."""
+"""A loaded model: computes hidden states of rows, and logits on demand."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from space_model.networks.sharded_head import ShardedHead
 
 
 class SpaceModel:
-    """A decoder with its output head, its draft head where the checkpoint has one, and the adapters that draft for it.
+    """A decoder with its output head, the checkpoint's draft head if it has one, and the loaded adapters.
 
-    On the CPU every method gives a row the same bits whatever the other rows, their number, and the threads.
+    On the CPU all methods are row-invariant: a row's bits do not depend on other rows, their number, or the threads.
     """
 
     def __init__(
@@ -32,16 +32,16 @@ class SpaceModel:
         adapters: Sequence[Adapter] = (),
     ) -> None:
         self.facts = facts
-        self.draft_head = draft_head  # of the checkpoint's own masks
+        self.draft_head = draft_head  # for the checkpoint's own masks
         self.adapters = tuple(adapters)
         self._network, self._head = network, head
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        """The head that was trained with the masks of this adapter; None: with the checkpoint's own."""
+        """Return the draft head trained with this adapter's masks; None: with the checkpoint's own masks."""
         return self.draft_head if adapter is None else self.adapters[adapter].draft_head
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Pages for num_blocks·block_size slots."""
+        """Allocate a KV cache of num_blocks·block_size slots."""
         return PagedKV.allocate(
             num_layers=self.facts.num_layers,
             num_blocks=num_blocks,
@@ -54,7 +54,7 @@ class SpaceModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """One pass over the batch's rows: [R, hidden] after the final norm. Chain rows leave their K and V in `kv`."""
+        """Compute the batch's rows: [R, hidden] after the final norm. Stores the chain rows' K and V in `kv`."""
         return self._network.forward(batch, kv)
 
     @torch.inference_mode()
@@ -64,10 +64,10 @@ class SpaceModel:
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """[N, hidden], ids [N, M] -> [N, M] float32: only the logits of those ids."""
+        """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
         return self._head.logits_of(hidden, ids)
 
     @torch.inference_mode()
     def embed(self, ids: Tensor) -> Tensor:
-        """[N] -> [N, hidden]: rows of the embedding table, without the scale some families put on them."""
+        """[N] -> [N, hidden]: rows of the embedding table, without a family's embedding scale."""
         return self._network.embed(ids)

@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of every served family, with a tokenizer: whole enough for any test, and small."""
+"""Tiny random checkpoints of every served family, complete with a tokenizer, for tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "cohere2": {"model_type": "cohere2", "sliding_window": 24, "logit_scale": 0.5},
 }
-"""What makes each served family itself, in a config; `gemma2` has soft caps by default, `mistral` a sliding window."""
+"""The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window."""
 
 
 def tiny_checkpoint(
@@ -79,12 +79,12 @@ def tiny_checkpoint(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a random checkpoint of `family` to the folder `path` (made if absent) and return it.
+    """Write a random checkpoint of `family` to the folder `path` (created if absent) and return it.
 
-    It has a byte-level tokenizer (printable ASCII and newline where the vocabulary has no room for all bytes), a chat
+    It has a byte-level tokenizer (printable ASCII and newline if the vocabulary is too small for all bytes), a chat
     template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config.
-    `words`: ids that the tokenizer would leave over are made-up words, so that every id is some text. With an
-    `adapter_rank` the masks have no ids: they are a random gated adapter's, on every linear of the decoder layers.
+    `words`: ids without a byte become made-up words, so that every id decodes to text. With an
+    `adapter_rank` the masks have no ids: they belong to a random gated adapter on every linear of the decoder layers.
     The weights do not depend on masks, adapter or draft head.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def tiny_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:  # unit gain through a layer, and logits far enough apart that text is not one long loop
+        if weight.dim() > 1:  # unit gain per layer, and logits spread enough that text is not one long loop
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
             weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
     model.tie_weights()
@@ -150,9 +150,9 @@ def tiny_adapter(
     seed: int = 1,
     linears: tuple[str, ...] | None = None,
 ) -> Path:
-    """Write a random gated adapter for the checkpoint `base` to the folder `path`, which names it as its base.
+    """Write a random gated adapter for the checkpoint `base`, which it declares as its base, to the folder `path`.
 
-    `linears`: last names of those it adapts, such as ("q_proj", "up_proj"); None: every one of the decoder layers.
+    `linears`: last path components of the adapted linears, such as ("q_proj", "up_proj"); None: all.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(base)
@@ -170,7 +170,7 @@ def tiny_adapter(
 def random_gated_lora(
     model: PreTrainedModel, *, num_masks: int, rank: int, seed: int, linears: tuple[str, ...] | None = None
 ) -> GatedLora:
-    """Pairs whose deltas are about as large as what they are added to, float32."""
+    """Return random float32 pairs whose deltas are about as large as the outputs they are added to."""
     generator = torch.Generator().manual_seed(seed)
     layers, _ = decoder_layers(model.base_model)
 
@@ -191,7 +191,7 @@ def random_gated_lora(
 def _write_draft_head(
     path: Path, hidden: int, dtype: str, generator: torch.Generator, width: int = 32
 ) -> dict[str, Any]:
-    """A random draft head, and its part of the `space` section."""
+    """Write a random draft head, and return its part of the `space` section."""
     weights = {
         "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
         "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
@@ -202,7 +202,9 @@ def _write_draft_head(
 
 
 def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool = False) -> None:
-    """Byte-level, without merges: one token per byte; with `words` behind them, which no text is encoded as."""
+    """Write a byte-level tokenizer without merges: one token per byte; with `words`, then words that no text encodes
+    to.
+    """
     masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
     specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
     letter_of = _byte_letters()
@@ -228,7 +230,7 @@ def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool
 
 
 def _word(number: int, space: str) -> str:
-    """A space and syllables, another word for each number."""
+    """Return a space and syllables, a different word for each number."""
     consonants, vowels = "bcdfghjklmnpqrstvwxz", "aeiou"
     syllables = ""
     while number or not syllables:
@@ -238,7 +240,7 @@ def _word(number: int, space: str) -> str:
 
 
 def _byte_letters() -> dict[int, str]:
-    """The printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Return the printable letter of each byte in byte-level tokenizers (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in letters]

@@ -1,13 +1,13 @@
 """transformers without torch's compiler, for a process that never compiles a model.
 
-transformers marks some functions for `torch._dynamo` where it defines them, and takes one of its classes by name; torch
-does the like for what it does on the meta device. That alone would import the compiler and, where it is installed,
-triton: about a second of a start, and triton's complaints about leaks at the end of a process that never used it.
+transformers decorates some functions with `torch._dynamo`, and refers to one of its classes; torch does the same for
+the meta device. That alone would import the compiler and, if it is installed, triton: this costs about a second at
+start, and triton's leak warnings at the exit of a process that never used it.
 
-While transformers is imported here, a module stands in for the compiler: a mark of a function of transformers or torch
-leaves it as it is, and the class is found when one is made. Everything else that is asked of it, by any package
-(torchvision imports `torch._dynamo.utils`), imports the real compiler, which takes its place from then on. A module
-that keeps a reference to the stand-in has the real one behind it.
+While this module imports transformers, a stand-in replaces the compiler: its decorators return functions of
+transformers and torch unchanged, and the class is resolved when it is instantiated. Any other access, by any package
+(torchvision imports `torch._dynamo.utils`), imports the real compiler, which replaces the stand-in. A module that holds
+a reference to the stand-in reaches the real one through it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _COMPILER = "torch._dynamo"
 _MARKS = frozenset({"disable", "assume_constant_result", "allow_in_graph"})
 _INDEXING, _INDEX_CLASS = "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex"
 _MARKED = frozenset({"torch", "transformers"})
-"""Packages whose functions may stay unmarked: this process compiles none of them."""
+"""Packages whose functions may stay undecorated: this process compiles none of them."""
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils")
 
 
 class _StandIn(ModuleType):
-    """In the place of a module of the compiler: what it does not know itself is asked of the real one."""
+    """Stands in for a module of the compiler; unknown attributes are looked up in the real module."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of every module imports nothing
+        if name.startswith("__"):  # Python's own attribute look-ups import nothing
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         known = _answer(self.__name__, name, sys._getframe(1).f_globals.get("__name__", ""))
         return getattr(_real(self.__name__), name) if known is None else known
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
 
 
 def _answer(module: str, name: str, asking: str) -> Any:
-    """What a stand-in says by itself to the module `asking`; None: nothing."""
+    """Return the stand-in's own value of `name` for the module `asking`; None if it has none."""
     if not isinstance(sys.modules.get(module), _StandIn):
         return None
     if module == _COMPILER and name in _MARKS:
@@ -59,7 +59,7 @@ def _answer(module: str, name: str, asking: str) -> Any:
 
 
 def _mark(name: str) -> Callable[..., Any]:
-    """The compiler's decorator `name`, which does nothing to functions of torch and transformers."""
+    """Return a stand-in for the compiler's decorator `name`, which skips torch's and transformers' functions."""
 
     def mark(function: Callable[..., Any] | None = None, *arguments: Any, **named: Any) -> Any:
         if function is None:
@@ -76,20 +76,20 @@ def _indexing() -> object:
 
 
 def _real(name: str) -> ModuleType:
-    """The real module, imported if it is not there yet."""
+    """Return the real module, importing it if needed."""
     _leave()
     return importlib.import_module(name)
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Asked for any other module of the compiler, it lets the real one in."""
+    """An import hook that replaces the stand-ins when any other module of the compiler is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not fullname.startswith(f"{_COMPILER}."):
             return None
-        # The import system would look in the stand-in's path, which it has asked for already: it gets the module whole.
+        # Otherwise the import system would search the path of the stand-in, which it has already read.
         real = _real(fullname)
         return ModuleSpec(fullname, self, loader_state=real.__spec__, is_package=hasattr(real, "__path__"))
 
@@ -106,7 +106,9 @@ _submodules = _Submodules()
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Imports find the stand-in, and what needs more than a mark the real compiler; one that is there already stays."""
+    """In the block, imports get the stand-in, which loads the real compiler on demand. If it is loaded already, it
+    stays.
+    """
     if _COMPILER in sys.modules:
         yield
         return
@@ -114,7 +116,7 @@ def without_compiler() -> Iterator[None]:
         module = _StandIn(name)
         module.__spec__ = ModuleSpec(name, None, is_package=name == _COMPILER)
         sys.modules[name] = module
-    sys.modules[_COMPILER].__path__ = []  # a package: the import system then asks the finder for what is in it
+    sys.modules[_COMPILER].__path__ = []  # marks a package, so that the import system asks the finder for submodules
     sys.meta_path.insert(0, _submodules)
     try:
         yield
@@ -123,7 +125,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """The stand-ins make room, if they still stand."""
+    """Remove the stand-ins, if they are still installed."""
     for name in (_COMPILER, _INDEXING):
         if isinstance(sys.modules.get(name), _StandIn):
             del sys.modules[name]

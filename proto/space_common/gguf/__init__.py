@@ -1,1 +1,1 @@
-"""GGUF files as checkpoints: what router and worker read of them besides the numbers of the weights."""
+"""GGUF files as checkpoints: everything that router and worker read from them except the weights' values."""

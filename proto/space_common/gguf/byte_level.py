@@ -13,7 +13,7 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], pre_tokenizer: PreTokenizer) -> dict[str, Any]:
-    """normalizer, pre_tokenizer, decoder and model of tokenizer.json."""
+    """Return normalizer, pre_tokenizer, decoder and model of tokenizer.json."""
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in pre_tokenizer.patterns
@@ -38,7 +38,7 @@ def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], pre_tokenizer: 
 
 
 def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
-    """Pairs of tokens in the order of their ranks. Raises GgufError."""
+    """Return pairs of tokens in the order of their ranks. Raises GgufError."""
     try:
         lines = metadata["tokenizer.ggml.merges"]
     except KeyError:
@@ -46,7 +46,7 @@ def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pai
             "The file has no tokenizer.ggml.merges, without which byte-level BPE has no order. Serve the original "
             "checkpoint, or convert it again with a current convert_hf_to_gguf.py."
         ) from None
-    pairs: dict[Pair, None] = {}  # the first of two equal lines counts
+    pairs: dict[Pair, None] = {}  # of two equal lines the first counts
     for line in lines:
         cut = line.find(" ", 1)
         pair = (line[:cut], line[cut + 1 :])

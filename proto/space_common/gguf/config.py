@@ -1,7 +1,7 @@
-"""What config.json would say of the model in a GGUF file.
+"""Builds config.json from the metadata of a GGUF file.
 
-A GGUF file describes a model in llama.cpp's terms; what llama.cpp has built in (Gemma's layer pattern, its second
-rotary base, the scale of its attention) is written out here.
+A GGUF file describes a model in llama.cpp's terms; what llama.cpp hard-codes (Gemma's layer pattern, its second rotary
+base, the scale of its attention) is listed here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "rope.scaling.yarn_log_multiplier": 0.0,
     "use_parallel_residual": False,
 }
-"""Values that change what the model computes, and which here can only be what they are where they are not said."""
+"""Keys that change the computation. Only the value that a missing key implies is supported."""
 
 _READ = frozenset(
     {
@@ -78,15 +78,15 @@ _READ = frozenset(
     }
 )
 _IDLE = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
-"""What says nothing about the numbers: the embedding has as many rows as it has."""
+"""Keys that do not change the computation; the vocabulary size is taken from the embedding's rows."""
 
 _DEFAULT_SLIDING_WINDOW = 4096
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""llama.cpp knows by the number of layers which Gemma scales its attention by hidden size / heads."""
+"""Layers of the Gemma models whose attention llama.cpp scales by hidden size / heads."""
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The object of config.json. Raises GgufError for an architecture, or a value, that is not served."""
+    """Return the content of config.json. Raises GgufError for an unsupported architecture or value."""
     facts = Facts.of(file)
     hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count")
     kv_heads = facts.count("attention.head_count_kv", heads)
@@ -143,21 +143,23 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def dtype_of(file: GgufFile) -> str:
-    """The dtype that the numbers fit in. Blocks of few bits, eight included, have coarser steps than bfloat16."""
+    """Return the dtype that the weights fit in. Quantised blocks, 8-bit ones included, have coarser steps than
+    bfloat16.
+    """
     kind = next(iter(file.kinds), "F32")
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The values of a file under its architecture's own prefix, each checked as it is taken."""
+    """Metadata under the architecture's own prefix, each value checked when it is read."""
 
     file: GgufFile
     architecture: str
 
     @classmethod
     def of(cls, file: GgufFile) -> Facts:
-        """Of a file of an architecture that is served, in which every value is understood. Raises GgufError."""
+        """Read the metadata of a supported architecture. Raises GgufError for unknown architectures and keys."""
         architecture = file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise GgufError(
@@ -179,11 +181,11 @@ class Facts:
         return facts
 
     def get(self, name: str) -> Any:
-        """A value as it is; None: the file does not say it."""
+        """Return the raw value, or None if the file has none."""
         return self.file.metadata.get(f"{self.architecture}.{name}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number; one for each layer where all are the same."""
+        """Return an integer; a list with one per layer must have equal values."""
         found = self.get(name)
         if isinstance(found, list) and len(set(found)) == 1:
             found = found[0]
@@ -198,7 +200,7 @@ class Facts:
         return found
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number, as few digits as tell it from the next one of 32 bits."""
+        """Return a number, with the fewest digits that identify it in float32."""
         found = self.get(name)
         if found is None and default is not None:
             return default
@@ -240,7 +242,7 @@ def _refuse_window(facts: Facts) -> None:
 
 
 def _rope(facts: Facts, head_dim: int, rotary: int) -> dict[str, Any]:
-    """rope_parameters of layers that see all positions."""
+    """Return rope_parameters of the full-attention layers."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10000.0)}
     if rotary != head_dim:
         rope["partial_rotary_factor"] = rotary / head_dim
@@ -281,7 +283,7 @@ def _yarn(facts: Facts, factor: float) -> dict[str, Any]:
 
 
 def _llama3(facts: Facts, theta: float, rotary: int) -> dict[str, Any]:
-    """The scaling whose divisors of each frequency the file has.
+    """Return the RoPE scaling that gives the per-frequency divisors in the file.
 
     With low and high of config.json, and w the wavelength in positions, 1/divisor runs linearly from 1/factor to 1
     while original / w runs from low to high. Llama 3 has 1, 4 and 8192.
@@ -313,7 +315,7 @@ def _llama3(facts: Facts, theta: float, rotary: int) -> dict[str, Any]:
 
 
 def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict[str, Any]:
-    """What config.json says of Gemma 2 and 3 only. `wide`: hidden size / heads."""
+    """Return the fields of config.json that only Gemma 2 and 3 have. `wide`: hidden size / heads."""
     layers, is_third = facts.count("block_count"), facts.architecture == "gemma3"
     window = facts.count("attention.sliding_window", 0 if is_third else _DEFAULT_SLIDING_WINDOW)
     scalar = wide if layers == _GEMMA_27B_LAYERS[facts.architecture] else head_dim
@@ -341,7 +343,7 @@ def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict
 
 
 def _layer_types(facts: Facts, layers: int, every: int) -> list[str]:
-    """Which layers see a window only: all but each `every`-th, where the file does not say."""
+    """Return each layer's attention type. If the file has none, all but every `every`-th layer use a sliding window."""
     said = facts.get("attention.sliding_window_pattern")
     if isinstance(said, list):
         if len(said) != layers:
@@ -355,7 +357,7 @@ def _layer_types(facts: Facts, layers: int, every: int) -> list[str]:
 
 
 def check_kinds(file: GgufFile) -> None:
-    """Raises GgufError for numbers of a type that is not read."""
+    """Raises GgufError for tensors of an unsupported type."""
     others = sorted({tensor.kind_name for tensor in file.tensors.values()} - SERVED_KINDS)
     if others:
         first = next(tensor for tensor in file.tensors.values() if tensor.kind_name == others[0])

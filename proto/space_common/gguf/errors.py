@@ -1,7 +1,7 @@
-"""Why a GGUF file is not served."""
+"""The error for unsupported or broken GGUF files."""
 
 from __future__ import annotations
 
 
 class GgufError(Exception):
-    """The file cannot be read or served; the message names what is unsupported or broken, and the cure."""
+    """The file cannot be read or served; the message names what is unsupported or broken, and what to do."""

@@ -1,6 +1,6 @@
-"""Whether what a user names is a GGUF file: the file itself, a folder that holds one, or `owner/repo:file.gguf`.
+"""Finds the GGUF file that the user names: the file itself, its folder, or `owner/repo:file.gguf`.
 
-This module imports nothing of the `gguf` package, which models of other formats do not need.
+This module does not import the `gguf` package, which models of other formats do not need.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from space_common.gguf.errors import GgufError
 SUFFIX = ".gguf"
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-"""Where these are, they are the weights; drafters may lie beside a GGUF file in other safetensors files."""
+"""If a folder has one of these, it holds the weights; draft heads may lie beside a GGUF file as other safetensors
+files."""
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _OTHERS = ("mmproj", "imatrix")
-"""Begins of names of files that lie beside a model's: an image projector, statistics for quantising."""
+"""Prefixes of files that lie beside a model's: an image projector, quantisation statistics."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the name says so; the first bytes are looked at where the file is opened."""
+    """Return whether the file name is a GGUF file's; the magic bytes are checked when it is opened."""
     return path.suffix.lower() == SUFFIX
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or that is all a folder holds for weights; None: there is none.
+    """Return the GGUF file at `path`, or the only weights of the folder `path`; None if there is none.
 
-    Raises GgufError for a folder with several, and for a model in several files.
+    Raises GgufError for a folder with several GGUF files, and for a split model.
     """
     if is_gguf(path) and not path.is_dir():
         if not path.exists():

@@ -1,10 +1,10 @@
-r"""How `tokenizer.ggml.pre` says that a text is cut into words before byte-level BPE merges letters.
+r"""The pre-tokenizers that `tokenizer.ggml.pre` names: how text is split into words before byte-level BPE.
 
 Each name stands for regular expressions that are applied one after another, each to every word that the one before
-made: matches and what lies between them become words of their own. They are llama.cpp's (src/llama-vocab.cpp), written
-for the `tokenizers` library, whose engine is that of the original tokenizers. llama.cpp's engine knows neither `(?i:…)`
-nor possessive quantifiers nor upper and lower case beyond ASCII. Where it had to simplify an original that its source
-quotes, the original stands here (`_LLAMA3`, `_QWEN2`, `_TEKKEN`, `_GPT4O`, `_BAILING`, …): models were trained with it.
+made: matches and the text between them become separate words. They are llama.cpp's (src/llama-vocab.cpp), written for
+the `tokenizers` library, whose engine is that of the original tokenizers. llama.cpp's engine knows neither `(?i:…)` nor
+possessive quantifiers nor upper and lower case beyond ASCII. Where it simplifies an original that its source quotes,
+this module has the original (`_LLAMA3`, `_QWEN2`, `_TEKKEN`, `_GPT4O`, `_BAILING`, …), as models were trained.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from space_common.gguf.errors import GgufError
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Regular expressions in the order of their use, and what else the name implies."""
+    """Regular expressions in the order of use, and other settings that the name implies."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """A word that is a token stays whole, whatever the merges say."""
+    """If True, a word that is a token is not split, whatever the merges are."""
     add_bos: bool = False
-    """A prompt begins with BOS where the file does not say."""
+    """Whether prompts begin with BOS if the file does not say so."""
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -139,7 +139,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def named(name: str) -> PreTokenizer:
-    """The pre-tokenizer of a name. Raises GgufError for one that is not known here."""
+    """Return the pre-tokenizer with this name. Raises GgufError if it is unknown."""
     try:
         return PRE_TOKENIZERS[name]
     except KeyError:

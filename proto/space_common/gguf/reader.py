@@ -1,10 +1,10 @@
-"""The header of a GGUF file: its metadata as plain values, and where each tensor lies.
+"""The header of a GGUF file: metadata as plain values, and each tensor's location.
 
     magic, version | counts | metadata: key, type, value … | tensors: name, shape, type, offset … | padding | numbers
     0                                                                                                ^ data_offset
 
-The `gguf` package has a reader, too; it makes several numpy arrays of every string, which for the 262,144 tokens of a
-Gemma takes 14 s. This one takes a fifth of a second and says which file is broken, and how.
+The `gguf` package's own reader makes several numpy arrays of each string, which for the 262,144 tokens of a Gemma takes
+14 s. This one takes 0.2 s, and its errors name the file and the fault.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: 
 
 _LEAST_TENSOR = 8 + 4 + 4 + 8
 _LEAST_VALUE = 8 + 4 + 1
-"""Bytes that the header has at least for each; a larger count is a broken file and no reason to allocate."""
+"""Minimum bytes per entry in the header; a larger count means a broken file, and nothing is allocated."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as the directory of the file has it."""
+    """An entry of the file's tensor directory."""
 
     name: str
-    shape: tuple[int, ...]  # rows first, as torch has it: the file says it the other way round
-    kind: int  # type of its numbers, as in ggml
+    shape: tuple[int, ...]  # rows first, as in torch; the file has the reverse order
+    kind: int  # ggml type of its elements
     offset: int  # of its first byte in the file
     num_bytes: int
 
     @property
     def kind_name(self) -> str:
-        """F32, Q4_K, …"""
+        """Return the type's name: F32, Q4_K, …"""
         return str(GGMLQuantizationType(self.kind).name)
 
     @property
     def num_elements(self) -> int:
-        """Numbers, however they are kept."""
+        """Return the number of elements, whatever their type."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file whose header was read. The numbers stay where they are."""
+    """A GGUF file with its header read; the tensor data stays on disk."""
 
     path: Path
     metadata: Mapping[str, Any]  # str, int, float, bool, or a list of them
     tensors: Mapping[str, GgufTensor]  # by name, in the order of the file
-    header_hash: str  # sha256 of all before the numbers, and of the length of the file
+    header_hash: str  # sha256 of everything before the tensor data, and of the file's length
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the header. Raises GgufError for what is no GGUF file, of a version not read here, or cut short."""
+        """Read the header. Raises GgufError if the file is not GGUF, of an unsupported version, or truncated."""
         try:
             with path.open("rb") as stream:
                 start = stream.read(len(MAGIC))
@@ -121,7 +121,7 @@ class GgufFile:
         return cls(path, metadata, tensors, digest.hexdigest())
 
     def numbers(self, name: str) -> npt.NDArray[np.float32]:
-        """All numbers of a small tensor."""
+        """Return all values of a small tensor."""
         tensor = self.tensors[name]
         with self.path.open("rb") as stream:
             stream.seek(tensor.offset)
@@ -131,7 +131,7 @@ class GgufFile:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many numbers are of each type, the most first: {"Q4_1": 106168320, …}."""
+        """Return the number of elements of each type, largest first: {"Q4_1": 106168320, …}."""
         counts: dict[str, int] = {}
         for tensor in self.tensors.values():
             counts[tensor.kind_name] = counts.get(tensor.kind_name, 0) + tensor.num_elements
@@ -139,13 +139,13 @@ class GgufFile:
 
 
 class _Cursor:
-    """A place in the header that moves on as values are read."""
+    """A read position in the header."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
 
     def skip(self, count: int) -> int:
-        """The place before; a GgufError where the file ends sooner."""
+        """Advance and return the position before. Raises GgufError at the end of the file."""
         before = self.at
         if count > len(self.data) - before:
             raise GgufError(
@@ -184,7 +184,7 @@ class _Cursor:
         return [self._of_kind(key, inner) for _ in range(count)]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset from where the numbers begin."""
+        """Return name, shape, type, and offset within the tensor data."""
         name, num_dims = self.text(), self.number("I")
         if num_dims > 8:
             raise GgufError(f"{self.path}: {name} has {num_dims} dimensions; the file is broken. Download it again.")

@@ -1,6 +1,6 @@
 """SentencePiece's BPE (`tokenizer.ggml.model` llama) as the model, normalizer and decoder of a tokenizer.json.
 
-SentencePiece merges the two neighbours whose joint text is the token with the highest score, the leftmost of equals.
+SentencePiece merges the two neighbours whose joint text is the token with the highest score; of equals, the leftmost.
 The `tokenizers` library merges by a ranked list of pairs instead: here every pair of tokens whose joint text is a
 token, by the score of that token.
 """
@@ -17,9 +17,9 @@ _SPACE = "▁"
 
 
 def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], *, prefixed: bool) -> dict[str, Any]:
-    """normalizer, pre_tokenizer, decoder and model of tokenizer.json.
+    """Return normalizer, pre_tokenizer, decoder and model of tokenizer.json.
 
-    `prefixed`: a space is put before the first word, and before what follows a special token.
+    `prefixed`: insert a space before the first word, and before text that follows a special token.
     """
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -50,7 +50,7 @@ def sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], *, prefixed: bo
 
 
 def read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
-    """The pairs of tokens that are a token together, the highest score first, then the lowest id. Raises GgufError.
+    """Return the pairs whose joint text is a token, highest score first, then lowest id. Raises GgufError.
 
     Of one token's pairs the one with the longest left part comes first. Where two of them overlap in a text ("ab", "a",
     "ba" for the token "aba"), the left one has the longer left part, and SentencePiece takes the left one.

@@ -1,10 +1,10 @@
-"""Which tensors of a GGUF file make up each tensor that the model has by Hugging Face's name.
+"""Maps each Hugging Face tensor name to the tensors of a GGUF file that it is built from.
 
     blk.0.attn_q.weight         rows of each head interleaved: pairs that turn together   llama only
     model.layers.0.self_attn.q_proj.weight                        first half, second half
 
 llama.cpp's converter reorders the rows of Llama's query and key, and adds 1 to the weights of Gemma's norms; here both
-are undone. Phi-3 has query, key and value in one matrix, the others have three; either may be in a file of either.
+are undone. Phi-3 has one matrix for query, key and value, the others have three; a file may have either form.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from space_common.gguf.errors import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
 
 SERVED_KINDS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
-"""Types of numbers that are read."""
+"""Supported tensor types."""
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that config.json says, and no tensor of the model."""
+"""Tensors whose values go into config.json; the model has none by these names."""
 
 _IGNORED = ("attn_rot_embd.weight",)
-"""Of a layer: rotary angles, which are computed."""
+"""Tensors of a layer that are ignored: rotary angles are computed."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -41,7 +41,7 @@ _GEMMA_NORMS = {
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Some rows of a tensor of the file; of one with one dimension, some numbers."""
+    """Some rows of a tensor of the file; of a 1-D tensor, some elements."""
 
     tensor: GgufTensor
     start: int
@@ -50,28 +50,26 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """What a tensor of the model is made of."""
+    """How a tensor of the model is built from tensors of the file."""
 
-    parts: tuple[TensorRows, ...]  # one below the other
-    turned_heads: int = 0  # heads whose rows lie interleaved; 0: all lie as they should
-    shift: float = 0.0  # what was added to every number
+    parts: tuple[TensorRows, ...]  # concatenated along the rows
+    turned_heads: int = 0  # heads whose rows are interleaved; 0: none
+    shift: float = 0.0  # the converter added this to every element
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Return the shape of the model's tensor."""
         return (sum(part.stop - part.start for part in self.parts), *self.parts[0].tensor.shape[1:])
 
     @property
     def is_plain(self) -> bool:
-        """It is a tensor of the file as it lies there, but for the type of its numbers."""
+        """Return whether it equals one tensor of the file, except for the element type."""
         whole = len(self.parts) == 1 and self.parts[0].stop - self.parts[0].start == self.parts[0].tensor.shape[0]
         return whole and not self.turned_heads and not self.shift
 
 
 def sources_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Hugging Face name -> where it comes from. Raises GgufError for a tensor that is missing, or that nothing is made
-    of.
-    """
+    """Map each Hugging Face tensor name to its source. Raises GgufError for tensors that are missing or unused."""
     return _Sources(file, config).all()
 
 
@@ -84,7 +82,7 @@ class _Sources:
         self._is_gemma = self._architecture.startswith("gemma")
 
     def all(self) -> dict[str, TensorSource]:
-        """Of every layer, and of what stands before and behind them."""
+        """Return the sources of all layers, of the embedding, the final norm and the head."""
         for name, target in _OUTER.items():
             self._take(f"{name}.weight", f"{target}.weight")
         if not self._config["tie_word_embeddings"]:
@@ -127,7 +125,7 @@ class _Sources:
                 self._take(f"{here}.{name}.bias", f"{there}.{target}.bias")
 
     def _split(self, here: str, there: str, kind: str) -> None:
-        """Query, key and value, each by itself."""
+        """Add query, key and value as three tensors."""
         heads, kv_heads, size = (
             int(self._config[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
@@ -148,7 +146,7 @@ class _Sources:
             self._found[f"{there}.{target}.{kind}"] = TensorSource((rows,), turned_heads=turned)
 
     def _joined(self, here: str, target: str) -> None:
-        """Query, key and value in one."""
+        """Add query, key and value as one tensor."""
         names = [f"{here}.attn_qkv.weight"]
         if names[0] not in self._file.tensors and f"{here}.attn_q.weight" in self._file.tensors:
             names = [f"{here}.{name}.weight" for name in _ATTENTION]

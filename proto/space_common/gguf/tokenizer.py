@@ -1,6 +1,6 @@
-"""The files of a Hugging Face tokenizer, made from the metadata of a GGUF file.
+"""Builds the files of a Hugging Face tokenizer from the metadata of a GGUF file.
 
-The same metadata give the same texts, byte for byte: router and worker compare the hash of tokenizer.json.
+Equal metadata give the same bytes, because router and worker compare the hash of tokenizer.json.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from space_common.gguf.errors import GgufError
 from space_common.gguf.vocabulary import GgufVocabulary, Pair, TokenType, read_ids
 
 _TEMPLATE = "tokenizer.chat_template"
-_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # ids if the file names none
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """tokenizer.json, tokenizer_config.json, generation_config.json and, where the file has some, chat templates.
+    """Return tokenizer.json, tokenizer_config.json, generation_config.json and any chat templates.
 
-    `metadata`: plain values by the keys of the file. The result: text by file name; the file of a named template is in
+    `metadata`: plain values by the file's keys. Returns text by file name; a named template's file is in
     a folder, `additional_chat_templates/NAME.jinja`. Raises GgufError for a tokenizer that cannot be expressed.
     """
     model = metadata.get("tokenizer.ggml.model")
@@ -76,9 +76,9 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> list[dict[str, Any]]:
-    """The tokens that are found in a text before it is cut into words; those of type control are special.
+    """Return the tokens that are matched before the text is split into words; control tokens are special.
 
-    A user-defined token is text that the model reads as one token. Phi-3's swallow the white space behind them.
+    A user-defined token is text that the model reads as one token. Phi-3's also swallow the white space after them.
     """
     found = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     name = str(metadata.get("general.name", "")).lower()
@@ -99,7 +99,7 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> li
 
 
 def _post_processor(vocabulary: GgufVocabulary, first: int | None, last: int | None) -> dict[str, Any] | None:
-    """Puts BOS before a prompt and EOS behind it; None for neither."""
+    """Return a post-processor that adds BOS before and EOS after a prompt; None if it would add neither."""
     if first is None and last is None:
         return None
 
@@ -122,7 +122,7 @@ def _post_processor(vocabulary: GgufVocabulary, first: int | None, last: int | N
 
 
 def _config(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:
-    """tokenizer_config.json: the special tokens by their roles."""
+    """Return tokenizer_config.json with the special tokens by role."""
     roles = {
         "bos_token": vocabulary.bos,
         "eos_token": vocabulary.eos,
@@ -150,7 +150,7 @@ def _generation_config(vocabulary: GgufVocabulary) -> dict[str, Any]:
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The default template and the named ones, as files."""
+    """Return the default and the named templates as files."""
     files = {}
     for key in sorted(key for key in metadata if key == _TEMPLATE or key.startswith(_TEMPLATE + ".")):
         name = key.removeprefix(_TEMPLATE).removeprefix(".")

@@ -1,7 +1,7 @@
-"""A folder with the small files that a checkpoint has beside its weights, made from a GGUF file's header.
+"""Writes a checkpoint's small files (config.json, tokenizer, …) from a GGUF file's header to a folder.
 
-Router and worker read a model's texts from files; both get them from here, so both see the same. The folder is written
-once for a header (and for a version of what writes it), whole or not at all.
+Router and worker read these files from the same folder, so they agree. It is written atomically, once per header and
+version of this code.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from space_common.gguf.tokenizer import tokenizer_files
 
 
 def view_folder(file: Path) -> Path:
-    """The folder of config.json, tokenizer.json and so on for a GGUF file. Raises GgufError."""
+    """Return the folder with config.json, tokenizer.json and so on for a GGUF file. Raises GgufError."""
     return view_of(GgufFile.open(file))
 
 
 def view_of(file: GgufFile) -> Path:
-    """The folder for a file whose header was read. Raises GgufError for one that is not served."""
+    """Return the folder for a file with its header read. Raises GgufError for an unsupported model."""
     name = f"{file.header_hash[:24]}-{_version()}"
     places = list(_places())
     for place in places:
@@ -50,7 +50,7 @@ def view_of(file: GgufFile) -> Path:
 
 
 def view_files(file: GgufFile) -> dict[str, str]:
-    """Name -> text of each file. Raises GgufError for a model that is not served."""
+    """Return each file's text by name. Raises GgufError for an unsupported model."""
     check_kinds(file)
     config = config_of(file)
     sources_of(file, config)
@@ -59,7 +59,7 @@ def view_files(file: GgufFile) -> dict[str, str]:
 
 @cache
 def _version() -> str:
-    """Eight hexadecimal digits that change with the code that makes views."""
+    """Return eight hexadecimal digits that change with the code that writes these files."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -67,11 +67,11 @@ def _version() -> str:
 
 
 def _places() -> Iterator[Path]:
-    """Where views may lie: the cache, and where that cannot be written (a read-only root, no home) a temporary folder
-    that is this user's alone.
+    """Yield folders to try: the cache, and if it cannot be written (read-only root, no home) a private temporary
+    folder.
     """
     given = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # no home folder
         yield (Path(given) if given else Path.home() / ".cache") / "spaceserve" / "gguf"
     user = os.getuid() if hasattr(os, "getuid") else 0
     own = Path(tempfile.gettempdir()) / f"spaceserve-{user}"
@@ -93,7 +93,7 @@ def _write(folder: Path, texts: dict[str, str]) -> Path:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first, with the same files
+            if not folder.is_dir():  # else another process has already moved the same files there
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

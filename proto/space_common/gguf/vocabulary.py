@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file with their types, and the ids of the special ones."""
+"""The tokens of a GGUF file with their types, and the special token ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CONVERT = "convert the original checkpoint again with a current convert_hf_to_g
 
 
 Pair = tuple[str, str]
-"""Two tokens that are merged into one."""
+"""Two tokens that a merge joins."""
 
 
 class TokenType(IntEnum):
-    """What `tokenizer.ggml.token_type` says of a token; the numbers are the file's."""
+    """Values of `tokenizer.ggml.token_type`, numbered as in the file."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -29,7 +29,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Texts by which llama.cpp knows special tokens whose ids the file does not name: control tokens, whatever their types.
+# Texts that llama.cpp treats as special tokens if the file names no ids: control tokens, whatever their types.
 _END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
@@ -47,35 +47,35 @@ _FILL_IN_TEXTS = {
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
 _KNOWN_TEXTS = _END_TEXTS.union(*_FILL_IN_TEXTS.values())
-# gpt-oss writes these between the parts of an answer: they are text, so that the parts can be told apart.
+# gpt-oss writes these between the parts of an answer. They stay text, so that the parts can be separated.
 _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
 
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """Tokens by id, the type of each, and the special ids that the file names or llama.cpp knows by their texts."""
+    """Tokens by id, their types, and the special ids that the file names or llama.cpp recognises by text."""
 
     ids: Mapping[str, int]
-    """The id of each token, in order."""
+    """Token -> id, in the order of the ids."""
     merged: Set[str]
-    """The tokens that merges give."""
+    """Tokens that merges produce."""
     types: Sequence[TokenType]
     bos: int | None
     eos: int | None
     unknown: int | None
     padding: int | None
     ends: Sequence[int]
-    """Ids that end a generation: EOS first, then the others, ascending."""
+    """EOS ids: the file's EOS first, then the others, ascending."""
 
     @cached_property
     def tokens(self) -> Sequence[str]:
-        """The tokens by their ids."""
+        """Return the tokens in the order of their ids."""
         return list(self.ids)
 
     def entries(self) -> dict[str, int]:
-        """The vocabulary of a BPE model: every token but those that no text gives, such as padding of the output head.
+        """Return a BPE model's vocabulary without tokens that no text produces, such as padding of the output head.
 
-        Without an entry, an id stands for no bytes.
+        An id without an entry decodes to no bytes.
         """
         without_text = (TokenType.UNUSED, TokenType.UNDEFINED)
         return {
@@ -88,15 +88,15 @@ class GgufVocabulary:
     def read(
         cls, metadata: Mapping[str, Any], ids: Mapping[str, int], merged: Set[str], *, defaults: Mapping[str, int]
     ) -> GgufVocabulary:
-        """From the metadata of a file; `defaults`: special ids by name where the file has none. Raises GgufError."""
+        """Read the metadata of a file. `defaults`: special ids by name if the file has none. Raises GgufError."""
         types = _types(metadata, len(ids))
 
         def named(name: str) -> int | None:
-            """The special token that a key names; None for an id without a token."""
+            """Return the special id under this key; None if the id has no token."""
             id_ = metadata.get(f"tokenizer.ggml.{name}_token_id", defaults.get(name))
             return int(id_) if id_ is not None and 0 <= int(id_) < len(ids) else None
 
-        # A token that ordinary text gives is no special one. "</s>" also closes struck-out text in HTML; Gemma has it
+        # Tokens that ordinary text produces are not special. "</s>" also closes struck-out text in HTML; Gemma has it
         # as user-defined text.
         known = {
             text: id_
@@ -107,7 +107,7 @@ class GgufVocabulary:
         }
         ends = {known[text] for text in _END_TEXTS & known.keys()}
         ends |= {id_ for name in ("eos", "eot", "eom") if (id_ := named(name)) is not None}
-        for name in ("fim_pad", "fim_rep", "fim_sep"):  # a file that was to be filled in is over
+        for name in ("fim_pad", "fim_rep", "fim_sep"):  # a filled-in file ends with one of these
             candidates = (named(name), *(known.get(text) for text in _FILL_IN_TEXTS[name]))
             ends |= set([id_ for id_ in candidates if id_ is not None][:1])
         for id_ in known.values():
@@ -116,7 +116,7 @@ class GgufVocabulary:
             types[ids[text]] = TokenType.USER_DEFINED
         found = {text for text in ("<|end|>", "<|call|>", "<|calls|>", "<|return|>", "<|flush|>") if text in known}
         calls = found & {"<|call|>", "<|calls|>"}
-        if "<|end|>" in found and calls and found & {"<|return|>", "<|flush|>"}:  # ends a part of the answer only
+        if "<|end|>" in found and calls and found & {"<|return|>", "<|flush|>"}:  # ends only a part of the answer
             ends.remove(ids["<|end|>"])
             types[ids["<|end|>"]] = TokenType.USER_DEFINED
         return cls(
@@ -132,7 +132,7 @@ class GgufVocabulary:
 
 
 def read_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The id of each token of a file, in order. Raises GgufError."""
+    """Return token -> id, in the order of the ids. Raises GgufError."""
     try:
         texts = metadata["tokenizer.ggml.tokens"]
     except KeyError:

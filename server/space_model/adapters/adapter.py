@@ -1,4 +1,4 @@
-"""A gated adapter as it is served: what it adds to mask rows, the draft head trained with it, and its name."""
+"""A loaded gated adapter: its LoRA and mask embeddings, the draft head trained with them, and its name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from space_model.model_error import InvalidSpaceSection
 from space_model.model_facts import AdapterFacts
 
 OWN = ""
-"""The name of the adapter that the checkpoint itself declares: what requests get that name none."""
+"""The name of the checkpoint's own adapter, for requests that name none."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Drafts for one base model; its text is the base's, whatever the adapter."""
+    """A gated adapter for one base model. It only drafts: the output distribution stays the base model's."""
 
     name: str  # as requests ask for it
     gated: GatedLora
     draft_head: DraftHeadWeights | None
-    acceptance: tuple[float, ...] = ()  # as its section says
+    acceptance: tuple[float, ...] = ()  # as declared in its `space` section
 
     @property
     def facts(self) -> AdapterFacts:
-        """In numbers."""
+        """Return the adapter's figures."""
         return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
 
     @classmethod
@@ -44,7 +44,7 @@ class Adapter:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Adapter:
-        """What `section` declares, from `folder`. Raises InvalidSpaceSection."""
+        """Load what `section` declares from `folder`. Raises InvalidSpaceSection."""
         if section.adapter is None:
             raise InvalidSpaceSection(f'{folder} declares no "adapter" in the space section of its config.json.')
         file = folder / section.adapter
@@ -68,7 +68,7 @@ class Adapter:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Adapter:
-        """The adapter in a folder: a gated checkpoint's, with or without base weights, or one as peft writes it.
+        """Load the adapter in a folder: a gated checkpoint's, with or without base weights, or a PEFT folder.
 
         `base`: the model that it drafts for.
         """

@@ -1,4 +1,4 @@
-"""Linears of a transformers decoder with gated adapters behind them, and the gate that opens per step."""
+"""Gated adapters on the linears of a transformers decoder, and the per-step gate that selects their rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 
 
 class ServedGate:
-    """Which rows of the running step each adapter acts on."""
+    """The rows of the current step that each adapter acts on."""
 
     def __init__(self) -> None:
         self.runs: Sequence[GatedRows] = ()
-        self.num_rows = 0  # of the step, with padding
+        self.num_rows = 0  # of the step, including padding
 
     def open_for(self, batch: ForwardBatch) -> None:
-        """This step's rows; they stay until the next step's."""
+        """Set the rows of this step; they stay until the next call."""
         self.runs, self.num_rows = batch.gated, len(batch.ids)
 
 
 class GatedLinear(nn.Module):
-    """A linear, and behind it the delta of each adapter for the rows it acts on."""
+    """A linear plus the delta of each adapter on the rows it acts on."""
 
     def __init__(self, linear: nn.Module, deltas: Mapping[int, GatedDelta], gate: ServedGate) -> None:
         super().__init__()
@@ -49,9 +49,10 @@ class GatedLinear(nn.Module):
 
 
 def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) -> ServedGate:
-    """Put the adapters into the decoder `base`, which is at `prefix` of the whole model; the gate that opens them.
+    """Attach the adapters to the decoder `base`, at path `prefix` of the whole model; return the gate that controls
+    them.
 
-    Mask embeddings replace the rows that enter the first layer, behind whatever the family does to embeddings.
+    Mask embeddings replace rows of the first layer's input, after anything that the family does to embeddings.
     """
     gate = ServedGate()
     for path in sorted({path for adapter in adapters for path in adapter.pairs}):
@@ -78,7 +79,7 @@ def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) ->
 
 
 def place_masks(hidden: Tensor, runs: Sequence[GatedRows], embeddings: Sequence[Tensor]) -> Tensor:
-    """hidden [1, R, hidden] with the adapters' mask rows replaced by their own embeddings; a copy."""
+    """Return a copy of hidden [1, R, hidden] with the adapters' mask rows replaced by their own embeddings."""
     hidden = hidden.clone()
     for run in runs:
         hidden[0, run.slice] = embeddings[run.adapter][run.masks]

@@ -4,8 +4,8 @@
 
 Chain and prefill rows use the untouched weights, so the output distribution is the base model's.
 
-Two forms on disk, both safetensors: one file of ours (`gated_lora.safetensors`), or a folder as `peft` writes it
-(`adapter_config.json`, `adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them.
+Two forms on disk, both safetensors: a single file (`gated_lora.safetensors`), or a PEFT folder (`adapter_config.json`,
+`adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMAT = "space-gated-lora-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
 
 _MASKS = "gated_lora.mask_embeddings"
-_OURS = ("gated_lora.", ".a", ".b")  # what stands before a module's path, and behind it
+_OURS = ("gated_lora.", ".a", ".b")  # prefix and suffixes of the names in a single file
 _PEFT = ("base_model.model.", ".lora_A.weight", ".lora_B.weight")
 _PEFT_UNSERVED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -47,14 +47,14 @@ _PEFT_UNSERVED: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "modules_to_save": (None, []),
 }
-"""Fields of peft's config that change what an adapter computes, with the values that leave it as it is."""
+"""Fields of PEFT's config that change the computation, with the supported values."""
 
 
 @dataclass(frozen=True)
 class GatedLora:
-    """What one adapter adds to a model's mask rows."""
+    """One adapter's LoRA pairs and mask embeddings."""
 
-    mask_embeddings: Tensor  # [num_masks, hidden] what enters the first decoder layer, no family's scale on it
+    mask_embeddings: Tensor  # [num_masks, hidden] input of the first decoder layer; no family scaling applies
     pairs: Mapping[
         str, tuple[Tensor, Tensor]
     ]  # path of a linear in the transformers model -> a [rank, in], b [out, rank]
@@ -62,12 +62,12 @@ class GatedLora:
 
     @property
     def num_masks(self) -> int:
-        """Masks per group that there are embeddings for."""
+        """Return the number of masks per group that have embeddings."""
         return len(self.mask_embeddings)
 
     @property
     def rank(self) -> int:
-        """Rank of every pair; 1 where there is none, and the embeddings do all."""
+        """Return the rank of the pairs; 1 if there are none, only embeddings."""
         return next((len(a) for a, _ in self.pairs.values()), 1)
 
     @classmethod
@@ -80,9 +80,9 @@ class GatedLora:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> GatedLora:
-        """Read a file of ours, or a folder as peft writes it.
+        """Read a single file or a PEFT folder.
 
-        `num_masks`: the leading masks to keep; None: all. Raises InvalidSpaceSection naming the tensor that is wrong.
+        `num_masks`: keep the first so many masks; None: all. Raises InvalidSpaceSection naming the bad tensor.
         """
         if path.is_dir():
             scale, tensors, affixes = _read_peft(path)
@@ -102,7 +102,7 @@ class GatedLora:
         return cls(masks[:num_masks].to(device=device, dtype=dtype), moved, scale)
 
     def save(self, file: Path) -> None:
-        """Write one file of ours."""
+        """Write a single file."""
         before, after_a, after_b = _OURS
         tensors = {_MASKS: self.mask_embeddings}
         for path, (a, b) in self.pairs.items():
@@ -112,7 +112,7 @@ class GatedLora:
         save_file(_on_disk(tensors), file, metadata={"format": FORMAT, **figures})
 
     def save_peft(self, folder: Path, *, base: str) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` reads, and the mask embeddings beside its files."""
+        """Write a folder that `peft.PeftModel.from_pretrained` reads, plus the mask embeddings."""
         folder.mkdir(parents=True, exist_ok=True)
         before, after_a, after_b = _PEFT
         tensors: dict[str, Tensor] = {}
@@ -133,14 +133,14 @@ class GatedLora:
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
 
     def check(self, model: nn.Module, layers: str) -> None:
-        """Every pair must fit a linear of the decoder layers, which are at the path `layers` of the model."""
+        """Raises InvalidSpaceSection unless each pair fits a linear of the decoder layers, at path `layers`."""
         for path, (a, b) in self.pairs.items():
             try:
                 linear = model.get_submodule(path) if path.startswith(f"{layers}.") else None
             except AttributeError:
                 linear = None
             sizes = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
-            if linear is None or None in sizes:  # linears that keep packed weights have sizes, too
+            if linear is None or None in sizes:  # linears with packed weights have sizes, too
                 raise InvalidSpaceSection(f"The adapter adapts {path}, which is no linear of the model's {layers}.")
             if (b.shape[0], a.shape[1]) != sizes:
                 raise InvalidSpaceSection(
@@ -192,7 +192,7 @@ def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, 
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, and the strings in its header."""
+    """Return the tensors of a safetensors file, and its metadata."""
     if not file.is_file():
         raise InvalidSpaceSection(f"There is no adapter file {file}.")
     try:
@@ -203,7 +203,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _pairs(tensors: dict[str, Tensor], affixes: tuple[str, str, str], file: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both halves of every adapted linear, by its path."""
+    """Return the (a, b) pair of each adapted linear, by the linear's path."""
     before, after_a, after_b = affixes
     unknown = [name for name in tensors if not (name.startswith(before) and name.endswith((after_a, after_b)))]
     if unknown:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its files, its hashes, and the configs that say what it is."""
+"""A checkpoint on disk: its files, hashes and configs."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ if TYPE_CHECKING:
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 Fetch = Callable[[str], Path]
-"""The folder of a hub id's files, or the file that `owner/repo:file` names. Raises CheckpointNotFound."""
+"""Returns the folder of a hub id, or the file `owner/repo:file`. Raises CheckpointNotFound."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files, or a GGUF file; or a folder whose `space` section names either
-    as base.
+    """A folder with config.json and safetensors files, a GGUF file, or a folder whose `space` section names one as
+    base.
 
-    From a base come config, weights and tokenizer; the folder itself brings only what its `space` section names.
+    With a base, config, weights and tokenizer come from the base; the folder only holds what its `space` section names.
     """
 
-    name: str  # as asked for
-    folder: Path  # of config and tokenizer; of a GGUF file, one that they were written to
+    name: str  # as the user named it
+    folder: Path  # has config and tokenizer; for a GGUF file, the folder they were extracted to
     config: dict[str, Any]  # config.json
     weights: tuple[Path, ...]  # the model's safetensors files, or its GGUF file
-    home: Path  # of what the `space` section names: the folder itself, also where there is a base; or the GGUF file
+    home: Path  # where the files of the `space` section are: the folder itself, even with a base; or the GGUF file
     gguf: GgufFile | None = None  # its header
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
-        """`demo`, a folder, a GGUF file, or the id of a repository on the Hugging Face hub (OWNER/NAME, or
-        OWNER/NAME:FILE.gguf), which `fetch` gets (None: its library).
+        """Open `demo`, a folder, a GGUF file, or a hub id (OWNER/NAME or OWNER/NAME:FILE.gguf).
 
-        One that is open already is itself.
+        `fetch` downloads a hub id (None: with huggingface_hub). An open checkpoint is returned as it is.
         """
         if isinstance(path, Checkpoint):
             return path
@@ -74,8 +73,8 @@ class Checkpoint:
 
     @classmethod
     def _of_gguf(cls, name: str, file: Path, given: Path, section: Any) -> Checkpoint:
-        """A GGUF file, found at `given`; `section`: the `space` section of the folder that it was found in."""
-        from space_common.gguf.reader import GgufFile  # only here: other formats need no gguf package
+        """Open a GGUF file, found at `given`; `section`: the `space` section of the folder that contains it."""
+        from space_common.gguf.reader import GgufFile  # imported late: other formats need no gguf package
         from space_common.gguf.view import view_of
 
         try:
@@ -90,7 +89,7 @@ class Checkpoint:
 
     @classmethod
     def _on_base(cls, name: str, home: Path, section: dict[str, Any], fetch: Fetch) -> Checkpoint:
-        """The checkpoint that `base` names (a path, seen from `home` too, a hub id, or demo), with this section."""
+        """Open the checkpoint that `base` names (a path, also relative to `home`, a hub id, or demo)."""
         where = section["base"]
         if not isinstance(where, str) or not where:
             raise CheckpointNotFound(
@@ -108,17 +107,17 @@ class Checkpoint:
 
     @property
     def kept_as(self) -> str | None:
-        """What most weights of a GGUF file are kept as, such as Q4_K; None: plain numbers, or config.json says it."""
+        """Return the type of most of a GGUF file's weights, such as Q4_K; None: unquantised, or in config.json."""
         kind = None if self.gguf is None else next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; empty where it is absent."""
+        """Return a JSON file of the folder; empty if absent."""
         file = self.folder / name
         return read_object(file) if file.is_file() else {}
 
     def model_hash(self) -> str:
-        """Over config.json and the headers of the weights (names, dtypes, shapes, offsets): cheap, and seen by eye."""
+        """Hash config.json and the headers of the weights (names, dtypes, shapes, offsets), which is cheap."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         if self.gguf is not None:
             digest.update(self.gguf.header_hash.encode())
@@ -133,18 +132,19 @@ class Checkpoint:
         return digest.hexdigest()
 
     def weights_sha256(self) -> str:
-        """Of the file of weights; of several, over their digests in order. Reads every byte once in a process."""
+        """Hash the weights file; of several, hash their digests in order. Reads each byte once per process."""
         digests = [sha256_of(file) for file in self.weights]
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def tokenizer_hash(self) -> str:
-        """sha256 of tokenizer.json, "" where there is none."""
+        """Return the sha256 of tokenizer.json, "" if there is none."""
         file = self.folder / "tokenizer.json"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """What ends every text: what the generation config says, without it the config, as in transformers, and the
-        tokenizer's own EOS; an id the head does not have ends none.
+        """Return the EOS ids of the generation config (else the config), as in transformers, and the tokenizer's EOS.
+
+        Ids outside the vocabulary are dropped.
         """
         sources = (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {})
         said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
@@ -153,7 +153,7 @@ class Checkpoint:
 
 
 def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The folder of a gated adapter, and its config; a folder as peft writes it needs no config.json."""
+    """Return the folder of a gated adapter, and its config; a PEFT folder needs no config.json."""
     folder = _folder(str(path), _from_the_hub)
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     section = config.get("space")
@@ -170,12 +170,12 @@ _QUANTIZATION_FILES = {
     "quant_config.json": ("awq", None),
     "quantize_config.json": ("gptq", None),
 }
-"""Files beside config.json in which older checkpoints say how they are quantised: the method, and the key of what they
-say (None: the whole file)."""
+"""Files beside config.json in which older checkpoints declare their quantisation: the method, and the key that holds it
+(None: the whole file)."""
 
 
 def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The config, with a quantization_config where another field or another file of the checkpoint has it."""
+    """Return the config with a quantization_config, taken from another field or file if needed."""
     if config.get("quantization_config") is not None:
         return config
     if isinstance(said := config.get("compression_config"), dict):  # compressed-tensors before its version 0.4
@@ -189,7 +189,7 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder(path: str, fetch: Fetch) -> Path:
-    """The folder, or the GGUF file, that `path` names."""
+    """Return the folder or GGUF file that `path` names."""
     packaged = default_model.packaged(path)
     if packaged is not None:
         return packaged
@@ -213,7 +213,7 @@ def _from_the_hub(path: str) -> Path:
             return default_model.fetch()
         except DefaultModelUnavailable as error:
             raise CheckpointNotFound(str(error)) from error
-    import huggingface_hub  # only here: a local checkpoint needs no network library
+    import huggingface_hub  # imported late: a local checkpoint needs no network library
 
     repository, _, file = path.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Why a model with this config is not served, as far as its config says: before any weight is read."""
+"""Refuses unsupported models by their config, before any weight is read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from space_model.model_error import UnsupportedModel
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
-"""Whose angles depend on the longest sequence of a batch; `su` is the old name of longrope."""
+"""RoPE types whose angles depend on the longest sequence of a batch; `su` is an old name of longrope."""
 
 
 def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, model_class: type) -> None:
-    """Raises UnsupportedModel with the reason and the cure. `said`: config.json as it is; `config`: as transformers
-    reads it.
+    """Raises UnsupportedModel with the reason and the cure.
+
+    `said`: the raw config.json; `config`: as transformers reads it.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -35,7 +36,7 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
 
 
 def _refuse_both_ways(name: str, said: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Attention that sees what comes later: masked language models and embedding models, which write no text."""
+    """Refuse bidirectional attention: masked language models and embedding models do not generate text."""
     both_ways = (
         said.get("is_causal") is False
         or getattr(config, "is_causal", None) is False
@@ -85,7 +86,7 @@ def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What config.json says of rotary positions: once, or by kind of layer."""
+    """Return the RoPE parameters in config.json: one set, or one per layer type."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return nested or [rope]
@@ -118,10 +119,10 @@ def _refuse_heads(name: str, kind: str, config: PreTrainedConfig) -> None:
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:
-    """A field of the config; where it is another one in each layer, transformers refuses to say one: then all."""
+    """Return a field of the config; if it differs by layer, transformers raises, and all values are returned."""
     try:
         return getattr(config, name, None)
-    except Exception as error:  # a class of its own, which older versions of transformers do not have
+    except Exception as error:  # its exception class does not exist in older versions of transformers
         if "per-layer" not in str(error):
             raise
         return [str(error)]

@@ -1,4 +1,4 @@
-"""What a transformers config says about a family: whether we serve it, and what its head does to the logits."""
+"""Reads a model family's transformers config: whether it is supported, its sizes, and its logit scale and cap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from space_model.model_error import UnsupportedModel
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The checkpoint's config as transformers sees it; an UnsupportedModel says why it cannot be served."""
+    """Return the checkpoint's transformers config. Raises UnsupportedModel."""
     config = parse_config(checkpoint.config, checkpoint.name)
     read_format(checkpoint.config, checkpoint.name)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -41,16 +41,16 @@ _TEXT_PARTS = {
         r"^language_model\.lm_head": "lm_head",
     },
 }
-"""Models that see images, too, whose text part is a model by itself, and what its tensors are called there."""
+"""Vision-language models whose text part is a separate model, and its tensor prefix."""
 
 
 def key_mapping(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """For from_pretrained: how the checkpoint's tensors become those of the model that is served; None: they are."""
+    """Return from_pretrained's `key_mapping` to the served model's tensor names; None if they are equal."""
     return _TEXT_PARTS.get(str(checkpoint.config.get("model_type")))
 
 
 def _text_of(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
-    """The text part of a model that sees or hears, too, and its class. Raises UnsupportedModel."""
+    """Return the text part of a multimodal model's config, and its class. Raises UnsupportedModel."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if text is config or model_class is None or config.model_type not in _TEXT_PARTS:
@@ -65,7 +65,7 @@ def _text_of(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[PreTrain
 
 
 def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """config.json as transformers reads it; code that the checkpoint `name` brings (auto_map) is never run.
+    """Parse config.json with transformers; remote code of the checkpoint `name` (auto_map) is never run.
 
     Raises UnsupportedModel for a model that transformers does not have.
     """
@@ -91,7 +91,7 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
         )
     fields = {field: value for field, value in said.items() if field not in ("auto_map", "space")}
     try:
-        with tempfile.TemporaryDirectory() as folder:  # for AutoConfig reads files, and does more than the class does
+        with tempfile.TemporaryDirectory() as folder:  # AutoConfig reads files, and does more than the class itself
             Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
         config.name_or_path = name
@@ -104,20 +104,20 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
 
 
 def head_scale(config: PreTrainedConfig) -> float:
-    """What the family multiplies its logits by."""
+    """Return the factor that the family multiplies its logits by."""
     if getattr(config, "logits_scaling", None):
         return 1.0 / float(config.logits_scaling)  # Granite
     return float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
 
 
 def head_softcap(config: PreTrainedConfig) -> float | None:
-    """The cap of the family's logits: cap·tanh(logit/cap)."""
+    """Return the soft cap of the family's logits, cap·tanh(logit/cap), or None."""
     cap = getattr(config, "final_logit_softcapping", None)
     return None if cap is None else float(cap)
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Query heads, key-value heads, head dimension."""
+    """Return query heads, key-value heads, head dimension."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if getattr(config, "multi_query", False):
@@ -127,7 +127,7 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder's layers, and their path in `base`."""
+    """Return the path of the decoder layers in `base`, and the layers."""
     for path, module in base.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == base.config.num_hidden_layers:
             return path, module
@@ -135,7 +135,7 @@ def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def refuse_more_head(model: PreTrainedModel) -> None:
-    """Logits are one linear behind the base, a scale and a cap; a model with more weights there says something else.
+    """Refuse heads with weights beyond one linear, a scale and a cap.
 
     Raises UnsupportedModel.
     """

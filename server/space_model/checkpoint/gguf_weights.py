@@ -1,7 +1,7 @@
-"""The tensors of a model whose weights are a GGUF file, in plain numbers when they are read.
+"""The tensors of a GGUF file, dequantised when they are read.
 
-The file is mapped. A tensor is made some rows at a time: its blocks become float32 by the `gguf` package, and these are
-rounded once, to what the tensor is held in. What is kept as plain numbers, in the order of the model, is a view.
+The file is mapped. A tensor is dequantised some rows at a time, by the `gguf` package, to float32, which is rounded
+once, to the model's dtype. Tensors that are unquantised and in the model's row order are views.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 _log = logging.getLogger(__name__)
 
 PIECE = 1 << 17
-"""Numbers that are made at once: in float32 they stay in a core's cache."""
+"""Elements dequantised at once: in float32 they fit a core's cache."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufWeights(WeightFiles):
-    """The tensors of the model by Hugging Face's names; nothing is read before it is asked for."""
+    """The model's tensors by Hugging Face names, read on demand."""
 
     def __init__(self, name: str, file: GgufFile, sources: Mapping[str, TensorSource]) -> None:
         size = file.path.stat().st_size
         super().__init__(name, OpenFiles(name, sources), size)
-        self._bytes = np.memmap(file.path, dtype=np.uint8, mode="c")  # copied where written to: torch may ask so
+        self._bytes = np.memmap(file.path, dtype=np.uint8, mode="c")  # copy on write: torch requires a writable array
         self.file = file
 
     @property
     def num_packed(self) -> int:
-        """Tensors in blocks of few bits."""
+        """Return the number of quantised tensors."""
         return sum(any(not _is_plain(rows.tensor) for rows in one.parts) for one in self.opened.handles.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from the header."""
+        """Return a tensor's shape, from the header."""
         with self.opened.reading(name) as source:
             return tuple(source.shape)
 
     def is_packed(self, name: str) -> bool:
-        """Whether it is no view of the file."""
+        """Return whether the tensor cannot be a view of the file."""
         with self.opened.reading(name) as source:
             return not (source.is_plain and _is_plain(source.parts[0].tensor))
 
     def whole(self, name: str) -> Tensor:
-        """A tensor: a view of the file in its own dtype, or made in float32."""
+        """Return a tensor: a view of the file in its own dtype, or dequantised to float32."""
         with self.opened.reading(name) as source:
             if source.is_plain and _is_plain(source.parts[0].tensor):
                 return self._count(self._view(source.parts[0].tensor))
         return self.rows(name, slice(None))
 
     def rows(self, name: str, part: slice) -> Tensor:
-        """Some rows of a tensor, in float32: only they are read."""
+        """Return some rows of a tensor in float32; only they are read."""
         shape = self.shape(name)
         start, stop, step = part.indices(shape[0])
         if step != 1:
@@ -76,18 +76,18 @@ class GgufWeights(WeightFiles):
         return place
 
     def columns(self, name: str, part: slice) -> Tensor:
-        """Some columns of a matrix, in float32; its rows are read whole, a few at a time."""
+        """Return some columns of a matrix in float32; whole rows are read, a few at a time."""
         num_rows, num_columns = self.shape(name)
         place = torch.empty((num_rows, len(range(num_columns)[part])))
         self._fill(name, 0, place, part)
         return place
 
     def read_into(self, name: str, place: Tensor) -> None:
-        """Put a tensor's numbers into `place`, which rounds them."""
+        """Write a tensor's values into `place`, rounding to its dtype."""
         self._fill(name, 0, place)
 
     def _fill(self, name: str, first: int, place: Tensor, columns: slice | None = None) -> None:
-        """Put the rows from `first` on into `place`, or some columns of them."""
+        """Write the rows from `first` on, or some of their columns, into `place`."""
         with self.opened.reading(name) as source:
             width = source.shape[1] if len(source.shape) == 2 else 1
             step = max(1, PIECE // width)
@@ -103,7 +103,7 @@ class GgufWeights(WeightFiles):
     def _view(self, tensor: GgufTensor) -> Tensor:
         kept = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         dtype = _PLAIN[tensor.kind_name]
-        if tensor.offset % dtype.itemsize:  # a file may be aligned to less
+        if tensor.offset % dtype.itemsize:  # the file's alignment may be smaller
             kept = kept.copy()
         return torch.from_numpy(kept).view(dtype).view(tensor.shape)
 
@@ -117,13 +117,13 @@ def _numel(source: TensorSource) -> int:
 
 
 def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """[stop - start, columns] or [stop - start], in the order of the model."""
+    """Return [stop - start, columns] or [stop - start], in the model's row order."""
     if source.turned_heads:
         (rows,) = source.parts
         size = (rows.stop - rows.start) // source.turned_heads
         number = np.arange(start, stop)
         head, row = number // size, number % size
-        # the file has the numbers that turn together side by side, the model half a head apart
+        # the file interleaves the rotary pairs; the model has them half a head apart
         wanted = rows.start + head * size + row % (size // 2) * 2 + row // (size // 2)
         found = _dequantized(data, rows.tensor, wanted)
     else:
@@ -138,10 +138,10 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
 
 
 def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> npt.NDArray[np.float32]:
-    """Some rows of a tensor of the file: a slice of them, or their numbers."""
+    """Return some rows of a tensor of the file: a slice, or row numbers."""
     kept = data[tensor.offset : tensor.offset + tensor.num_bytes]
     kind = GGMLQuantizationType(tensor.kind)
-    if len(tensor.shape) == 1:  # its blocks are of several numbers
+    if len(tensor.shape) == 1:  # a block of a 1-D tensor spans several elements
         flat: npt.NDArray[np.float32] = quants.dequantize(np.ascontiguousarray(kept), kind)[rows].copy()
         return flat
     found: npt.NDArray[np.float32] = quants.dequantize(
@@ -151,8 +151,8 @@ def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> 
 
 
 def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Name, dtype as safetensors calls it, and number of elements of each tensor of the model; what is made from
-    blocks is BF16, in which most such models are held.
+    """Yield name, safetensors dtype and number of elements of each tensor; quantised ones count as BF16, the usual
+    dtype.
     """
     for name, source in sources_of(file, config).items():
         kinds = {rows.tensor.kind_name for rows in source.parts}
@@ -160,7 +160,7 @@ def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def say_made(checkpoint: Checkpoint, weights: WeightFiles, held: int, dtype: torch.dtype) -> None:
-    """What it costs that weights in few bits are held as plain numbers. `held`: bytes in memory."""
+    """Log the memory cost of holding quantised weights dequantised. `held`: bytes in memory."""
     _log.info(
         "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
         "every step",
@@ -175,7 +175,7 @@ def say_made(checkpoint: Checkpoint, weights: WeightFiles, held: int, dtype: tor
 
 @contextmanager
 def open_gguf(checkpoint: Checkpoint, file: GgufFile) -> Iterator[GgufWeights]:
-    """The weights of a checkpoint whose GGUF header was read, open as long as the block lasts."""
+    """Open the weights of a checkpoint whose GGUF header was read, for the duration of the block."""
     try:
         weights = GgufWeights(checkpoint.name, file, sources_of(file, checkpoint.config))
     except GgufError as error:

@@ -1,7 +1,7 @@
-"""Weights that are multiplied by at once lie one below the other from the start: joining them copies nothing.
+"""Loads weights of fused linears into one tensor from the start, so that joining them copies nothing.
 
 query  [H·D, hidden]  ┐
-key    [G·D, hidden]  │ one room, of which each is some rows
+key    [G·D, hidden]  │ one tensor; each weight is a slice of its rows
 value  [G·D, hidden]  ┘
 """
 
@@ -17,16 +17,16 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class JoinedRows:
-    """Rooms for the Llama family's weights that share one, made as the first of each comes."""
+    """Shared tensors for the Llama family's fused weights, allocated when the first part is loaded."""
 
     def __init__(self, num_rows: Callable[[str], int | None]) -> None:
-        """`num_rows` of the weight with this name that are read here; None: there is no such weight."""
+        """`num_rows` returns the rows of the named weight that this process reads; None: there is no such weight."""
         self._num_rows = num_rows
-        self._rooms: dict[tuple[str, str], Tensor] = {}  # module, its first linear -> the room
+        self._rooms: dict[tuple[str, str], Tensor] = {}  # module, its first linear -> the shared tensor
         self._lock = threading.Lock()
 
     def place(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Its rows of the room, to be written; None: it shares none."""
+        """Return the slice of the shared tensor to write this weight to; None if it shares none."""
         module, _, rest = name.rpartition(".")[0].rpartition(".")
         group = next((group for group in _GROUPS if rest in group), None)
         if group is None or len(shape) != 2 or not name.endswith(".weight"):
@@ -41,13 +41,13 @@ class JoinedRows:
                 room = torch.empty(sum(known), shape[1], dtype=dtype, device=device)
                 self._rooms[module, group[0]] = room
         if room.shape[1] != shape[1] or room.dtype is not dtype:
-            return None  # no model has such weights; what is amiss is said where they are put into one
+            return None  # mismatched weights are reported when they are loaded into the model
         number = group.index(rest)
         return room[sum(known[:number]) : sum(known[: number + 1])]
 
 
 def one_below_the_other(weights: Sequence[Tensor]) -> Tensor:
-    """[sum of rows, columns]: the room that they share, where they do so in this order, else a copy."""
+    """Return [sum of rows, columns]: the shared tensor if the weights are its slices in this order, else a copy."""
     first = weights[0]
     at = first.storage_offset()
     for weight in weights:

@@ -1,4 +1,4 @@
-"""A JSON object from a file that somebody else wrote."""
+"""Reads a JSON object from a checkpoint's file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from space_model.model_error import CheckpointNotFound
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in this file; a byte order mark before it is skipped. Raises CheckpointNotFound."""
+    """Return the JSON object in this file; a byte order mark is skipped. Raises CheckpointNotFound."""
     try:
         loaded = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a folder that `peft` wrote is, in words: such an adapter is no model, and most are no gated adapter either."""
+"""Recognises and describes PEFT folders: they are not models, and most are not gated adapters either."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS = (
 )
 
 _NO_WEIGHTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"}
-"""Kinds that add rows to a prompt or to its keys: no weight of the base could take them up."""
+"""PEFT types that extend the prompt or its keys, and cannot be merged into base weights."""
 
 
 def describe_peft(folder: Path) -> str:
-    """Such as `a LoRA adapter of peft for meta-llama/Llama-3.2-1B`."""
+    """Return a description such as `a LoRA adapter of peft for meta-llama/Llama-3.2-1B`."""
     config = read_object(folder / PEFT_CONFIG)
     return f"{_kind(config)} of peft for {_base(config)}"
 
 
 def how_to_merge(folder: Path) -> str:
-    """What makes a model of the adapter in this folder."""
+    """Return how to merge the adapter in this folder into a model."""
     config = read_object(folder / PEFT_CONFIG)
     if str(config.get("peft_type")).upper() in _NO_WEIGHTS:
         return "It cannot be merged into weights, and prompts of its kind are not served: serve the base without it."
@@ -36,12 +36,12 @@ def how_to_merge(folder: Path) -> str:
 
 
 def is_gated(folder: Path) -> bool:
-    """The folder has what a gated adapter has beyond a LoRA: embeddings of its masks."""
+    """Return whether the folder has mask embeddings, which a gated adapter has beyond a LoRA."""
     return (folder / PEFT_MASKS).is_file()
 
 
 def refuse_as_model(folder: Path, section: object) -> None:
-    """A folder with an adapter in it is no model, unless its `space` section says that the adapter drafts for it.
+    """Refuse an adapter's folder as a model, unless its `space` section declares the adapter as a draft adapter.
 
     Raises CheckpointNotFound.
     """

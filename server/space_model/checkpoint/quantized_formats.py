@@ -1,4 +1,4 @@
-"""The formats of quantised checkpoints: which tensors a weight is kept in, and what it is in plain numbers.
+"""Formats of quantised checkpoints: the tensors that store a weight, and how to dequantise it.
 
 AWQ                 W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = i // group size
 GPTQ                W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = g_idx[i]; version 1 keeps z - 1
@@ -22,7 +22,7 @@ from space_model.checkpoint.packed_bits import halves, unpack, unpack_awq
 from space_model.model_error import UnsupportedModel
 
 Read = Callable[[str], Tensor]
-"""A tensor of a module by what stands behind the module's path, such as `qweight`."""
+"""Returns a module's tensor by its suffix, such as `qweight`."""
 
 CURE = (
     "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8, ModelOpt FP8 or bitsandbytes "
@@ -31,34 +31,34 @@ CURE = (
 
 
 class QuantizedFormat(Protocol):
-    """How weights are kept."""
+    """How a checkpoint stores quantised weights."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Return the name for messages."""
         ...
 
     @property
     def library(self) -> str:
-        """The Python package whose kernels multiply by such weights as they are."""
+        """Return the Python package whose kernels multiply by packed weights."""
         ...
 
     @property
     def parts(self) -> frozenset[str]:
-        """What may stand behind a module's path besides `weight` and `bias`."""
+        """Return the tensor suffixes of a module besides `weight` and `bias`."""
         ...
 
     @property
     def needless(self) -> frozenset[str]:
-        """Of the parts, those that say nothing of the weight: scales of activations, keys and values."""
+        """Return the suffixes that do not affect the weight: scales of activations, keys and values."""
         ...
 
     def marks(self, part: str) -> bool:
-        """A module with this tensor has a quantised weight."""
+        """Return whether a module with this tensor has a quantised weight."""
         ...
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
-        """[out, in] float32: the weight of a module that has these parts."""
+        """Return the dequantised weight [out, in] float32 of a module with these tensors."""
         ...
 
 
@@ -110,9 +110,9 @@ class Gptq:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """compressed-tensors: integers packed into words, plain int8, or float8. Activations stay as they are."""
+    """compressed-tensors: packed integers, plain int8, or float8. Activations are not quantised."""
 
-    block: tuple[int, int] | None  # rows and columns that share a scale, where blocks do
+    block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
     name: str = "compressed-tensors"
     library: str = "compressed_tensors"
     parts: frozenset[str] = frozenset(
@@ -144,13 +144,13 @@ class CompressedTensors:
             q = read("weight")
         group = read("weight_g_idx").long() if "weight_g_idx" in parts else None
         if group is not None and bool((group < 0).any()):
-            group = None  # as it is written where columns are in order
+            group = None  # columns are in order
         scale = self._spread(scale, q.shape, group)
         dense = q.float()
         return (dense - self._spread(zero.float(), q.shape, group)) * scale if zero is not None else dense * scale
 
     def _spread(self, of_part: Tensor, shape: torch.Size, group: Tensor | None) -> Tensor:
-        """A number for every element of the weight, or what broadcasts to it."""
+        """Broadcast scales or zeros to the weight's shape."""
         rows, columns = shape
         if of_part.numel() == 1:
             return of_part.view(1, 1)
@@ -171,7 +171,7 @@ _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class BlockFp8:
-    """float8 weights with a scale per block, as DeepSeek publishes them, per row, or one, as ModelOpt does."""
+    """float8 weights with one scale per block (DeepSeek), per row, or per tensor (ModelOpt)."""
 
     block: tuple[int, int]
     name: str = "fp8"
@@ -245,7 +245,7 @@ class Bitsandbytes:
 
 
 def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
-    """What config.json says of the checkpoint `name`; None: it is not quantised. Raises UnsupportedModel."""
+    """Return the format in config.json of the checkpoint `name`; None: unquantised. Raises UnsupportedModel."""
     said = config.get("quantization_config")
     if said is None:
         return None
@@ -278,7 +278,7 @@ def _awq(said: Mapping[str, Any], name: str) -> Awq:
 
 
 def _modelopt(said: Mapping[str, Any], name: str) -> BlockFp8:
-    """NVIDIA's ModelOpt: in hf_quant_config.json, or since 0.29 in config.json, too."""
+    """Parse NVIDIA ModelOpt's settings: in hf_quant_config.json, or since 0.29 also in config.json."""
     nested = said.get("quantization")
     algorithm = str((nested if isinstance(nested, Mapping) else said).get("quant_algo") or "")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its masks and its draft head: the `space` section of config.json, or flags."""
+"""The `space` section of config.json, or flags: a checkpoint's masks and draft head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from space_model.model_error import InvalidSpaceSection
 
 @dataclass(frozen=True)
 class DraftHeadSection:
-    """Where the draft head is, its form, and its two figures."""
+    """The draft head's file, form, and two sizes."""
 
     file: str
     hidden: int
@@ -28,14 +28,14 @@ class DraftHeadSection:
 
 @dataclass(frozen=True)
 class SpaceSection:
-    """The masks of a checkpoint: ids of its vocabulary, or embeddings that a gated adapter brings along."""
+    """A checkpoint's masks: ids of its vocabulary, or embeddings of a gated adapter."""
 
-    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated; empty with an adapter: none is banned
+    mask_ids: tuple[int, ...]  # id of mask 1, 2, …; a shared id is repeated; empty with an adapter, so no id is banned
     adapter: str | None  # file or folder beside config.json
     num_masks: int | None  # masks per group; None: as many as the adapter has
     draft_head: DraftHeadSection | None
-    acceptance: tuple[float, ...] = ()  # chance of draft 1, 2, … given those before it, as measured; empty: unknown
-    base_sha256: str | None = None  # of the weights that an adapter was made for; None: it does not say
+    acceptance: tuple[float, ...] = ()  # measured conditional acceptance of draft 1, 2, …; empty: unknown
+    base_sha256: str | None = None  # of the weights that the adapter was made for; None: not declared
 
     @classmethod
     def parse(
@@ -46,7 +46,7 @@ class SpaceSection:
         num_masks: int | None,
         vocab_size: int,
     ) -> SpaceSection:
-        """The section of config.json; arguments that are given win over it."""
+        """Parse the section of config.json; given arguments override it."""
         section = config.get("space") or {}
         if not isinstance(section, dict):
             raise InvalidSpaceSection('"space" in config.json must be an object.')
@@ -83,7 +83,7 @@ class SpaceSection:
     def _gated(
         cls, section: dict[str, object], *, mask_ids: Sequence[int] | None, num_masks: int | None
     ) -> SpaceSection:
-        """Masks without ids: `mask_token_ids` of the section says nothing, and its `num_masks` may be absent."""
+        """Parse a section with an adapter: `mask_token_ids` is ignored, and `num_masks` may be absent."""
         adapter, count = section["adapter"], section.get("num_masks") if num_masks is None else num_masks
         if not isinstance(adapter, str) or not adapter:
             raise InvalidSpaceSection(
@@ -99,7 +99,8 @@ class SpaceSection:
         return cls((), adapter, count, head, acceptance, _base_sha256(section.get("base_sha256")))
 
     def check_base(self, name: str, sha256: Callable[[], str]) -> None:
-        """Whether the adapter was made for the weights of `name`, whose hash `sha256` computes where it is needed.
+        """Check that the adapter was made for the weights of `name`; `sha256` hashes them, and is called only if
+        needed.
 
         Raises InvalidSpaceSection.
         """

@@ -1,4 +1,4 @@
-"""The id of the tokenizer's own end of text."""
+"""The id of the tokenizer's own EOS."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from space_common.special_tokens import named_tokens, token_text
 
 
 def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
-    """`read_json` gives a file of the checkpoint, empty where it is absent. None: it names no such token, or one that
-    the vocabulary lacks.
+    """Return the EOS id; None if the tokenizer names none, or one that is not in the vocabulary.
+
+    `read_json` returns a file of the checkpoint, empty if absent.
     """
     config = read_json("tokenizer_config.json")
     text = token_text(named_tokens(config, read_json("special_tokens_map.json")).get("eos_token"))

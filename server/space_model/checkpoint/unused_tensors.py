@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that the model has no place for: which may be left out, and what the others are.
+"""Checks tensors of a checkpoint that the model does not use: which may be ignored, and what the others are.
 
-A tensor that is left out in silence is a model that is served wrong: the scales of quantised weights, an adapter that
-is not merged, the biases of another config.
+A tensor that is ignored silently can make outputs wrong: the scales of quantised weights, an unmerged adapter, the
+biases of another config.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAY_BE_LEFT_OUT: tuple[tuple[str, str], ...] = (
     ),
     (r"(^|\.)num_batches_tracked$", "counters of training"),
 )
-"""Patterns of names, and why the model says the same without such tensors. transformers has more for some families."""
+"""Name patterns, and why outputs do not change without such tensors. transformers has more for some families."""
 
 MTP_LAYERS = "layers that predict tokens further on (MTP), behind the last layer of the model"
 
@@ -64,9 +64,10 @@ _OTHER_HEADS = re.compile(r"^(v_head|value_head|score|reward_head|classifier|qa_
 def check_found(
     checkpoint: Checkpoint, model: PreTrainedModel, found: Mapping[str, Any], needless: Collection[str] = ()
 ) -> None:
-    """What transformers says it found amiss in the weights; raises UnsupportedModel unless they are the model's.
+    """Check what transformers reports as missing, unexpected or mismatched. Raises UnsupportedModel unless all can be
+    ignored.
 
-    `needless`: what may stand behind a module's path and says nothing of its weight.
+    `needless`: tensor suffixes that do not affect a module's weight.
     """
     refuse_unused(checkpoint, model, (name for name in found["unexpected_keys"] if not name.endswith(tuple(needless))))
     if found["mismatched_keys"]:
@@ -83,9 +84,9 @@ def check_found(
 
 
 def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Of the checkpoint's tensors those `names` are in no part of `model`: each must be one that may be left out.
+    """Check the checkpoint's tensors `names`, which `model` does not use: each must be ignorable.
 
-    Raises UnsupportedModel, which names the first that may not, its file, what it is, and what to do.
+    Raises UnsupportedModel, which names the first that is not, its file, what it is, and what to do.
     """
     reasons = {name: _reason(name, model) for name in names}
     refused = sorted(name for name, reason in reasons.items() if reason is None)
@@ -102,7 +103,7 @@ def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterabl
 
 
 def _reason(name: str, model: PreTrainedModel) -> str | None:
-    """Why this tensor may be left out; None: it may not."""
+    """Return why this tensor may be ignored; None if it may not."""
     for pattern, reason in MAY_BE_LEFT_OUT:
         if re.search(pattern, name):
             return reason
@@ -118,7 +119,7 @@ def _reason(name: str, model: PreTrainedModel) -> str | None:
 
 
 def _explanation(name: str, config: PreTrainedConfig) -> str:
-    """What the tensor is, and what to do."""
+    """Return what the tensor is, and what to do."""
     layer = _LAYER.search(name)
     if _ADAPTER.search(name):
         return (
@@ -151,7 +152,7 @@ def _explanation(name: str, config: PreTrainedConfig) -> str:
 
 
 def _file_with(checkpoint: Checkpoint, name: str) -> str | None:
-    """The file that has the tensor; None: transformers knows it by another name than the files."""
+    """Return the file that has the tensor; None if transformers renamed it."""
     for file in checkpoint.weights:
         try:
             with safe_open(file, framework="pt") as tensors:

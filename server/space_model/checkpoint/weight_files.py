@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, read one by one, whole or in part; here, of safetensors files."""
+"""Reads tensors from a checkpoint's safetensors files, one by one, whole or in part."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 
 class OpenFiles:
-    """Files that several threads read; they are closed when nobody reads any more.
+    """Files that several threads read; they are closed after the last read ends.
 
-    Where a load fails, transformers does not wait for its other threads: one may be in the midst of a tensor.
+    When a load fails, transformers does not wait for its other threads: one may be reading a tensor.
     """
 
     def __init__(self, name: str, handles: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ class OpenFiles:
 
     @contextmanager
     def reading(self, tensor: str) -> Iterator[Any]:
-        """The file with the tensor, which stays open as long as the block lasts."""
+        """Yield the tensor's file, and keep it open for the duration of the block."""
         if tensor not in self.handles:
             raise UnsupportedModel(f"The weights of {self._name} lack {tensor}.")
         with self._changed:
@@ -46,14 +46,14 @@ class OpenFiles:
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """Let nobody begin to read, and wait for those who do."""
+        """Refuse new reads, and wait for those in progress."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._num_readers)
 
 
 class WeightFiles:
-    """What is in the files; nothing is read before it is asked for.
+    """The tensors of the files, read on demand.
 
     with WeightFiles.open(checkpoint) as files: files.rows("lm_head.weight", slice(0, 64))
     """
@@ -68,7 +68,7 @@ class WeightFiles:
     @classmethod
     @contextmanager
     def open(cls, checkpoint: Checkpoint) -> Iterator[WeightFiles]:
-        """The files of a checkpoint, open as long as the block lasts."""
+        """Open a checkpoint's files for the duration of the block."""
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
             files: dict[str, Path] = {}
@@ -96,44 +96,44 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return sorted(self.opened.handles)
 
     def unused(self) -> list[str]:
-        """Tensors that are no model's and were not needed for one either, when all have been read."""
+        """After all tensors were read, return those that neither the model nor its dequantised weights used."""
         return []
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, from the header."""
+        """Return a tensor's shape, from the header."""
         with self.opened.reading(name) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def whole(self, name: str) -> Tensor:
-        """A tensor."""
+        """Return a tensor."""
         with self.opened.reading(name) as file:
             return self._count(file.get_tensor(name))
 
     def rows(self, name: str, part: slice) -> Tensor:
-        """Some rows of a tensor: only they are read."""
+        """Return some rows of a tensor; only they are read."""
         with self.opened.reading(name) as file:
             return self._count(file.get_slice(name)[part])
 
     def columns(self, name: str, part: slice) -> Tensor:
-        """Some columns of a matrix: only they are read."""
+        """Return some columns of a matrix; only they are read."""
         with self.opened.reading(name) as file:
             return self._count(file.get_slice(name)[:, part])
 
     @property
     def num_packed(self) -> int:
-        """Tensors in blocks of few bits."""
+        """Return the number of quantised tensors."""
         return 0
 
     def is_packed(self, name: str) -> bool:
-        """Whether the tensor is made from what the files have, piece by piece, by `read_into`."""
+        """Return whether `read_into` must dequantise the tensor."""
         return False
 
     def read_into(self, name: str, place: Tensor) -> None:
-        """Put the numbers of a packed tensor into `place`, of its shape, any dtype and any device."""
+        """Write a quantised tensor's values into `place`, which has its shape, on any device in any dtype."""
         raise NotImplementedError
 
     def _count(self, tensor: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _cut_short(file: Path, error: Exception) -> str:
 
 
 def _check_index(checkpoint: Checkpoint, files: Mapping[str, Path]) -> None:
-    """What the index says of the files is so: a tensor in none of them is one that was lost."""
+    """Check that the index matches the files: a tensor that is in none of them was lost."""
     index = checkpoint.folder / INDEX
     if not index.is_file() or (checkpoint.folder / "model.safetensors") in checkpoint.weights:
         return

@@ -1,4 +1,4 @@
-"""The index of a checkpoint in several files: which file has which tensor."""
+"""The index of a sharded checkpoint: the file of each tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> name of a file in the index's folder. Raises CheckpointNotFound."""
+    """Return tensor -> name of a file in the index's folder. Raises CheckpointNotFound."""
     found = read_object(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointNotFound(f"{index} names no files: it has no weight_map. Fetch it again.")
@@ -23,7 +23,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def indexed_files(index: Path) -> tuple[Path, ...]:
-    """The files that the index names; each is there, and in its folder. Raises CheckpointNotFound."""
+    """Return the files that the index names; each must exist in its folder. Raises CheckpointNotFound."""
     folder = index.parent
     names = sorted(set(read_index(index).values()))
     for name in names:

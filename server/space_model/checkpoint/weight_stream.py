@@ -1,9 +1,9 @@
-"""Weights on their way from files to a device: one tensor after another, and of each a piece.
+"""Streams weights from mapped files to a device, one tensor after another, in pieces.
 
     file, mapped | a piece of a tensor | its place on the device, in the model's dtype
 
-A piece that is on the device is let go of at once, so the host holds a few pieces whatever the model's size. On a CPU
-whose model has the dtype of its file nothing is copied: the weight is a view of the file until it is packed.
+The pages of a copied piece are released at once, so the host holds a few pieces whatever the model's size. On a CPU
+with the file's dtype nothing is copied: the weight is a view of the file until it is packed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from space_model.checkpoint.weight_files import WeightFiles
 from space_model.mapped_files import let_go
 
 PIECE = 32 << 20
-"""Bytes of a tensor that are on their way at once; transformers asks for a few tensors at the same time."""
+"""Bytes of a tensor that are copied at once; transformers loads a few tensors concurrently."""
 
 SECONDS_BETWEEN_LINES = 5.0
-"""A load that takes longer says how far it is."""
+"""A longer load logs its progress at this interval."""
 
 _log = logging.getLogger(__name__)
 
 
 class WeightStream:
-    """Puts a checkpoint's tensors where the model has them.
+    """Copies a checkpoint's tensors to the model's device and dtype.
 
     model = SomeForCausalLM.from_pretrained(None, state_dict=stream.unread(), config=config, dtype=dtype)
     """
@@ -46,10 +46,10 @@ class WeightStream:
         as_kept: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`copies` False: what has its dtype in the file stays a view of it; None: so on a CPU.
+        """`copies` False: a tensor with the file's dtype stays a view of the file; None: False on a CPU.
 
-        `joined`: rooms that several weights share. `as_kept`: nothing goes anywhere yet: all are views of the files, in
-        the files' own dtypes.
+        `joined`: tensors that several weights share. `as_kept`: nothing is copied; all tensors are views of the files,
+        in the files' dtypes.
         """
         self.files = files
         self._device = torch.device("cpu") if as_kept else device
@@ -61,11 +61,11 @@ class WeightStream:
         self._lock = threading.Lock()
 
     def unread(self) -> dict[str, Any]:
-        """For transformers: all tensors by name, each of which is read when it is asked to go somewhere."""
+        """Return a state dict for transformers, whose tensors are read when they are moved to a device."""
         return {name: _Unread(self, name) for name in self.files.names}
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """A tensor on the device; a packed one is made where it belongs, without a copy in another dtype."""
+        """Return a tensor on the device; a quantised one is dequantised in place, without a copy in another dtype."""
         if dtype is None or not self.files.is_packed(name):
             return self.put(name, self.files.whole(name), dtype)
         self._say_how_far()
@@ -74,7 +74,7 @@ class WeightStream:
         return place
 
     def put(self, name: str, found: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """What was read of the tensor `name`, on the device; numbers become `dtype`."""
+        """Move the tensor `name`, which was read, to the device; floating-point values become `dtype`."""
         self._say_how_far()
         if self._as_kept or dtype is None or not found.is_floating_point():
             dtype = found.dtype
@@ -99,9 +99,9 @@ class WeightStream:
 
 
 class _Unread:
-    """A tensor of a stream, as transformers takes those of a file: indexed as a whole, then sent to a device.
+    """A lazy tensor, used as transformers uses those of a file: indexed as a whole, then moved to a device.
 
-    Its device is the stream's, whatever transformers says, which without accelerate knows no other than the CPU.
+    Always moves to the stream's device: without accelerate, transformers only knows the CPU.
     """
 
     def __init__(self, stream: WeightStream, name: str) -> None:
@@ -113,12 +113,12 @@ class _Unread:
         return self
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, on the stream's device."""
+        """Return the tensor on the stream's device."""
         return self._stream.whole(self._name, dtype)
 
 
 def send(found: Tensor, place: Tensor) -> None:
-    """Copy what was read, piece by piece, each of which is let go of when it is there."""
+    """Copy piece by piece, releasing the pages of each piece after it is copied."""
     if found.dim() == 0 or found.nbytes <= PIECE:
         place.copy_(found)
         let_go(found)

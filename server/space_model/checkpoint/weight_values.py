@@ -1,4 +1,4 @@
-"""Every number of a model's weights is a number: one that is not makes text of its own only now and then."""
+"""Checks that weights are finite: a NaN or infinity may spoil outputs only now and then."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from space_model.model_error import UnsupportedModel
 
 
 def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> None:
-    """Every weight of the model `name` is of finite numbers. `packed`: weights may be kept as integers, too.
+    """Check that every weight of the model `name` is finite. `packed`: weights may also be packed integers.
 
-    Reads each weight once, where it is, and waits for a GPU once. Raises UnsupportedModel naming the weight.
+    Reads each weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight.
     """
     weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
     sums: dict[str, Tensor] = {}
     for path, weight in weights.items():
         if weight.dtype.itemsize > 1 and weight.is_floating_point():
-            # One number that is none makes the sum none. In the weight's own dtype: seven times as fast in bfloat16.
+            # One non-finite value makes the sum non-finite. In the weight's own dtype: seven times as fast in bfloat16.
             sums[path] = weight.sum().float()
             let_go(weight)
         elif not packed and not weight.is_floating_point():
@@ -32,7 +32,7 @@ def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> N
         if bool(total.isfinite()):
             continue
         odd = int((~weights[path].isfinite()).sum())
-        if odd:  # else the numbers are large, and only their sum is none
+        if odd:  # else the values are finite, and only their sum overflows
             raise UnsupportedModel(
                 f"{path} of {name} has {odd} of {weights[path].numel()} numbers that are not finite (NaN or infinite) "
                 f"in {_shown(weights[path])}. Fetch the file again; where the checkpoint was made so, use another. "

@@ -1,8 +1,8 @@
-"""`spaceserve convert SRC DST`: a checkpoint as it was published becomes one that this server takes.
+"""`spaceserve convert SRC DST`: converts a published checkpoint to one that this server can load.
 
 Weights become safetensors, a tokenizer without tokenizer.json gets one, missing mask rows are added, and config.json
-says which ids are masks. Of a GGUF file the weights become plain numbers, and its texts the files that others have. SRC
-is only read; DST appears whole or not at all.
+names the mask ids. A GGUF file is dequantised, and its metadata become config.json and tokenizer files. SRC is only
+read; DST is written atomically.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "COPYING")
 _MOST_MASKS = 16
 _TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of older tokenizers, which become tokenizer.json."""
+"""Files of older tokenizers, which are converted to tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller asked for."""
+    """The user's settings of a conversion."""
 
     mask_ids: tuple[int, ...] = ()  # one shared by all masks, or one per mask
     num_masks: int | None = None  # None: as many as mask ids
@@ -56,7 +56,7 @@ class Wish:
 
 
 def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -> None:
-    """Write `target`. Raises ModelError where the source or the wish cannot be."""
+    """Write `target`. Raises ModelError if the source or the settings are unsupported."""
     source, target = source.expanduser(), target.expanduser()
     if not source.exists():
         raise CheckpointNotFound(f"There is no folder or GGUF file {source}. Download the checkpoint first.")
@@ -65,7 +65,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     weights: SourceWeights
     gguf, given = _gguf(source), source
     if gguf is not None:
-        from space_model.convert.gguf_source import GgufSource  # only here: other formats need no gguf package
+        from space_model.convert.gguf_source import GgufSource  # imported late: other formats need no gguf package
 
         source, config, weights = gguf.folder, gguf.config, GgufSource.of(gguf)
         wish = replace(wish, dtype=wish.dtype or getattr(torch, config["dtype"]))
@@ -81,7 +81,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     vocabulary = VocabularyTensors.find(source, weights, num_added=wish.add_masks)
     entries = {name: entry for name, entry in weights.entries.items() if name not in vocabulary.dropped}
     num_bytes = sum(_bytes_after(name, entry, vocabulary, wish.dtype) for name, entry in entries.items())
-    space = _space_section(config, wish, vocabulary)  # before the first byte is written: it may refuse
+    space = _space_section(config, wish, vocabulary)  # before anything is written, because it may refuse
     files = weight_files(source) if gguf is None else gguf.weights
     names_base = _check_base(Checkpoint(str(given), source, config, files, source))
     spare = 64 * 1024**2  # tokenizer, configs, headers
@@ -107,7 +107,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
 
 
 def _gguf(source: Path) -> Checkpoint | None:
-    """The checkpoint whose weights are a GGUF file at `source`; None: they are something else."""
+    """Return the checkpoint if `source` is a GGUF file, else None."""
     try:
         found = find_gguf(source)
     except GgufError as error:
@@ -120,7 +120,7 @@ def _gguf(source: Path) -> Checkpoint | None:
 
 
 def _read_config(source: Path) -> dict[str, Any]:
-    """config.json without what names code: that stays behind, and what is served needs none."""
+    """Return config.json without the fields that name remote code, which is not copied."""
     file = source / "config.json"
     config = read_object(file) if file.is_file() else {}
     refuse_as_model(source, config.get("space"))
@@ -128,12 +128,12 @@ def _read_config(source: Path) -> dict[str, Any]:
         raise CheckpointNotFound(f"{source} has no config.json; give the folder of a checkpoint.")
     if not isinstance(config.get("vocab_size"), int):
         raise ConvertError(f"{file} does not say `vocab_size`; only text decoders can be converted.")
-    family.parse_config(config, str(source))  # refuses models that only their own code can run
+    family.parse_config(config, str(source))  # refuses models that need remote code
     return {field: value for field, value in config.items() if field != "auto_map"}
 
 
 def _space_section(config: dict[str, Any], wish: Wish, vocabulary: VocabularyTensors) -> dict[str, Any] | None:
-    """What config.json is to say; None keeps what it says already."""
+    """Return the new `space` section; None keeps the present one."""
     if wish.add_masks and wish.mask_ids:
         raise ConvertError("Give --mask-ids for masks that the vocabulary has, or --add-masks for new ones; not both.")
     if not wish.mask_ids and not wish.add_masks:
@@ -168,13 +168,13 @@ def _bytes_after(name: str, entry: TensorEntry, vocabulary: VocabularyTensors, d
 def _converted(
     weights: SourceWeights, vocabulary: VocabularyTensors, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor as it is written: its own memory, the wanted dtype, the added rows."""
+    """Yield each tensor as it is written: in its own memory, in the wanted dtype, with the added rows."""
     num_added = vocabulary.num_added
     for name, tensor in weights.tensors():
         if name in vocabulary.dropped:
             continue
         if num_added and name in vocabulary.tables:
-            # The mean row is an average token: no logit of it is the largest, no attention to it is sharp.
+            # The mean row acts as an average token: its logit is never the largest, and attention to it is never sharp.
             mean = tensor.float().mean(dim=0, keepdim=True).to(tensor.dtype)
             tensor = torch.cat([tensor, mean.expand(num_added, *tensor.shape[1:])])
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -182,7 +182,7 @@ def _converted(
 
 
 def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    """Tokenizer, configs, licence, and the SPACE files that config.json names. Code and pickles stay behind."""
+    """Copy tokenizer, configs, licence, and the SPACE files that config.json names. Code and pickles are left out."""
     drafters = _drafters(config)
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES) or file.name in drafters
@@ -195,14 +195,14 @@ def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> Non
 
 
 def _copy_drafters(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    """The SPACE files beside a GGUF file: its texts are its own."""
+    """Copy only the SPACE files beside a GGUF file; config and tokenizer come from the GGUF file."""
     for name in _drafters(config):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def _drafters(config: dict[str, Any]) -> set[str]:
-    """Names of the files that the `space` section names."""
+    """Return the names of the files that the `space` section names."""
     space = config.get("space")
     if not isinstance(space, dict):
         return set()
@@ -227,7 +227,7 @@ def _write_config(
 
 
 def _check_base(source: Checkpoint) -> bool:
-    """Whether the adapter of the source names the weights that it was made for; they must be those of the source.
+    """Return whether the source's adapter declares its base weights; they must be the source's.
 
     Raises InvalidSpaceSection.
     """
@@ -240,7 +240,7 @@ def _check_base(source: Checkpoint) -> bool:
 
 
 def _name_base(folder: Path) -> None:
-    """Let the adapter in `folder` name the weights there: those that it was made for, in other files or numbers."""
+    """Set the adapter's base in `folder` to the weights there: the same ones, in other files or another dtype."""
     file = folder / "config.json"
     config = read_object(file)
     config["space"]["base_sha256"] = Checkpoint.open(folder).weights_sha256()
@@ -248,7 +248,7 @@ def _name_base(folder: Path) -> None:
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
-    """tokenizer.json from the older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
+    """Write tokenizer.json from older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
     if not any((source / name).is_file() for name in _TOKENIZERS):
         return
     from transformers import AutoTokenizer
@@ -262,7 +262,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Why the converted checkpoint is not served as it is, and what to do; None: it is."""
+    """Return why the converted checkpoint cannot be served yet, and what to do; None if it can."""
     try:
         check_tensors(folder)
     except ModelError as error:
@@ -290,7 +290,7 @@ def _positive(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    """Bytes from `512MiB` or `1GiB`."""
+    """Parse bytes from `512MiB` or `1GiB`."""
     for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2)):
         if text.endswith(unit) and text.removesuffix(unit).isdigit() and int(text.removesuffix(unit)):
             return int(text.removesuffix(unit)) * factor
@@ -337,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 after success, 1 with one line on stderr otherwise."""
+    """Run the command. Returns 0, or 1 after an error of one line on stderr."""
     options = _parser().parse_args(argv)
     wish = Wish(
         mask_ids=tuple(id for group in options.mask_ids for id in group),

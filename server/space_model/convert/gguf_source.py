@@ -1,4 +1,4 @@
-"""The weights of a GGUF file as `spaceserve convert` reads them: in plain numbers, by Hugging Face's names."""
+"""A GGUF file's weights for `spaceserve convert`: dequantised, by Hugging Face names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from space_model.quantization.quantized_weights import open_weights
 
 @dataclass(frozen=True)
 class GgufSource(SourceWeights):
-    """Every tensor of the model, in the dtype that its config names."""
+    """Every tensor of the model; written in the dtype that its config names."""
 
     checkpoint: Checkpoint
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> GgufSource:
-        """Find names and shapes; the numbers stay on disk."""
+        """Find names and shapes; the values stay on disk."""
         dtype = getattr(torch, checkpoint.config["dtype"])
         (file,) = checkpoint.weights
         with open_weights(checkpoint) as weights:
@@ -29,13 +29,13 @@ class GgufSource(SourceWeights):
         return cls(entries, checkpoint)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) one after the other, in float32: rounded once, where they are written."""
+        """Yield (name, tensor) one after the other, in float32; they are rounded once, when written."""
         with open_weights(self.checkpoint) as weights:
             for name in self.entries:
                 yield name, weights.whole(name).float()
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         if name not in self.entries:
             raise ConvertError(f"{self.checkpoint.name} has no tensor {name}.")
         with open_weights(self.checkpoint) as weights:

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as it was published: `*.safetensors` or `pytorch_model*.bin`, in one file or several."""
+"""The weights of a published checkpoint: `*.safetensors` or `pytorch_model*.bin`, in one file or several."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""Index of a checkpoint in several files, and the name of one in a single file; the first that exists is taken."""
+"""Index of a sharded checkpoint, and the file name of an unsharded one; the first that exists is used."""
 
 
 class ConvertError(ModelError):
-    """A checkpoint that cannot be converted, or a wish that does not fit it."""
+    """A checkpoint that cannot be converted, or settings that do not fit it."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the checkpoint, known before it is read."""
+    """Metadata of one tensor of the checkpoint."""
 
     file: Path
     shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SourceWeights:
-    """Every tensor of a checkpoint, by name, in the order of its files."""
+    """The tensors of a checkpoint, by name, in the order of its files."""
 
     entries: Mapping[str, TensorEntry]
 
     @classmethod
     def open(cls, folder: Path) -> SourceWeights:
-        """Find the files and read names, shapes and dtypes; the numbers stay on disk."""
+        """Find the files and read names, shapes and dtypes; the values stay on disk."""
         entries: dict[str, TensorEntry] = {}
         for file in weight_files(folder):
             with _opened(file) as tensors:
@@ -59,20 +59,20 @@ class SourceWeights:
         return cls(entries)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) one after the other; one file is open at a time and none is read as a whole."""
+        """Yield (name, tensor) one after the other; one file is open at a time, and none is read as a whole."""
         for file in dict.fromkeys(entry.file for entry in self.entries.values()):
             with _opened(file) as tensors:
                 for name in tensors.names():
                     yield name, tensors.read(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         with _opened(self.entries[name].file) as tensors:
             return tensors.read(name)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that hold the model's weights. Raises CheckpointNotFound."""
+    """Return the files that hold the model's weights. Raises CheckpointNotFound."""
     for index, single in _LAYOUTS:
         if (folder / index).is_file():
             return _indexed_files(folder / index)
@@ -101,7 +101,7 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
 
 
 class _SafetensorsFile:
-    """The tensors of one opened safetensors file."""
+    """The tensors of an open safetensors file."""
 
     def __init__(self, opened: Any) -> None:
         self._opened = opened
@@ -111,7 +111,7 @@ class _SafetensorsFile:
 
     def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         piece = self._opened.get_slice(name)
-        # A slice knows its dtype by safetensors' own name; an empty read of it knows torch's.
+        # A slice only has safetensors' dtype name; an empty read of it has torch's dtype.
         dtype = piece[:0].dtype if piece.get_shape() else self._opened.get_tensor(name).dtype
         return tuple(piece.get_shape()), dtype
 
@@ -121,7 +121,7 @@ class _SafetensorsFile:
 
 
 class _PickledFile:
-    """The tensors of one `.bin` file, mapped into memory page by page as they are read."""
+    """The tensors of one `.bin` file, memory-mapped and read page by page."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -137,7 +137,7 @@ class _PickledFile:
 
 
 class _OpenedSafetensors:
-    """`with` gives the tensors and closes the file again."""
+    """Context manager that opens a safetensors file."""
 
     def __init__(self, file: Path) -> None:
         self._opened: Any = safe_open(file, framework="pt")
@@ -159,7 +159,7 @@ def _opened(file: Path) -> AbstractContextManager[_SafetensorsFile | _PickledFil
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:
-    """The state dict of a `.bin` file, read without running any code in it."""
+    """Load the state dict of a `.bin` file without running code in it."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
     except pickle.UnpicklingError as error:
@@ -175,6 +175,8 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """torch's files since 1.6 are zip archives, which can be mapped; older ones are read as a whole."""
+    """Return whether the file is a zip archive, as torch writes since 1.6, which can be mapped; older files are read
+    whole.
+    """
     with file.open("rb") as stream:
         return stream.read(4) == b"PK\x03\x04"

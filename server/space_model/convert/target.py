@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: safetensors of bounded size, and all of it or nothing."""
+"""Writes the converted folder atomically, with safetensors of bounded size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from space_model.convert.source import ConvertError
 
 @contextmanager
 def converted_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` when the block ends well and vanishes when it does not.
+    """Yield a folder, which becomes `target` after the block, or is removed if the block raises.
 
-    `num_bytes` is what will be written; too small a disk is found before the first byte. An existing `target` is
+    `num_bytes`: size of the output; lack of disk space is detected before anything is written. An existing `target` is
     replaced only with `force`, and only at the very end.
     """
     if target.exists() and not force:

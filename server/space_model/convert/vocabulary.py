@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint have one row per token id, and whether all tensors fit config.json."""
+"""Finds the tensors with one row per token id, and checks all shapes against config.json."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from space_model.checkpoint.json_file import read_object
 from space_model.convert.source import ConvertError, SourceWeights
 
-_RECOMPUTED = ".rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follows from config.json
+_RECOMPUTED = ".rotary_emb.inv_freq"  # in old Llama checkpoints; computed from config.json
 
 
 @dataclass(frozen=True)
 class VocabularyTensors:
-    """The tables of a checkpoint, and how many rows they get."""
+    """The vocabulary tables of a checkpoint, and their new number of rows."""
 
     tables: frozenset[str]  # names: input embedding and, unless tied to it, output head (and its bias)
-    dropped: frozenset[str]  # names that are not written: a tied head, buffers that follow from config.json
+    dropped: frozenset[str]  # names that are not written: a tied head, buffers computed from config.json
     old_size: int
     num_added: int
 
@@ -29,7 +29,7 @@ class VocabularyTensors:
 
     @classmethod
     def find(cls, source: Path, weights: SourceWeights, *, num_added: int) -> VocabularyTensors:
-        """Build the architecture without numbers, and hold every tensor's shape against it. Raises ConvertError."""
+        """Build the architecture without weights, and check every tensor's shape against it. Raises ConvertError."""
         from transformers import AutoModelForCausalLM
 
         from space_model.checkpoint import family
@@ -77,7 +77,7 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], weights: SourceWeight
                 f"{list(expected[name])}. Is it the config.json of this checkpoint?"
             )
     if weights.entries.keys() - expected.keys() - optional:
-        return  # transformers renames the tensors of some families while loading: a missing name proves nothing then
+        return  # transformers renames tensors of some families while loading, so a missing name proves nothing
     missing = sorted(expected.keys() - weights.entries.keys() - optional)
     if missing:
         raise ConvertError(f"The checkpoint lacks {len(missing)} tensors of its architecture, {missing[0]} first.")

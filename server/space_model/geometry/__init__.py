@@ -1,1 +1,1 @@
-"""Pure-integer geometry of a step: layouts of drafts and masks, packed rows."""
+"""Integer layout of a step: drafts, masks and packed rows."""

@@ -1,4 +1,4 @@
-"""The part of a packed step that does not depend on ids, positions and pages: found once for each kind of step."""
+"""The part of a packed step that is independent of ids, positions and pages; cached per layout."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torch import Tensor
 from space_model.geometry.draft_layout import DraftLayout
 
 ROW_MULTIPLE = 4
-"""Rows of a step are a multiple of this: products of fewer rows take another order of summation (measured)."""
+"""The number of rows is padded to a multiple of this: smaller matmuls sum in another order (measured)."""
 
 SegmentShape = tuple[int, DraftLayout, int | None]
-"""A segment without its ids and place: how many chain rows, the layout, the adapter."""
+"""A segment's number of chain rows, layout and adapter."""
 
 ShapeRun = tuple[SegmentShape, int]
-"""A shape, and how many segments in a row have it: in most steps all of them."""
+"""A shape and the number of consecutive segments with it; most steps have a single run."""
 
 
 @dataclass(frozen=True)
 class GatedRows:
-    """The mask rows that one adapter acts on in a step."""
+    """The mask rows of one adapter in a step."""
 
     adapter: int
     slice: slice  # flat row numbers
-    masks: Tensor  # [rows] int64: which mask each row is, from 0
+    masks: Tensor  # [rows] int64: each row's mask, from 0
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPattern:
-    """The rows of steps that lay out the same."""
+    """The row layout shared by steps with equal segment shapes."""
 
     rows: RowPattern
     chain_rows: list[range]  # per segment: flat row numbers of its pending ids and drafts
     mask_rows: list[list[range]]  # per segment and group: flat row numbers of the group's masks
-    mask_ids: Ints  # [mask rows and padding] their ids; 0 for masks without ids
-    gated: tuple[GatedRows, ...]  # by adapter, ascending: adjacent, up to the last mask row
+    mask_ids: Ints  # [mask rows and padding] mask ids; 0 for masks without ids
+    gated: tuple[GatedRows, ...]  # ascending by adapter; contiguous, up to the last mask row
 
     @property
     def num_mask_rows(self) -> int:
-        """Masks of all segments."""
+        """Return the number of mask rows of all segments."""
         return len(self.rows.offsets) - self.rows.num_chain_rows
 
 
@@ -55,7 +55,7 @@ def batch_pattern(
     adapter_masks: tuple[int, ...],
     device: torch.device,
 ) -> BatchPattern:
-    """Lay out segments of these shapes. Raises ValueError for one with more masks than its owner has."""
+    """Lay out segments of these shapes. Raises ValueError for more masks than the checkpoint or adapter has."""
     shapes = [shape for shape, count in runs for _ in range(count)]
     chain_rows: list[range] = []
     offsets: list[int] = []
@@ -69,7 +69,7 @@ def batch_pattern(
     num_groups = 0
     mask_rows: list[list[range]] = [[] for _ in shapes]
     mask_runs = [range(0)] * len(shapes)
-    masks: list[int] = []  # which mask each mask row is, from 0
+    masks: list[int] = []  # each mask row's mask, from 0
     bounds: dict[int, range] = {}  # adapter -> its rows
     for number in sorted(range(len(shapes)), key=lambda n: -1 if (a := shapes[n][2]) is None else a):
         (num_chain, layout, adapter), first = shapes[number], len(offsets)
@@ -78,7 +78,7 @@ def batch_pattern(
             if count > known:
                 owner = "the checkpoint" if adapter is None else f"adapter {adapter}"
                 raise ValueError(f"Segment {number} lays out {count} masks; {owner} has {known}.")
-            base = num_chain - layout.num_drafts + g  # slots up to the row that the group stands behind
+            base = num_chain - layout.num_drafts + g  # slots up to the row that the group follows
             mask_rows[number].append(range(len(offsets), len(offsets) + count))
             ids.extend(mask_ids[:count] if adapter is None else [0] * count)
             masks.extend(range(count))

@@ -1,8 +1,7 @@
-"""The geometry of one sequence's step: which drafts and mask tokens are laid out, and where they stand.
+"""The geometry of one sequence's step: its drafts and mask tokens, and their positions.
 
-Pure integers. Letters as in the SPACE reference: the root stands at position n-1, draft i at n-1+i, mask j of group g
-at n-1+g+j. Group g assumes that exactly g drafts are accepted; its mask j predicts position n+g+j, the j-th token
-behind the bonus.
+Letters as in the SPACE reference: the root is at position n-1, draft i at n-1+i, mask j of group g at n-1+g+j. Group g
+assumes that exactly g drafts are accepted; its mask j predicts position n+g+j, the j-th token after the bonus token.
 """
 
 from __future__ import annotations
@@ -14,26 +13,27 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """The masks to draft from after a verdict: masks `first_mask`, `first_mask`+1, … of group `group`."""
+    """The masks to draft from after verification: masks `first_mask`, `first_mask`+1, … of group `group`."""
 
     group: int
-    first_mask: int  # counts from 1, as masks do; > 1 when an earlier group stands in for one that was not laid out
-    num_drafts: int  # masks left from `first_mask` on: drafts the next step can have
+    first_mask: int  # counts from 1, as masks do; > 1 if an earlier group replaces one that was not laid out
+    num_drafts: int  # masks from `first_mask` on: the most drafts of the next step
 
     @property
     def masks(self) -> range:
-        """The mask numbers (from 1), in the order of the drafts they yield."""
+        """Return the mask numbers (from 1), in the order of the drafts they predict."""
         return range(self.first_mask, self.first_mask + self.num_drafts)
 
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """Which drafts and mask tokens one sequence lays out in one step.
+    """The drafts and mask tokens that one sequence has in one step.
 
-    There are few, and steps take them by the thousand: `of` makes each of them once, and what follows from it is kept.
+    There are few distinct layouts but thousands of uses: `of` caches the objects, which cache what is derived from
+    them.
     """
 
-    num_drafts: int  # live drafts in the chain behind the root
+    num_drafts: int  # drafts in the chain after the root
     masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
 
     def __post_init__(self) -> None:
@@ -45,26 +45,26 @@ class DraftLayout:
 
     @staticmethod
     def of(num_drafts: int, masks: tuple[int, ...]) -> DraftLayout:
-        """The layout of these, always the same one."""
+        """Return the cached layout with these values."""
         return _layout(num_drafts, masks)
 
     @classmethod
     def plain(cls) -> DraftLayout:
-        """The root alone: plain decoding, and a prefill chunk."""
+        """Return the layout of the root alone: plain decoding, or a prefill chunk."""
         return _PLAIN
 
     @classmethod
     def full(cls, num_drafts: int, num_masks: int) -> DraftLayout:
-        """Every group whole. With num_drafts == num_masks == k these are the (k+1)² rows of the paper."""
+        """Return the layout with all groups complete; for num_drafts == num_masks == k, the paper's (k+1)² rows."""
         return _layout(num_drafts, (num_masks,) * (num_drafts + 1))
 
     @classmethod
     def pruned(cls, num_drafts: int, num_masks: int, num_kept: int, reach: Sequence[float]) -> DraftLayout:
-        """The `num_kept` most valuable masks of the full layout.
+        """Return the `num_kept` most valuable masks of the full layout.
 
         `reach[j]` is A_j, the chance that the first j drafts are all accepted (A_0 = 1; missing ones repeat the last).
         Mask (g, j) is worth P(a=g)·A_j tokens of the next step (SPACE §5), which falls with j, so each group keeps a
-        leading run. Equal worths: the earlier group, then the earlier mask.
+        leading run. Ties go to the earlier group, then the earlier mask.
         """
 
         def reached(j: int) -> float:
@@ -82,8 +82,8 @@ class DraftLayout:
         return _layout(num_drafts, tuple(counts))
 
     def within(self, root_position: int, window: int) -> DraftLayout:
-        """This layout without the drafts and masks whose position would reach the window."""
-        room = window - 1 - root_position  # positions behind the root that exist
+        """Return this layout without the drafts and masks whose positions would exceed the window."""
+        room = window - 1 - root_position  # positions left after the root
         if room >= self.num_drafts + max(self.masks):
             return self
         num_drafts = min(self.num_drafts, max(room, 0))
@@ -91,34 +91,34 @@ class DraftLayout:
         return _layout(num_drafts, masks)
 
     def with_drafts(self, num_drafts: int) -> DraftLayout:
-        """This layout for a sequence with fewer live drafts: the groups behind the last draft go."""
+        """Return this layout for fewer drafts: the groups after the last draft are dropped."""
         return self if num_drafts >= self.num_drafts else _layout(num_drafts, self.masks[: num_drafts + 1])
 
     @cached_property
     def num_masks(self) -> int:
-        """Mask rows, over all groups."""
+        """Return the number of mask rows in all groups."""
         return sum(self.masks)
 
     @property
     def num_rows(self) -> int:
-        """Root, drafts and masks."""
+        """Return the number of rows: root, drafts and masks."""
         return 1 + self.num_drafts + self.num_masks
 
     def mask_positions(self, root_position: int) -> list[int]:
-        """Absolute position of every mask row, group after group."""
+        """Return each mask row's absolute position, group after group."""
         return [root_position + g + j for g, count in enumerate(self.masks) for j in range(1, count + 1)]
 
     def next_drafts(self, accepted: int) -> GroupChoice | None:
-        """The masks to draft from when `accepted` drafts were accepted; None if none reaches behind the bonus.
+        """Return the masks to draft from after `accepted` accepted drafts; None if none predicts beyond the bonus.
 
-        The largest group g <= accepted that has masks left: its masks from accepted-g+1 on predict the positions behind
-        the bonus. An earlier group in place of group `accepted` gives fewer drafts, never wrong ones.
+        Uses the largest group g <= accepted with masks left: its masks from accepted-g+1 on predict the positions after
+        the bonus. An earlier group than `accepted` gives fewer drafts, but for the right positions.
         """
         return self._choices[accepted]
 
     @cached_property
     def _choices(self) -> tuple[GroupChoice | None, ...]:
-        """By how many drafts were accepted."""
+        """Return the choices by number of accepted drafts."""
         found: list[GroupChoice | None] = []
         for accepted in range(self.num_drafts + 1):
             groups = (group for group in range(accepted, -1, -1) if self.masks[group] > accepted - group)

@@ -1,4 +1,4 @@
-"""One step's rows, packed: every sequence's pending ids, drafts and masks in one flat dimension."""
+"""The packed rows of one step: all sequences' pending ids, drafts and masks in one flat dimension."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["ForwardBatch", "GatedRows", "Segment"]
 
 @dataclass(slots=True)
 class Segment:
-    """One sequence's rows in one step: its pending ids, its drafts, its masks.
+    """One sequence's rows in one step: pending ids, drafts, masks.
 
-    The pending ids are those not computed yet; the last of them is the root if it closes the known ids.
+    Pending ids are not computed yet; the last is the root if it ends the known ids.
     """
 
     ids: Sequence[int]  # chain rows: pending ids, then the drafts (layout.num_drafts of them)
     start: int  # absolute position of ids[0]: the number of ids already computed
-    pages: Sequence[int] | Ints  # block numbers of the sequence, position 0 onwards
+    pages: Sequence[int] | Ints  # block numbers of the sequence, from position 0 on
     layout: DraftLayout = field(
         default_factory=DraftLayout.plain
     )  # plain for a prefill chunk that does not reach the root
-    adapter: int | None = None  # whose masks the layout's are; None: the checkpoint's own, by their ids
-    owner: int | None = None  # the sequence's number, by which its pages are known from step to step; None: by nothing
+    adapter: int | None = None  # the adapter that the masks belong to; None: the checkpoint's own masks, by id
+    owner: int | None = None  # sequence number, under which its pages are cached between steps; None: not cached
 
 
 # chain rows of all segments            mask rows of all segments                     padding
@@ -42,49 +42,50 @@ class Segment:
 #                                        those with ids first, then adapter 0, 1, …
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The rows of one step on the device, and what each of them sees. Built once, shared by all layers."""
+    """The rows of one step on the device, and their attention masks. Built once, shared by all layers."""
 
     ids: Tensor  # [R] int64; 0 for masks without ids
     positions: Tensor  # [R] int64
     pattern: BatchPattern
     rows: StepRows
-    segments: Sequence[Segment] = ()  # what was packed
+    segments: Sequence[Segment] = ()  # the packed segments
 
     @property
     def chain_rows(self) -> list[range]:
-        """Per segment: flat row numbers of its pending ids and drafts."""
+        """Return each segment's chain rows: flat row numbers of its pending ids and drafts."""
         return self.pattern.chain_rows
 
     @property
     def mask_rows(self) -> list[list[range]]:
-        """Per segment and group: flat row numbers of the group's masks."""
+        """Return the flat row numbers of the masks, by segment and group."""
         return self.pattern.mask_rows
 
     @property
     def gated(self) -> tuple[GatedRows, ...]:
-        """By adapter, ascending: adjacent, up to num_rows."""
+        """Return the adapters' mask rows, ascending by adapter: contiguous, up to num_rows."""
         return self.pattern.gated
 
     @property
     def num_chain_rows(self) -> int:
-        """Pending ids and drafts."""
+        """Return the number of pending ids and drafts."""
         return self.pattern.rows.num_chain_rows
 
     @property
     def num_mask_rows(self) -> int:
-        """Masks."""
+        """Return the number of masks."""
         return self.pattern.num_mask_rows
 
     @property
     def num_rows(self) -> int:
-        """Rows without padding."""
+        """Return the number of rows without padding."""
         return len(self.pattern.rows.offsets)
 
     @classmethod
     def of_tensors(cls, ids: Tensor, positions: Tensor, pattern: BatchPattern, tables: StepTables) -> ForwardBatch:
-        """Rows that were laid out on a device, in the pattern's order; the host knows nothing of where they stand.
+        """Build a batch from rows laid out on the device, in the pattern's order; the host does not know their
+        positions.
 
-        ids and positions [R], R padded. Only attention that reads `StepTables` can take them.
+        ids and positions [R], R padded. Only attention that reads `StepTables` supports such a batch.
         """
         return cls(ids=ids, positions=positions, pattern=pattern, rows=tables.as_rows(pattern.rows))
 
@@ -100,8 +101,8 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """Pack the segments.
 
-        `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` how many masks adapter n has. Every chain row's position
-        must lie in `pages`: a ValueError names the first segment for which that is not so.
+        `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` adapter n's number of masks. Every chain row's position
+        must be within `pages`; else a ValueError names the first segment.
         """
         shapes: list[SegmentShape] = []
         for number, segment in enumerate(segments):

@@ -1,1 +1,1 @@
-"""From hidden rows to logits: the output head and the draft head."""
+"""From hidden states to logits: the output head and the draft head."""

@@ -1,4 +1,4 @@
-"""The weights of the draft head: k tiny sequential steps that let each draft know the one before it."""
+"""The weights of the draft head: k small sequential steps that condition each draft on the previous one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class DraftHeadWeights:
     w2: Tensor  # [hidden, head hidden]
     embedding_scale: float  # s
     form: DraftHeadForm = DraftHeadForm.MLP
-    compiled: CompiledDraftHead | None = None  # on a CPU that has one: what drafts in place of these tensors
+    compiled: CompiledDraftHead | None = None  # used instead of these tensors on a CPU that supports it
 
 
 def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
-    """The head with its compiled form, where this CPU has one and logits are products alone."""
+    """Add the compiled form if this CPU supports it and the logits are a plain matmul."""
     library = cpu_library()
     if head is None or library is None or output.weight is None or not output.is_plain:
         return head

@@ -1,10 +1,10 @@
-"""How many rows the output head takes at the price of reading its weights twice: measured where a model is loaded.
+"""Measures at load how many rows the output head computes in the time of reading its weights twice.
 
-A step needs logits of its chain rows, and then of the masks of the one group that the verdict selected. Up to so many
-rows it is cheaper to have them of all masks at once, before the verdict: the weights are read a single time.
+A step needs logits of its chain rows, and then of the masks of the group that verification selects. Up to so many rows
+it is cheaper to compute all masks' logits before verification, because the weights are read only once.
 
-Other work on the machine only ever adds to a time, so the least of many counts. Two rows, which all others are held
-against, are timed anew beside each of them, and rows that took longer than more rows did were disturbed.
+Other load only lengthens a measurement, so the minimum of many is used. Two rows, with which all others are compared,
+are timed again next to each; a count that took longer than a larger count was disturbed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 UNMEASURED = 64
-"""Of a device that rows cost nothing for as long."""
+"""The result on devices that are not measured."""
 
 BASE = 2
-"""Rows whose time is that of reading the weights."""
+"""Number of rows that takes the time of reading the weights."""
 
 TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-"""Numbers of rows."""
+"""Numbers of rows to try."""
 
 WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
-"""Of measuring all of them; then of measuring those at the border alone, until so many have made no least time smaller
-by more than this share."""
+"""Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
+minimum by more than this share."""
 
 SECONDS, MOST_SECONDS = 0.3, 1.0
-"""After which no round is begun: on a quiet machine, and where times still fall."""
+"""Time limits for starting a round: normally, and while minima still fall."""
 
 
 def head_rows(
@@ -40,17 +40,16 @@ def head_rows(
     device: torch.device,
     clock: Callable[[], float] | None = None,
 ) -> int:
-    """Most rows [R, hidden_size] whose `logits` take no longer than twice those of two; 0: not even few do.
+    """Return the most rows [R, hidden_size] whose `logits` take at most twice as long as two rows; 0 if none do.
 
-    `clock`, in seconds: None takes the processor time of this thread where it works alone, which other work hardly
-    changes, and the wall's where there are several.
+    `clock` in seconds; None: with one thread its CPU time, which other load hardly affects; with several, wall time.
     """
     if device.type != "cpu":
         return UNMEASURED
     if clock is None:
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     rows = torch.zeros(max(TRIED), hidden_size, dtype=dtype, device=device)
-    logits(rows[:BASE])  # the first one is slow
+    logits(rows[:BASE])  # warm-up
     least: dict[int, float] = {}
     begun, num_rounds, last_fall = clock(), 0, 0
     tried: Sequence[int] = TRIED
@@ -72,5 +71,5 @@ def head_rows(
 
 
 def _at_most(least: dict[int, float], count: int) -> float:
-    """The least that so many rows took: no longer than more rows did."""
+    """Return the minimum time of this many rows, at most that of larger counts."""
     return min(taken for rows, taken in least.items() if rows >= count)

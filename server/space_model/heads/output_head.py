@@ -1,4 +1,4 @@
-"""From hidden rows to logits: the head's weights and the family's own scale and cap."""
+"""From hidden states to logits: the head's weights and the family's scale and cap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from space_model.mapped_files import let_go
 
 _VOCABULARY_TILE = 64
-"""The packed head has rows of zeros up to a multiple of this, so that element-wise work on logits has no tail."""
+"""The packed head is padded with zero rows to a multiple of this, so that element-wise work on logits has no tail."""
 
 
 class OutputHead:
@@ -34,10 +34,10 @@ class OutputHead:
         keeps_rows: bool = True,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
-        """weight [V, hidden]: kept as it is for gathered rows; a packed copy makes the whole product on the CPU.
+        """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy.
 
-        `packed` False: only gathered rows are asked for, and there is no copy; `eight_bits`: the copy is of whole
-        numbers and scales; `keeps_rows` False: no gathered rows are asked for. `linear` makes the product elsewhere.
+        `packed` False: no copy, for a head with gathered rows only; `eight_bits`: the copy is int8 with scales;
+        `keeps_rows` False: no gathered rows are needed. `linear` replaces the full matmul.
         """
         self.weight = weight.detach() if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
@@ -61,7 +61,7 @@ class OutputHead:
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are products with the rows of the weight, and nothing else."""
+        """Return whether the logits are a plain matmul without bias, scale or cap."""
         return self.bias is None and self._scale == 1.0 and self._softcap is None
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class OutputHead:
         return self._finish(logits.float())[: len(hidden), : self.vocab_size]
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids only."""
+        """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
         if self.weight is None:
             raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
         products = _products
@@ -89,6 +89,6 @@ class OutputHead:
 
 
 def _products(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row with few rows of the weight."""
+    """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row times its own rows of the weight."""
     rows = F.embedding(ids, weight)  # [N, M, hidden]
     return torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""From a folder, or a GGUF file, to a SpaceModel."""
+"""Loads a SpaceModel from a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -71,17 +71,16 @@ def load_model(
     adapters: Mapping[str, str | Path] | None = None,
     ranks: Ranks | None = None,
 ) -> SpaceModel:
-    """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or one that is open already).
+    """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
 
-    `dtype` auto, float32, bfloat16 or float16; `weights` plain, or in eight bits: int8 on a CPU, fp8 on a GPU (a CPU
-    computes the same with it, and saves nothing); `kv_dtype` auto, or fp8: keys and values in eight bits; `device`
-    auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` win over the checkpoint's own;
-    `max_model_len` shortens the window; `num_threads` of a product on the CPU (None: as torch has it), for the whole
-    process and not to be changed later: activations are chosen by it; `adapters`: name -> folder of a gated adapter
-    that drafts for requests which name it, beside the checkpoint's own;
-    `attention`: auto, torch or triton; `exact`: on a GPU too a row has the same bits whatever the other rows, for
-    families that have a compact network; `choose_ops`: which operations to take, in place of these two;
-    `ranks`: the processes that share the model, of which this one reads and holds its part; None: this one holds all.
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, or 8-bit: int8 on a CPU, fp8 on a GPU (on a CPU fp8
+    computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu, cuda, …;
+    `mask_ids` (one shared, or one per position) and `num_masks` override the checkpoint's own; `max_model_len` shortens
+    the window; `num_threads` of a CPU matmul (None: torch's setting), for the whole process and fixed from then on,
+    because activations depend on it; `adapters`: name -> folder of a gated adapter for requests that name it, besides
+    the checkpoint's own; `attention`: auto, torch or triton; `exact`: results are row-invariant (bitwise) on a GPU too,
+    for families with a compact network; `choose_ops`: selects the operations instead of these two; `ranks`: the
+    processes that share the model, of which this one loads its part; None: this process loads all.
     Raises a ModelError that names the cause.
     """
     if num_threads is not None:
@@ -148,7 +147,7 @@ def load_model(
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
         kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[float8_kv],
-        attention="",  # the operations say below
+        attention="",  # the operations set this below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
@@ -170,7 +169,7 @@ def load_model(
 
 
 class _Fitting(TypedDict):
-    """What an adapter or a draft head must fit."""
+    """Requirements for an adapter or a draft head."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -178,7 +177,7 @@ class _Fitting(TypedDict):
 
 
 def _named(name: str, folder: str | Path, base: Checkpoint, vocab_size: int, fitting: _Fitting) -> Adapter:
-    """An adapter beside the checkpoint's own; errors say which."""
+    """Load an additional adapter; errors name it."""
     if not name:
         raise InvalidSetting("An adapter needs a name that requests can ask for.")
     try:
@@ -238,9 +237,9 @@ def _assemble(
 def _read_weights(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str
 ) -> PreTrainedModel:
-    """The whole transformers model in `dtype` on `device`, streamed there; every weight must be in the checkpoint.
+    """Load the transformers model in `dtype` to `device`; every weight must be in the checkpoint.
 
-    `weights` fp8: the device never holds them in `dtype`.
+    `weights` fp8: the device never holds the weights in `dtype`.
     """
     form = read_format(checkpoint.config, checkpoint.name)
     if weights == "fp8":
@@ -249,7 +248,7 @@ def _read_weights(
         packed = None
         if form is not None and stays_packed(form, device):
             packed = read_packed(checkpoint, config, form, dtype, device)
-        in_turn = weights == "fp8" and device.type != "cpu"  # what makes them smaller asks for one after another
+        in_turn = weights == "fp8" and device.type != "cpu"  # fp8 conversion then moves the weights one after another
         model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
@@ -266,10 +265,10 @@ def _read_weights(
 
 @malformed_is_unsupported()
 def check_tensors(path: str | Path | Checkpoint) -> None:
-    """Check that the model has a place for every tensor of the checkpoint at `path`, and all that it needs is there.
+    """Check that the checkpoint at `path` has all tensors that the model needs, and no others.
 
-    Plain weights are not read, only their headers; quantised ones are, one at a time. Raises a ModelError that names
-    the tensor.
+    Of unquantised weights only the headers are read; quantised weights are read one at a time. Raises a ModelError that
+    names the tensor.
     """
     checkpoint = Checkpoint.open(path)
     config = family.read_config(checkpoint)
@@ -280,7 +279,7 @@ def check_tensors(path: str | Path | Checkpoint) -> None:
 
 @contextmanager
 def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Read weights by transformers in the block: its errors become ModelErrors that name the checkpoint."""
+    """Convert transformers' errors while reading weights to ModelErrors that name the checkpoint."""
     with _quiet(), without_compiler():
         try:
             yield
@@ -292,7 +291,7 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers: a missing or odd weight is an error here, with our words."""
+    """Silence transformers' progress bars and warnings: missing or unexpected weights are reported as our errors."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

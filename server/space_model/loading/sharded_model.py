@@ -1,4 +1,4 @@
-"""One rank's part of a model: read slice by slice, and put together behind the same seams as a whole one."""
+"""Loads one tensor-parallel rank's part of a model, slice by slice, behind the same interfaces as a whole model."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def read_part(
     checkpoint: Checkpoint, config: PreTrainedConfig, share: Share, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A transformers model of the part's size with the part's weights; its head is on the meta device, not read."""
+    """Load the rank's weights into a transformers model of the part's size; the head stays on the meta device."""
     part = share.of_config(without_quantization(config))
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(part)
     base = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not read
+    base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not loaded
     parameters = dict(base.named_parameters())
     joined = JoinedRows({path: len(parameter) for path, parameter in parameters.items()}.get)
     with open_weights(checkpoint) as files:
         stream = WeightStream(files, device, joined=joined)
-        read = {HEAD}  # which is read apart
+        read = {HEAD}  # which is read separately
         for path, parameter in parameters.items():
             name = _name(files, f"{model.base_model_prefix}.{path}")
             read.add(name)
@@ -72,7 +72,7 @@ def read_part(
             held = sum(parameter.nbytes for parameter in base.parameters())
             say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
         elif files.num_packed:
-            from space_model.checkpoint.gguf_weights import say_made  # only here: other formats need no gguf package
+            from space_model.checkpoint.gguf_weights import say_made  # imported late: others need no gguf package
 
             say_made(checkpoint, files, sum(parameter.nbytes for parameter in base.parameters()), dtype)
     model.set_attn_implementation(ATTENTION_NAME)
@@ -81,12 +81,12 @@ def read_part(
 
 
 def _name(files: WeightFiles, path: str) -> str:
-    """What the files call the weight that the whole model has at `path`."""
-    return path if path in files else path.partition(".")[2]  # some checkpoints are of the base alone
+    """Return the files' name of the weight that is at `path` in the whole model."""
+    return path if path in files else path.partition(".")[2]  # some checkpoints hold the base model only
 
 
 def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
-    """What a rank has of the weight `name`."""
+    """Return the rank's part of the weight `name`."""
     linear, kind = name.split(".")[-2:]
     if linear in BY_ROWS:
         return files.rows(name, share.of(files.shape(name)[0]))
@@ -94,7 +94,7 @@ def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
         return files.columns(name, share.of(files.shape(name)[1]))
     whole = files.whole(name)
     if linear in BY_COLUMNS and share.rank:
-        return torch.zeros_like(whole)  # of a sum, one rank adds the bias
+        return torch.zeros_like(whole)  # only one rank adds the bias of a summed matmul
     return whole
 
 
@@ -108,7 +108,7 @@ def assemble_part(
     ranks: Ranks,
     ops: Ops,
 ) -> SpaceModel:
-    """This rank's part of the model, which `read_part` read. `config`: of the whole one; `facts`: of the part."""
+    """Assemble the rank's part that `read_part` loaded. `config`: of the whole model; `facts`: of the part."""
     share, others = Share(ranks.rank, ranks.size), LaterRanks(ranks)
     base, prefix = model.base_model, model.base_model_prefix
     check_attention(model, facts)
@@ -144,8 +144,9 @@ def _head(
     *,
     rescores: bool,
 ) -> tuple[ShardedHead, Tensor]:
-    """The rank's ids of the head, and their weights. Rank 0 has a whole head besides where a draft head asks it for
-    gathered rows.
+    """Return the rank's ids of the head and their weights.
+
+    Rank 0 also keeps the whole head if a draft head needs gathered rows.
     """
     embedding: Tensor = model.base_model.get_input_embeddings().weight
     ids = share.of_vocabulary(facts.vocab_size)
@@ -174,9 +175,9 @@ def _head(
 
 
 def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:
-    """The head that the files have beside a tied embedding is that embedding; another one is meant, as in transformers.
+    """Return whether the head in the files equals the tied embedding; if not it is used, as in transformers.
 
-    So every rank reads the head once; checkpoints of tied models have none as a rule.
+    This makes every rank read the head once; most checkpoints with tied embeddings have none.
     """
     head = files.whole(HEAD)
     return head.shape == embedding.shape and torch.equal(head.to(embedding), embedding)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a whole transformers model, streamed to where it computes."""
+"""Loads a checkpoint as a whole transformers model, streaming the weights to the device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def stream_model(
     as_kept: bool = False,
     copies: bool | None = None,
 ) -> Loaded:
-    """The model with its weights on `device`, as plain numbers of `dtype`; nothing of it is anywhere twice.
+    """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice.
 
-    `as_kept`: they stay on the host, views of their files in the files' own dtype; `copies`: as WeightStream has it.
+    `as_kept`: weights stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream.
     """
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
@@ -40,7 +40,7 @@ def stream_model(
         if config.model_type in FAMILIES and not isinstance(files, QuantizedWeights):
             joined = JoinedRows(lambda name: files.shape(name)[0] if name in files else None)
         if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
-            copies = True  # transformers stacks experts, after which nobody lets go of their views
+            copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
         model, found = model_class.from_pretrained(
             None,
@@ -49,21 +49,21 @@ def stream_model(
             dtype=dtype,
             output_loading_info=True,
             key_mapping=key_mapping(checkpoint),
-            ignore_mismatched_sizes=True,  # it says which they are, and no more than that there are any without
+            ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
         )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
         if isinstance(files, QuantizedWeights):
             held = sum(parameter.nbytes for parameter in model.parameters())
             say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
         elif files.num_packed:
-            from space_model.checkpoint.gguf_weights import say_made  # only here: other formats need no gguf package
+            from space_model.checkpoint.gguf_weights import say_made  # imported late: others need no gguf package
 
             say_made(checkpoint, files, sum(parameter.nbytes for parameter in model.parameters()), dtype)
     return model, found
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """What is on the host still goes to `device`, one weight after another; a shared one stays shared."""
+    """Move the remaining host tensors to `device`, one weight after another; shared weights stay shared."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -74,11 +74,11 @@ def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> 
                 send(weight.detach(), place)
                 moved[weight] = nn.Parameter(place, requires_grad=False)
             setattr(module, name, moved[weight])
-    model.to(device)  # buffers, which keep their dtype
+    model.to(device)  # buffers keep their dtype
 
 
 def _class_of(config: PreTrainedConfig) -> Any:
-    """The class of models with this config; where there are several, the one that the config names."""
+    """Return the model class of this config; of several, the one that the config names."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(found, (list, tuple)):
         return found

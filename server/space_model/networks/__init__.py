@@ -1,1 +1,1 @@
-"""Networks that compute packed rows over paged keys and values."""
+"""Networks that compute packed rows over the paged KV cache."""

@@ -1,4 +1,4 @@
-"""The compact network for a model and a device, where there is one."""
+"""Selects the compact network for a model and a device, if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compact_network(
     prefix: str,
     ranks: Ranks | None = None,
 ) -> Network | None:
-    """Takes `base` apart; None, and `base` as it was, where no compact network computes what it does."""
+    """Take `base` apart and return its compact network; None, with `base` unchanged, if there is none."""
     sizes = facts.num_heads, facts.kv_heads, facts.head_dim
     if facts.device.type == "cpu":
         library = cpu_library() if ops.attention == "compiled" else None

@@ -1,4 +1,4 @@
-"""A transformers decoder run with something else in the place of its layers: what stands around them stays theirs."""
+"""Runs a transformers decoder with its layers replaced; embedding, masks and norm stay transformers'."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from space_model.checkpoint.family import decoder_layers
 
 RunLayer = Callable[[Tensor], Tensor]
-"""The layer itself, on other rows [1, R, hidden], with all else that the model gives it."""
+"""The original layer, applied to other rows [1, R, hidden] with the same remaining arguments."""
 
 AroundLayer = Callable[[int, Tensor, RunLayer], Tensor]
-"""The layer's number, what the model gives it [1, R, hidden], and the layer -> what goes on in its stead."""
+"""Layer number, layer input [1, R, hidden], original layer -> the output to use instead."""
 
 
 @contextmanager
 def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
-    """While this lasts, a forward pass of `base` calls `around` where it would call a decoder layer."""
+    """In the block, a forward pass of `base` calls `around` instead of each decoder layer."""
     _, layers = decoder_layers(base)
     for number, layer in enumerate(layers):
         layer.forward = _stand_in(number, layer.forward, around, base)
@@ -33,7 +33,7 @@ def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
 
 
 _WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()
-"""Bases whose layers return tuples, as a layer that was run has shown."""
+"""Bases whose layers were seen to return tuples."""
 
 
 def _stand_in(

@@ -1,7 +1,7 @@
 """The Llama family on a CPU by compiled operations: a step is one call, whatever the number of layers.
 
-Steps with rows that an adapter acts on, and steps that several processes share, go layer by layer through the same
-operations, so a chain row has the same bits either way.
+Steps with adapter rows, and tensor-parallel steps, run layer by layer through the same operations, so chain rows have
+the same bits either way.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class CompiledLayer:
     output: CompiledLinear
     window: int | None
     mlp_norm: Norm
-    gate_up: CompiledLinear  # in turn
+    gate_up: CompiledLinear  # interleaved
     down: CompiledLinear
-    deltas: tuple[LayerDeltas, ...]  # by adapter; those of gate and up in turn
+    deltas: tuple[LayerDeltas, ...]  # by adapter; those of gate and up are interleaved
 
     def struct(self, keys: Tensor, values: Tensor) -> LayerStruct:
-        """With the pages of this layer."""
+        """Return the C struct of this layer with its KV cache."""
         return LayerStruct(
             self.attention_norm.weight.data_ptr(), self.query_key_value.struct, _address(self.query_norm),
             _address(self.key_norm), self.output.struct, self.mlp_norm.weight.data_ptr(), self.gate_up.struct,
@@ -58,7 +58,7 @@ def _address(norm: Norm | None) -> int | None:
 
 
 class CompiledLlama:
-    """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm, in bfloat16."""
+    """Llama, Mistral, Qwen2 or Qwen3 from ids to the final norm, in bfloat16."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class CompiledLlama:
         *,
         eight_bits: bool = False,
     ) -> None:
-        """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models.
+        """Take `base` apart: each of its linears is packed, then freed. `prefix`: its path in the whole model.
 
-        `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
-        `eight_bits`: linears are held in whole numbers and scales.
+        `ranks`: the other ranks that hold parts of the same layers (heads, inner columns); None: no tensor parallelism.
+        `eight_bits`: linears are int8 with scales.
         """
         self._library, self._ranks = library, ranks
         pack = partial(CompiledLinear, library, eight_bits=eight_bits)
@@ -91,11 +91,11 @@ class CompiledLlama:
         ]
         self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
         self._scale = head_dim**-0.5
-        self._whole: tuple[PagedKV, NetworkStruct] | None = None  # of the pages of the last step
+        self._whole: tuple[PagedKV, NetworkStruct] | None = None  # for the KV cache of the last step
 
     @staticmethod
     def fits(base: PreTrainedModel, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether this network computes what `base` does."""
+        """Return whether this network computes the same as `base`."""
         known = base.config.model_type in FAMILIES and base.config.hidden_act == "silu"
         even = base.config.hidden_size % 2 == 0
         plain = all(type(linear) is nn.Linear for path, linear in base.named_modules() if path.endswith("_proj"))
@@ -114,20 +114,20 @@ class CompiledLlama:
         return F.embedding(ids, self._embedding)
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm; rows of padding mean nothing."""
+        """[R, hidden] after the final norm; padding rows are undefined."""
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
         if batch.gated or self._ranks is not None:
             return self._by_layers(batch, kv)
         return self._run(self._network(kv), batch)[1]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """[R, hidden]: what the first layer is given."""
+        """[R, hidden]: the input of the first layer."""
         if self._ranks is not None:
             return F.embedding(batch.ids, self._embedding)
         return self._run(self._struct([], self._embedding, 1), batch)[0]
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        """[R, hidden] -> [R, hidden]: one layer alone."""
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
         if self._ranks is not None:
             return self._one_layer(number, hidden, batch, kv)
@@ -135,11 +135,13 @@ class CompiledLlama:
         return self._run(self._struct([struct], hidden, kv.block_size), batch, torch.arange(len(hidden)))[0]
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
         return self._normed(self._norm, hidden)
 
     def _run(self, network: NetworkStruct, batch: ForwardBatch, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[R, hidden] before the final norm, and behind it. `ids`: of the network's embedding; None: the batch's."""
+        """Return [R, hidden] before and after the final norm. `ids`: rows of the network's embedding; None: the
+        batch's.
+        """
         ids, num_rows = batch.ids if ids is None else ids, len(batch.ids)
         hidden, joined = network.hidden, self._heads.query * self._heads.dim
         fused = joined + 2 * self._heads.kv * self._heads.dim
@@ -164,7 +166,7 @@ class CompiledLlama:
         return network
 
     def _struct(self, structs: Sequence[LayerStruct], embedding: Tensor, block_size: int) -> NetworkStruct:
-        """Of these layers, over this [ids, hidden]."""
+        """Return the C struct of these layers and this embedding [ids, hidden]."""
         inner = self._layers[0].gate_up.out_features // 2
         return NetworkStruct(
             len(structs), *embedding.shape, inner, self._heads, self._norm.eps, self._scale, block_size,
@@ -173,7 +175,7 @@ class CompiledLlama:
         )  # fmt: skip
 
     def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """What `forward` of cpu/network.cpp does, with the deltas of adapters and the sums over ranks in between."""
+        """Compute `forward` of cpu/network.cpp, plus adapter deltas and sums over ranks."""
         x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
         for run in batch.gated:
             x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
@@ -230,7 +232,7 @@ class CompiledLlama:
     def _summed(
         self, linear: CompiledLinear, x: Tensor, residual: Tensor, gated: Sequence[GatedRows], deltas: Sequence[object]
     ) -> Tensor:
-        """The residual with the product, what adapters add to it, and the parts of the other ranks."""
+        """Return the residual plus the matmul, the adapters' deltas, and the other ranks' parts."""
         if self._ranks is None:
             out = linear.plus(x, residual)
             _add(out, x, gated, deltas)
@@ -247,7 +249,7 @@ def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[obje
 
 
 def _swiglu_in_turn(both: Tensor) -> Tensor:
-    """silu(gate)·up of [R, 2·inner] in turn -> [R, inner]. In float32, rounded once."""
+    """silu(gate)·up of interleaved [R, 2·inner] -> [R, inner], in float32, rounded once."""
     gate, up = both.float().view(len(both), -1, 2, LANES).unbind(2)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(both.dtype).reshape(len(both), -1)
 
@@ -259,7 +261,7 @@ def _take_apart(
     adapters: Sequence[GatedLora],
     path: str,
 ) -> CompiledLayer:
-    """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
+    """Pack a transformers decoder layer's weights and free the originals. `window`: if the layer has none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     sizes = [attention.get_submodule(f"{name}_proj").get_parameter("weight").shape[0] for name in "qkv"]
     hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
@@ -287,7 +289,7 @@ def _packed(
     *,
     turns: bool = False,
 ) -> CompiledLinear:
-    """The linears `names` of `parent`, one below the other or (two) in turn, packed; the originals are freed."""
+    """Pack the linears `names` of `parent`, concatenated or (two) interleaved, and free the originals."""
     linears = [parent.get_submodule(name) for name in names]
     weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]

@@ -1,10 +1,10 @@
-"""The Llama family on a GPU, compact: what lies between two products of a layer is one kernel.
+"""The compact network of the Llama family on a GPU: the operations between two matmuls of a layer are one kernel.
 
-    qkv product | rotary, head norms, store | attention | output product | add, norm | gate-up product | silu·up | down
-    product | add, norm of the next layer
+    qkv matmul | rotary, head norms, store | attention | output matmul | add, norm | gate-up matmul | silu·up | down
+    matmul | add, norm of the next layer
 
-Nothing waits for the host, and every size is the batch's: a forward pass can be captured in a CUDA graph. Like
-LlamaNetwork it is taken apart from a loaded transformers model.
+Nothing synchronises with the host, and all sizes come from the batch: a CUDA graph can capture a forward pass. Like
+LlamaNetwork it takes a loaded transformers model apart.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class FusedLayer:
     output: nn.Module
     window: int | None
     mlp_norm: Norm
-    gate_up: nn.Module  # [2·inner, hidden], gate in front
+    gate_up: nn.Module  # [2·inner, hidden], gate first
     down: nn.Module
     deltas: tuple[LayerDeltas, ...]  # by adapter
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all layers of a step have in common."""
+    """Values that all layers of a step share."""
 
     cos: Tensor
     sin: Tensor
@@ -56,7 +56,7 @@ class _Shared:
 
 
 class LlamaCudaNetwork:
-    """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm."""
+    """Llama, Mistral, Qwen2 or Qwen3 from ids to the final norm."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class LlamaCudaNetwork:
         prefix: str = "model",
         ranks: Ranks | None = None,
     ) -> None:
-        """Takes `base` apart: the weights of each of its linears are joined and freed in turn.
+        """Take `base` apart: the weights of its linears are concatenated, then freed.
 
-        `prefix`: its path in whole models; `ranks`: the others that have parts of the same layers; None: nobody.
+        `prefix`: its path in the whole model; `ranks`: the other ranks with parts of the same layers; None: none.
         """
         self._ops, self._ranks = ops, ranks
         self._heads = (num_heads, kv_heads, head_dim)
@@ -89,7 +89,7 @@ class LlamaCudaNetwork:
 
     @staticmethod
     def fits(base: PreTrainedModel) -> bool:
-        """Whether this network computes what `base` does: a known family, with plain weights or our eight bits."""
+        """Return whether this network computes the same as `base`: a known family, with plain or our 8-bit weights."""
         if base.config.model_type not in FAMILIES or base.config.hidden_act != "silu":
             return False
         kinds = {type(linear) for path, linear in base.named_modules() if path.endswith("_proj")}
@@ -111,16 +111,16 @@ class LlamaCudaNetwork:
         return y
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """[R, hidden]: what the first layer is given."""
+        """[R, hidden]: the input of the first layer."""
         return F.embedding(batch.ids, self._embedding)
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        """[R, hidden] -> [R, hidden]: one layer alone."""
         y = self._first_norm(number, hidden)
         return self._layer(number, y, hidden.clone(), self._shared(batch), batch, kv)[1]
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
         return self._ops.add_rms_norm(torch.zeros_like(hidden), hidden.clone(), self._norm.weight, self._norm.eps)[0]
 
     def _first_norm(self, number: int, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class LlamaCudaNetwork:
     def _layer(
         self, number: int, y: Tensor, residual: Tensor, shared: _Shared, batch: ForwardBatch, kv: PagedKV
     ) -> tuple[Tensor, Tensor]:
-        """What the norm of the next layer (or the final one) makes of the sum, and the sum. y: the normed residual."""
+        """Return the sum normed for the next layer (or by the final norm), and the sum. y: the normed residual."""
         num_heads, kv_heads, head_dim = self._heads
         ops, gated, layer = self._ops, batch.gated, self._layers[number]
         after = self._norm if number + 1 == len(self._layers) else self._layers[number + 1].attention_norm
@@ -159,13 +159,13 @@ class LlamaCudaNetwork:
         return ops.add_rms_norm(out, residual, after.weight, after.eps)
 
     def _whole(self, out: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> Tensor:
-        """out [R, hidden] with what adapters add, summed over the ranks."""
+        """Return out [R, hidden] plus the adapters' deltas, summed over the ranks."""
         _add(out, x, gated, deltas)
         return out if self._ranks is None else self._ranks.sum(out)
 
 
 def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> None:
-    """What each adapter adds to its rows of y = f(x), in place. `deltas`: by adapter."""
+    """Add each adapter's delta to its rows of y = f(x), in place. `deltas`: by adapter."""
     for run in gated:
         delta = deltas[run.adapter]
         if delta is not None:
@@ -173,7 +173,7 @@ def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[Gate
 
 
 def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequence[GatedLora], path: str) -> FusedLayer:
-    """A transformers decoder layer's weights, joined; the layer's own are freed. `window`: where it names none."""
+    """Concatenate a transformers decoder layer's weights and free the originals. `window`: if it has none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
     hidden, inner = int(mlp.down_proj.out_features), int(mlp.down_proj.in_features)  # type: ignore[arg-type,union-attr]
@@ -195,7 +195,7 @@ def _take_apart(layer: nn.Module, ops: Ops, window: int | None, adapters: Sequen
 
 
 def _joined(parent: nn.Module, names: Sequence[str], ops: Ops) -> nn.Module:
-    """The linears `names` of `parent`, one below the other, where they may lie already; the originals are freed."""
+    """Concatenate the linears `names` of `parent`, without copying if they share a tensor, and free the originals."""
     linears = [parent.get_submodule(name) for name in names]
     small = [linear for linear in linears if isinstance(linear, Fp8Linear)]
     if small:

@@ -1,8 +1,7 @@
-"""The Llama family on a CPU, compact: fused projections, and as few calls per layer as there can be.
+"""The compact network of the Llama family on a CPU: fused projections, and as few calls per layer as possible.
 
-For models of a few million weights the calls cost more than the arithmetic; this network makes about half of those
-that the transformers module makes. It is taken apart from a loaded transformers model, so it needs no weights of its
-own.
+For models of a few million weights the calls cost more than the arithmetic; this network makes about half as many as
+the transformers module. It takes a loaded transformers model apart, so it needs no weights of its own.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 @dataclass(frozen=True)
 class Norm:
-    """Root-mean-square norm over the last dimension."""
+    """RMSNorm over the last dimension."""
 
     weight: Tensor
     eps: float
 
     @classmethod
     def of(cls, module: nn.Module) -> Norm:
-        """From a transformers norm."""
+        """Convert a transformers norm."""
         return cls(module.get_parameter("weight").detach(), float(module.variance_epsilon))  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class LayerDeltas:
-    """What one adapter adds in one layer; None: nothing."""
+    """One adapter's deltas in one layer; None: no delta."""
 
     query_key_value: GatedDelta | None
     output: GatedDelta | None
@@ -72,11 +71,11 @@ class Layer:
     up: Linear
     down: Linear
     deltas: tuple[LayerDeltas, ...]  # by adapter
-    gates_mlp: bool  # some adapter adds to gate or up: gated rows go through the MLP step by step
+    gates_mlp: bool  # some adapter changes gate or up: gated rows run the MLP unfused
 
 
 class LlamaNetwork:
-    """Llama, Mistral, Qwen2 or Qwen3 between the ids and the final norm."""
+    """Llama, Mistral, Qwen2 or Qwen3 from ids to the final norm."""
 
     def __init__(
         self,
@@ -90,10 +89,10 @@ class LlamaNetwork:
         *,
         eight_bits: bool = False,
     ) -> None:
-        """Takes `base` apart: each of its linears is packed and freed in turn. `prefix`: its path in whole models.
+        """Take `base` apart: each of its linears is packed, then freed. `prefix`: its path in the whole model.
 
-        `ranks`: the others that have parts of the same layers, of heads and inner columns; None: there are none.
-        `eight_bits`: linears are held in whole numbers and scales.
+        `ranks`: the other ranks that hold parts of the same layers (heads, inner columns); None: no tensor parallelism.
+        `eight_bits`: linears are int8 with scales.
         """
         pack: Pack = Int8Linear if eight_bits else PackedLinear
         self._ranks = ranks
@@ -111,7 +110,7 @@ class LlamaNetwork:
 
     @staticmethod
     def fits(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-        """Whether this network computes what the config asks for."""
+        """Return whether this network supports the config."""
         return config.model_type in FAMILIES and config.hidden_act == "silu" and can_pack(dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -129,19 +128,19 @@ class LlamaNetwork:
         return self._norm(x)
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """[R, hidden]: what the first layer is given."""
+        """[R, hidden]: the input of the first layer."""
         return F.embedding(batch.ids, self._embedding)
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer by itself."""
+        """[R, hidden] -> [R, hidden]: one layer alone."""
         return self._layer(number, hidden, self._angles(hidden, batch), batch, kv)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
         return self._norm(hidden)
 
     def _angles(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rows' positions, [R, 1, head dim] each."""
+        """Return cos and sin of the rows' rotary angles, [R, 1, head dim] each."""
         cos, sin = self._rotary(x, batch.positions[None])
         shape = len(batch.ids), 1, self._heads[2]
         return cos.view(shape), sin.view(shape)
@@ -186,11 +185,11 @@ class LlamaNetwork:
         return summed if ranks is None else ranks.sum(summed).add_(x)
 
 
-# whole products                                        gate and up apart, so that deltas come before the activation
+# fused MLP                                             gate and up apart, so that deltas come before the activation
 # [0 ........................... first gated row)       [first gated row ........................ R)
-#  their ends are padded to whole tiles by each other's rows
+#  each part is padded to whole tiles with rows of the other
 def _gated_inner(layer: Layer, y: Tensor, gated: Sequence[GatedRows]) -> Tensor:
-    """silu(gate)·up [R, inner]: rows before the first gated one exactly as in a step without any."""
+    """silu(gate)·up [R, inner]: rows before the first gated one have the same bits as in a step without gated rows."""
     first = gated[0].slice.start
     begin = first - first % ROW_TILE
     ahead, behind = y[: first + -first % ROW_TILE], y[begin:]
@@ -207,14 +206,14 @@ def _gated_inner(layer: Layer, y: Tensor, gated: Sequence[GatedRows]) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: x [R, N, D] with cos, sin [R, 1, D], each pair (i, i + D/2) turned by its angle."""
+    """Rotary embedding: rotates each pair (i, i + D/2) of x [R, N, D] by its angle; cos, sin [R, 1, D]."""
     half = x.shape[-1] // 2
     turned = torch.cat([x[..., half:].neg(), x[..., :half]], dim=-1)
     return (x * cos).add_(turned.mul_(sin))
 
 
 def _take_apart(pack: Pack, layer: nn.Module, window: int | None, adapters: Sequence[GatedLora], path: str) -> Layer:
-    """A transformers decoder layer's weights, packed; the layer's own are freed. `window`: where it names none."""
+    """Pack a transformers decoder layer's weights and free the originals. `window`: if the layer has none."""
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     projections = [attention.get_submodule(f"{name}_proj") for name in ("q", "k", "v")]
     weights = torch.cat([projection.get_parameter("weight") for projection in projections])
@@ -247,9 +246,9 @@ def _take_apart(pack: Pack, layer: nn.Module, window: int | None, adapters: Sequ
 def layer_deltas(
     adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int, *, turns: bool = False
 ) -> LayerDeltas:
-    """One adapter's deltas in the layer at `path`. `sizes`: outputs of query, key and value.
+    """Return one adapter's deltas in the layer at `path`. `sizes`: output sizes of query, key and value.
 
-    `turns`: outputs of gate and up take turns.
+    `turns`: outputs of gate and up are interleaved.
     """
 
     def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> GatedDelta | None:
@@ -265,7 +264,7 @@ def layer_deltas(
 
 
 def _packed(pack: Pack, parent: nn.Module, name: str) -> Linear:
-    """The linear `name` of `parent`, packed; the original is freed."""
+    """Pack the linear `name` of `parent` and free the original."""
     linear = parent.get_submodule(name)
     bias = linear.bias
     packed = pack(linear.get_parameter("weight"), bias if isinstance(bias, Tensor) else None)

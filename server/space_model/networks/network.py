@@ -1,4 +1,4 @@
-"""The seam between a step and the network that computes it."""
+"""The interface between a step and the network that computes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from space_model.networks.paged_kv import PagedKV
 
 
 class Network(Protocol):
-    """Everything between the ids and the head."""
+    """The model from ids to the input of the head."""
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
@@ -21,16 +21,16 @@ class Network(Protocol):
         """[N] -> [N, hidden]: rows of the embedding table, unscaled."""
         ...
 
-    # The parts of `forward`, one by one, for the check at load. The batch has no masks.
+    # The parts of `forward`, separately, for the check at load. The batch has no masks.
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """[R, hidden]: what the first layer is given."""
+        """[R, hidden]: the input of the first layer."""
         ...
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer by itself; K and V are left in its pages."""
+        """[R, hidden] -> [R, hidden]: one layer alone; its K and V are stored in the KV cache."""
         ...
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
         ...

@@ -1,4 +1,4 @@
-"""Our paged attention, registered where transformers looks attention functions up."""
+"""Our paged attention, registered as a transformers attention implementation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from space_model.networks.paged_kv import PagedKV
 ATTENTION_NAME = "spaceserve"
 
 _MEANINGLESS_HERE = {"position_ids", "cache_position", "use_cache", "is_causal"}
-"""Keywords that say nothing the step does not say itself: which rows there are and what each sees."""
+"""Keywords to ignore: the batch already defines rows and masks."""
 
 
 @dataclass
 class AttentionStep:
-    """What the attention of every layer needs: passed through the model's forward as one keyword."""
+    """What every layer's attention needs, passed through the model's forward as one keyword argument."""
 
     batch: ForwardBatch
     kv: PagedKV

@@ -1,4 +1,4 @@
-"""Keys and values of all sequences, in blocks that sequences own by number."""
+"""The paged KV cache of all sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Per layer, keys and values of every slot: [num_blocks, kv_heads, block_size, head_dim]."""
+    """Keys and values by layer: [num_blocks, kv_heads, block_size, head_dim] each."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -29,7 +29,7 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedKV:
-        """Blocks full of zeros: every page is touched now, so that memory that is not there fails here."""
+        """Allocate blocks of zeros; every page is touched now, so that lack of memory fails here."""
         shape = (num_blocks, kv_heads, block_size, head_dim)
         keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -1,7 +1,7 @@
-"""How a decoder of the Llama family is shared out among ranks: attention heads, MLP columns, the vocabulary.
+"""Tensor parallelism of the Llama family: attention heads, MLP columns and the vocabulary are sharded over ranks.
 
 query, key, value, gate, up     a rank has rows of the weight: heads, inner columns of its own
-output, down                    a rank has columns: its product is one part of a sum over all ranks
+output, down                    a rank has columns: its matmul is one term of a sum over all ranks
 norms, embedding                every rank has all of them
 head                            a rank has a range of ids
 """
@@ -27,35 +27,35 @@ BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 
 VOCABULARY_TILE = 64
-"""Ids of a rank's part of the head are a multiple of this; the last part is filled up with rows of zeros."""
+"""A rank's part of the head is padded with zero rows to a multiple of this many ids."""
 
 
 class Ranks(Protocol):
-    """The processes that hold one model between them, as one of them sees it."""
+    """The process group that shares one model, seen from one process."""
 
     @property
     def rank(self) -> int:
-        """This one's number; 0 leads."""
+        """Return this process's rank; 0 leads."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, on every rank with the same bits; x may be overwritten."""
+        """Return the sum of all ranks' x, with the same bits on every rank; may overwrite x."""
         ...
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in order, at rank 0; nothing elsewhere."""
+        """Return all ranks' x, in order, on rank 0; an empty list elsewhere."""
         ...
 
 
 class LaterRanks:
-    """The others, who are not asked for anything before `come`: until then this part is all there is.
+    """Ranks that only join at `come`: before, sum and gather return this rank's part.
 
-    A part is checked before the ranks join.
+    So a part can be checked before the other ranks are ready.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -65,33 +65,33 @@ class LaterRanks:
         self.gather: Callable[[Tensor], list[Tensor]] = lambda x: [x]
 
     def come(self) -> None:
-        """From here on they add their parts."""
+        """Include the other ranks from now on."""
         self.sum, self.gather = self._ranks.sum, self._ranks.gather
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a model."""
+    """One rank's shard of a model."""
 
     rank: int
     size: int
 
     def of(self, count: int) -> slice:
-        """Its part of `count` rows or columns, which divide."""
+        """Return its slice of `count` rows or columns; `count` is divisible."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def of_vocabulary(self, vocab_size: int) -> slice:
-        """Its ids; the last ranks may have fewer, or none."""
+        """Return its slice of ids; the last ranks may have fewer, or none."""
         each = self.vocabulary_width(vocab_size)
         return slice(min(self.rank * each, vocab_size), min((self.rank + 1) * each, vocab_size))
 
     def vocabulary_width(self, vocab_size: int) -> int:
-        """Rows of every rank's part of the head, filled up."""
+        """Return the rows of every rank's part of the head, including padding."""
         return -(-vocab_size // (self.size * VOCABULARY_TILE)) * VOCABULARY_TILE
 
     def of_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The config of a model that has this part's heads and inner columns. Raises a ModelError, as `check_size`."""
+        """Return the config with this shard's heads and inner columns. Raises ModelError like `check_size`."""
         check_size(config, self.size)
         heads, kv_heads, head_dim = family.sizes(config)
         part = copy.deepcopy(config)
@@ -101,7 +101,7 @@ class Share:
         return part
 
     def of_adapter(self, adapter: Adapter) -> Adapter:
-        """The adapter's pairs, cut as the linears they add to; their deltas are parts of the same sums."""
+        """Shard the adapter's pairs like the linears they belong to; their deltas are terms of the same sums."""
         pairs = {}
         for path, (a, b) in adapter.gated.pairs.items():
             name = path.rpartition(".")[2]
@@ -115,12 +115,12 @@ class Share:
 
 
 def check_ranks(path: str | Checkpoint, size: int) -> None:
-    """Whether `size` ranks can share the checkpoint at `path`, before any of them begins. Raises a ModelError."""
+    """Raises ModelError unless `size` ranks can share the checkpoint at `path`; checked before any of them starts."""
     check_size(family.read_config(Checkpoint.open(path)), size)
 
 
 def check_size(config: PreTrainedConfig, size: int) -> None:
-    """Whether `size` ranks can share a model with this config. Raises a ModelError."""
+    """Raises ModelError unless `size` ranks can share a model with this config."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"Models of type {config.model_type!r} are not shared among ranks; those of "
@@ -142,7 +142,7 @@ def _either(words: Sequence[str]) -> str:
 
 
 class SummedLinear(nn.Module):
-    """A linear of which every rank has some columns."""
+    """A linear whose columns are sharded over the ranks."""
 
     def __init__(self, linear: nn.Module, ranks: Ranks) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Any transformers decoder as a Network: our attention, and on the CPU our linears, activations and experts."""
+"""Any transformers decoder as a Network, with our attention; on the CPU also our linears, activations and experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TransformersNetwork:
     def __init__(
         self, base: PreTrainedModel, gate: ServedGate | None = None, attention: Attention = space_attention
     ) -> None:
-        """`gate`: of the adapters that are attached to `base`, where there are any."""
+        """`gate`: of the adapters that are attached to `base`, if any."""
         self.base = base
         self._attention = attention
         self._embedding: Tensor = base.get_input_embeddings().weight
@@ -54,7 +54,7 @@ class TransformersNetwork:
         return F.embedding(ids, self._embedding)
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """[R, hidden]: what the first layer is given."""
+        """[R, hidden]: the input of the first layer."""
         given: list[Tensor] = []
 
         def note(number: int, rows: Tensor, run: RunLayer) -> Tensor:
@@ -66,7 +66,7 @@ class TransformersNetwork:
         return given[0]
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer by itself. Raises UnsupportedModel if it attends elsewhere."""
+        """[R, hidden] -> [R, hidden]: one layer alone. Raises UnsupportedModel if it does not use our attention."""
         made: list[Tensor] = []
 
         def run_one(at: int, rows: Tensor, run: RunLayer) -> Tensor:
@@ -87,7 +87,7 @@ class TransformersNetwork:
         return made[0]
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, hidden]: the final norm by itself."""
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
         batch = ForwardBatch.build(
             [Segment([0] * len(hidden), 0, [0])], block_size=len(hidden), mask_ids=(), device=hidden.device
         )
@@ -103,18 +103,19 @@ class TransformersNetwork:
 
 
 def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
-    """Replace what depends on the number of rows on a CPU: linears (packed, too), activations, experts, routers.
+    """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
+    routers.
 
-    `eight_bits`: linears and experts are held in whole numbers and scales.
+    `eight_bits`: linears and experts become int8 with scales.
 
     One module at a time, so that only one weight is in memory twice.
     """
-    for name in [name for name, _ in base.named_children()]:  # names alone: what is replaced is to go
+    for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
             setattr(base, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
             let_go(child.weight)
-        elif type(child) is Conv1D:  # a linear of GPT-2, which keeps its weight the other way round
+        elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, eight_bits=eight_bits))
             let_go(weight)
@@ -136,7 +137,7 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = 
 
 
 def _multiplies_by_itself(module: nn.Module) -> bool:
-    """Whether the module is a router: it has a matrix of its own, and is no embedding."""
+    """Return whether the module is a router: it has its own matrix, and is not an embedding."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
@@ -146,7 +147,7 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:
-    """The activation, row-invariant with up to `num_threads` threads."""
+    """Return a row-invariant form of the activation for up to `num_threads` threads."""
     if isinstance(activation, nn.ReLU | RowInvariantActivation):
         return activation
     for composed in (silu, gelu, gelu_tanh):

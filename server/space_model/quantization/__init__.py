@@ -1,1 +1,1 @@
-"""Quantised weights, unpacked or kept packed."""
+"""Quantised weights, dequantised or kept packed."""

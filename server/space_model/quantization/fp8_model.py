@@ -1,4 +1,4 @@
-"""A transformers model whose linears are held in eight bits with a floating point, all but the output head."""
+"""A transformers model with fp8 linears; the output head is not quantised."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from space_model.model_error import InvalidSetting
 
 
 def check_plain(form: QuantizedFormat | None) -> None:
-    """Raises InvalidSetting for a checkpoint whose weights are of few bits as they are."""
+    """Raises InvalidSetting for a checkpoint that is already quantised."""
     if form is not None:
         raise InvalidSetting(f"The checkpoint's weights are {form.name} ones already; leave out --weights fp8.")
 
 
 def hold_float8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
-    """Replace the weights of each linear by the nearest; one at a time, so that only one is in memory twice.
+    """Quantise the weights of each linear to fp8, one at a time, so that only one is in memory twice.
 
-    `bring`: a weight that is elsewhere to where it is held.
+    `bring`: moves a weight to its device.
 
-    On a CPU, which has no product with such weights, they stay bfloat16 and become the same numbers: what a text is
-    there, and how good, is what it is on a GPU, but nothing is smaller or faster.
+    A CPU has no fp8 matmul: its weights stay bfloat16 but are rounded to fp8 values, so outputs and quality match a
+    GPU's, but nothing is smaller or faster.
     """
     if device.type == "cuda" and find_spec("triton") is None:
         raise InvalidSetting("fp8 weights need triton, which is not installed: `pip install triton`.")

@@ -1,5 +1,6 @@
-"""A quantised checkpoint as a transformers model, packed, where a library multiplies by packed weights; else what it
-costs that it does not.
+"""Loads a quantised checkpoint as a transformers model with packed weights, if a library supports them; else warns.
+
+The warning says what holding the weights dequantised costs.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from space_model.quantization.quantized_weights import has_kernels
 _log = logging.getLogger(__name__)
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
-"""A model, and what was found amiss in its weights."""
+"""A model, and transformers' report of missing and unexpected weights."""
 
 
 def stays_packed(form: QuantizedFormat, device: torch.device) -> bool:
-    """Weights of this format are multiplied by as they are: on a GPU, by a library that is installed."""
+    """Return whether weights stay packed: on a GPU, if the library with the kernels is installed."""
     return device.type == "cuda" and has_kernels(form)
 
 
 def read_packed(
     checkpoint: Checkpoint, config: PreTrainedConfig, form: QuantizedFormat, dtype: torch.dtype, device: torch.device
 ) -> Loaded | None:
-    """The model with its weights as they are kept, by transformers' own quantizer; None where that cannot be had."""
+    """Return the model with packed weights, loaded by transformers' quantizer; None if that is not possible."""
     try:
         model, found = packed_class(config).from_pretrained(
             str(checkpoint.folder),
@@ -59,14 +60,14 @@ def read_packed(
 
 
 def packed_class(config: PreTrainedConfig) -> Any:
-    """The transformers class of models with this config."""
+    """Return the transformers class of models with this config."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def say_dense(
     checkpoint: Checkpoint, form: QuantizedFormat, count: int, kept: int, held: int, dtype: torch.dtype
 ) -> None:
-    """What it costs that weights are not multiplied by as they are kept."""
+    """Log the cost of holding quantised weights dequantised."""
     packed = f". On a GPU with {form.library} installed they stay packed" if form.library else ""
     _log.warning(
         "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at every "
@@ -82,7 +83,7 @@ def say_dense(
 
 
 def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the same model in plain numbers."""
+    """Return the same config without quantisation."""
     fields = config.to_dict()
     fields.pop("quantization_config", None)
     return type(config).from_dict(fields)

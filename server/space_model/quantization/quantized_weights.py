@@ -1,4 +1,4 @@
-"""A quantised checkpoint's weights, in plain numbers when they are read."""
+"""A quantised checkpoint's weights, dequantised when they are read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from space_model.model_error import UnsupportedModel
 
 
 class QuantizedWeights(WeightFiles):
-    """The tensors that a model has, made from those that the files have: one at a time, when asked for."""
+    """The model's tensors, dequantised from the tensors of the files one at a time, on demand."""
 
     def __init__(self, files: WeightFiles, form: QuantizedFormat) -> None:
         super().__init__(files.name, files.opened, files.size)
         self.form = form
-        self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> what it has
-        self._read: set[str] = set()  # tensors of the files that weights were made of
+        self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> its tensors
+        self._read: set[str] = set()  # tensors of the files that were used for weights
         aside: set[str] = set()
         found: dict[str, set[str]] = {}
         marked: set[str] = set()
@@ -42,7 +42,7 @@ class QuantizedWeights(WeightFiles):
         self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
 
     def _split(self, name: str) -> tuple[str, str]:
-        """The module's path and what stands behind it."""
+        """Split a name into the module's path and the suffix."""
         for part in self.form.parts:
             if name.endswith(f".{part}"):
                 return name[: -len(part) - 1], part
@@ -54,24 +54,24 @@ class QuantizedWeights(WeightFiles):
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors of the model."""
+        """Return the names of the model's tensors."""
         return self._names
 
     @property
     def num_quantized(self) -> int:
-        """Weights that are made from others."""
+        """Return the number of dequantised weights."""
         return len(self._parts)
 
     def unused(self) -> list[str]:
-        """Parts of quantised weights that no weight was made of, when all have been read."""
+        """After all tensors were read, return the parts of quantised weights that no weight used."""
         return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; a quantised one is made for it."""
+        """Return a tensor's shape; a quantised one is dequantised for it."""
         return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
 
     def whole(self, name: str) -> Tensor:
-        """A tensor; quantised ones become float32."""
+        """Return a tensor; quantised ones become float32."""
         if not self._is_quantized(name):
             return super().whole(name)
         path = name.removesuffix(".weight")
@@ -87,11 +87,11 @@ class QuantizedWeights(WeightFiles):
             raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
 
     def rows(self, name: str, part: slice) -> Tensor:
-        """Some rows of a tensor; of a quantised one, all are read."""
+        """Return some rows of a tensor; of a quantised one, all are read."""
         return self.whole(name)[part].clone() if self._is_quantized(name) else super().rows(name, part)
 
     def columns(self, name: str, part: slice) -> Tensor:
-        """Some columns of a matrix; of a quantised one, all are read."""
+        """Return some columns of a matrix; of a quantised one, all are read."""
         return self.whole(name)[:, part].clone() if self._is_quantized(name) else super().columns(name, part)
 
     def _is_quantized(self, name: str) -> bool:
@@ -100,9 +100,9 @@ class QuantizedWeights(WeightFiles):
 
 @contextmanager
 def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
-    """The tensors that the checkpoint's model has, whatever they are kept as."""
+    """Open the tensors of the checkpoint's model, in whatever format they are stored."""
     if checkpoint.gguf is not None:
-        from space_model.checkpoint.gguf_weights import open_gguf  # only here: other formats need no gguf package
+        from space_model.checkpoint.gguf_weights import open_gguf  # imported late: other formats need no gguf package
 
         with open_gguf(checkpoint, checkpoint.gguf) as found:
             yield found
@@ -113,5 +113,5 @@ def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
 
 
 def has_kernels(form: QuantizedFormat) -> bool:
-    """The library that multiplies by such weights as they are is installed."""
+    """Return whether the library whose kernels multiply by packed weights is installed."""
     return bool(form.library) and importlib.util.find_spec(form.library) is not None

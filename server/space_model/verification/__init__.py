@@ -1,1 +1,1 @@
-"""The check at load: our network against transformers, layer by layer."""
+"""The check at load: compares our network with transformers, layer by layer."""

@@ -1,12 +1,12 @@
-"""What each part of a transformers model makes of the same rows: in wide numbers, and in the serving dtype.
+"""Reference outputs of each part of a transformers model for the same rows: in a wide dtype, and in the serving dtype.
 
     ids | embeddings | layer 0 | layer 1 | … | final norm | head
-         ^ every part is given what the part in front makes of it in wide numbers, rounded once to the serving dtype
+         ^ each part's input is the previous part's wide output, rounded once to the serving dtype
 
-Errors do not add up from part to part, so each is compared with what its own roundings allow. Attention is
-transformers' own, with its masks, over a made-up context: the rows stand behind so many keys that a sliding window
-cuts some off, and far enough from position 0 that a wrong angle shows. Half of the rows enter each part so small that
-an epsilon shows, and that what a layer adds is not hidden by what it is added to.
+Errors do not accumulate over parts, so each part is compared with a bound for its own roundings. Attention is
+transformers' own, with its masks, over a synthetic context: the rows follow so many keys that a sliding window cuts
+some off, and far enough from position 0 that a wrong angle shows. Half of the rows are scaled down so far before each
+part that a norm's epsilon shows, and that the residual does not hide the layer's own output.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ NUM_ROWS = 24
 """More than a page of 16."""
 
 CONTEXT, LONGEST_CONTEXT = 768, 8192
-"""Keys in front of the rows: so many, or as many as the widest sliding window up to the other has."""
+"""Keys before the rows: at least the first, or as many as the widest sliding window of at most the second."""
 
 FREQUENT_IDS = 1536
-"""Ids below are the bytes and the first merges of most vocabularies; all that are embedded lie there."""
+"""Embedded ids are below this: the bytes and first merges of most vocabularies."""
 
 HEAD_IDS = 4096
-"""Logits of so many ids are compared, all over the vocabulary."""
+"""Number of ids whose logits are compared, spread over the vocabulary."""
 
 SMALL_ROWS = (-3.3, -0.3)
-"""Powers of ten: from and to what root mean square rows enter a part that do not enter it as they are."""
+"""Range (powers of ten) of the root mean square to which half of a part's input rows are scaled."""
 
 LARGE_ROWS = (0.0, 1.5)
-"""Powers of ten: how many times larger than they are rows enter the head."""
+"""Range (powers of ten) of the factors by which half of the head's input rows are enlarged."""
 
 CHECKED_WEIGHTS = 250_000_000
-"""Layers are checked up to so many weights: each kind of layer, the last one, and others evenly."""
+"""Limit on the weights of checked layers: each kind of layer, the last one, and others spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class ProbeRows:
     """The rows of the check."""
 
     ids: tuple[int, ...]
-    start: int  # position of the first: the keys of the context
+    start: int  # position of the first row, which is the context's length
 
     @classmethod
     def of(cls, model: PreTrainedModel, window: int) -> ProbeRows:
-        """For a model that sequences of up to `window` positions go through."""
+        """Choose rows for a model with sequences of up to `window` positions."""
         vocab_size = len(model.get_input_embeddings().weight)
         count = min(NUM_ROWS, window)
         most = min(vocab_size, FREQUENT_IDS)
@@ -75,41 +75,41 @@ class ProbeRows:
 
 @dataclass(frozen=True)
 class Made:
-    """One part's results for the rows."""
+    """One part's outputs for the rows."""
 
-    exact: Tensor  # in wide numbers
+    exact: Tensor  # in the wide dtype
     usual: Tensor  # transformers', in the serving dtype
 
 
 @dataclass
 class LayerRows:
-    """One layer's."""
+    """One layer's input and outputs."""
 
     number: int
     given: Tensor  # [R, hidden]
     out: Made  # [R, hidden]
-    keys: Made  # [G, R, head dim], as they go into the cache
+    keys: Made  # [G, R, head dim], as written to the cache
     values: Made
-    is_routed: bool  # has experts, of which a rounding may choose another
+    is_routed: bool  # has experts, so rounding may select another one
 
 
 @dataclass
 class Reference:
-    """What the model says of the rows, part by part."""
+    """The model's outputs for the rows, part by part."""
 
     rows: ProbeRows
-    entry: Made  # [R, hidden]: what the first layer is given
+    entry: Made  # [R, hidden]: the input of the first layer
     layers: list[LayerRows]
     norm_given: Tensor
     norm: Made
     head_given: Tensor
-    head_ids: Tensor  # of which the logits are
-    logits: Made | None  # [R, ids]; None: the model's head is not read
+    head_ids: Tensor  # ids of the logits
+    logits: Made | None  # [R, ids]; None: the model's head is not loaded
     contexts: Contexts
-    longest_sum: int  # terms of one
+    longest_sum: int  # terms of the longest sum
 
     def with_head(self, weight: Tensor, dtype: torch.dtype) -> Reference:
-        """With the logits of a plain head, [ids, hidden]; a last rank may have no ids."""
+        """Return this with the logits of a plain head [ids, hidden]; a last rank may have no ids."""
         if not len(weight):
             return self
         wide = self.norm.exact.dtype
@@ -119,21 +119,21 @@ class Reference:
 
 
 def _spread(vocab_size: int, device: torch.device) -> Tensor:
-    """Ids all over the vocabulary."""
+    """Return ids spread over the vocabulary."""
     return torch.arange(0, vocab_size, max(1, -(-vocab_size // HEAD_IDS)), device=device)
 
 
 @torch.no_grad()
 def reference(model: PreTrainedModel, facts: ModelFacts) -> Reference:
-    """Of a model that was loaded and not taken apart yet; it is left as it was. One layer is in memory in wide numbers.
+    """Compute the outputs of a loaded model before it is taken apart; it is left unchanged.
 
-    A rank's part is a model of its own here: what others would add to its sums is left out. Raises UnsupportedModel if
-    the model cannot be run so.
+    One layer at a time is in memory in the wide dtype. A rank's part is treated as a model of its own: the other ranks'
+    terms are left out. Raises UnsupportedModel if the model cannot be run this way.
     """
     walk = _Walk(model, facts)
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")  # others take no wide numbers
+    model.set_experts_implementation("eager")  # other implementations do not support the wide dtype
     try:
         return walk.run()
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -219,7 +219,7 @@ class _Walk:
         )
 
     def _input(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] for a part: half of the rows as they are, half from so small that an epsilon counts."""
+        """[R, hidden] as a part's input: half of the rows unchanged, half scaled down until an epsilon matters."""
         whole = len(hidden) // 2
         sizes = torch.logspace(*SMALL_ROWS, len(hidden) - whole, dtype=self._wide, device=hidden.device)
         small = hidden[whole:].to(self._wide)
@@ -227,7 +227,7 @@ class _Walk:
         return torch.cat([hidden[:whole].to(self._wide), small]).to(self._dtype)
 
     def _head_input(self, normed: Tensor) -> Tensor:
-        """[R, hidden] for the head: half of the rows as they are, half so large that a cap on logits counts."""
+        """[R, hidden] as the head's input: half of the rows unchanged, half scaled up until a cap on logits matters."""
         whole = len(normed) // 2
         sizes = torch.logspace(*LARGE_ROWS, len(normed) - whole, dtype=self._wide, device=normed.device)
         return torch.cat([normed[:whole], normed[whole:] * sizes[:, None]]).to(self._dtype)
@@ -236,7 +236,7 @@ class _Walk:
         return _held(self._layers[number], self._dtype, dtype, eight_bits=self._facts.eight_bits)
 
     def _pass(self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor]) -> Tensor | None:
-        """The logits of the head's input. What the norm makes of its own is put on `norms`, the exact first."""
+        """Return the logits of the head's input. Appends the final norm's output to `norms`, the exact one first."""
         rows, device = self._rows, self._facts.device
 
         def note(base: nn.Module, inputs: object, out: Any) -> Any:
@@ -244,7 +244,7 @@ class _Walk:
             out.last_hidden_state = self._head_input(norms[0]).to(norms[-1].dtype)[None]
             return out
 
-        path, _ = family.decoder_layers(self._base)  # OPT's whole model calls what has the layers, and not its base
+        path, _ = family.decoder_layers(self._base)  # OPT's forward calls the module with the layers, not its base
         hook = self._base.get_submodule(path.rpartition(".")[0]).register_forward_hook(note)
         try:
             with each_layer(self._base, around):
@@ -261,7 +261,9 @@ class _Walk:
 
     @contextmanager
     def _around_layers(self, dtype: torch.dtype) -> Iterator[None]:
-        """What stands around the layers in `dtype`: of the embedding the frequent ids, of the head those compared."""
+        """Hold everything around the layers in `dtype`: of the embedding the frequent ids, of the head the compared
+        ids.
+        """
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         inside = {module for layer in self._layers for module in layer.modules()}
         swaps = _Swaps()
@@ -286,10 +288,10 @@ class _Walk:
 
 
 class Contexts:
-    """Keys and values that the rows stand behind: like those of the rows themselves, and as different as noise.
+    """Keys and values before the rows: similar to those of the rows, plus noise.
 
-    Values at the edges of the sliding windows are loud: a window that is off by one shows. Where scores have a cap, one
-    key in eight is so large that it is reached.
+    Values at the edges of sliding windows are large, so that an off-by-one window shows. If attention scores have a
+    cap, one key in eight is large enough to reach it.
     """
 
     def __init__(self, facts: ModelFacts, length: int, windows: Sequence[int], *, capped: bool) -> None:
@@ -298,7 +300,9 @@ class Contexts:
         self._edges = [(length - window, window) for window in windows if 0 <= length - window < length]
 
     def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[G, R, head dim] of the rows -> [G, length, head dim] in the serving dtype, as pages keep them."""
+        """Keys and values [G, R, head dim] of the rows -> [G, length, head dim] in the serving dtype, as the KV cache
+        stores them.
+        """
         loudness = torch.ones(self.length, device=keys.device)
         for first, window in self._edges:
             loudness[first : first + keys.shape[1]] = 2.0 * window**0.5
@@ -309,11 +313,11 @@ class Contexts:
 
     @property
     def has_float8(self) -> bool:
-        """Pages are of eight bits."""
+        """Return whether the KV cache is 8-bit."""
         return self._facts.kv_dtype is FORMAT
 
     def kept(self, rows: Tensor) -> Tensor:
-        """As pages keep keys and values, in the serving dtype."""
+        """Return the values as the KV cache would store them, in the serving dtype."""
         rows = rows.to(self._facts.dtype)
         return nearest(rows).to(rows.dtype) if self.has_float8 else rows
 
@@ -331,7 +335,7 @@ class Contexts:
 
 
 class _ContextLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of a cache: the context, and what comes behind it, first in wide numbers, then in the serving dtype."""
+    """One layer of a cache: the context, then the rows' keys and values, first wide, then in the serving dtype."""
 
     def __init__(self, contexts: Contexts) -> None:
         super().__init__()
@@ -359,13 +363,13 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class _Swaps:
-    """Tensors of modules that others stand in for, for a while."""
+    """Temporary replacements of modules' tensors."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(self, where: dict[str, Any], name: str, tensor: Tensor) -> None:
-        """`where`: a module's parameters, or buffers."""
+        """Replace a tensor; `where`: a module's parameters or buffers."""
         self._undo.append((where, name, where[name]))
         where[name] = nn.Parameter(tensor, requires_grad=False) if isinstance(where[name], nn.Parameter) else tensor
 
@@ -374,7 +378,7 @@ class _Swaps:
         parent._modules[name] = module
 
     def widen(self, module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> None:
-        """The module's own tensors of the serving dtype."""
+        """Replace the module's own tensors of the serving dtype."""
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
                 if tensor is not None and tensor.dtype is narrow and tensor.dtype is not dtype:
@@ -398,7 +402,7 @@ class _Dense(nn.Module):
 
 @contextmanager
 def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, eight_bits: bool) -> Iterator[None]:
-    """The layer with its weights as they are held, in `dtype`: where they have eight bits, what these stand for."""
+    """Hold the layer's weights in `dtype`; 8-bit weights are dequantised."""
     swaps = _Swaps()
     try:
         for parent in list(layer.modules()):
@@ -418,21 +422,21 @@ def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, eight_bi
 
 
 def _quantised(module: nn.Module) -> Sequence[str]:
-    """The module's weights that are held in whole numbers where any are (see make_row_invariant)."""
+    """Return the names of the module's weights that int8 would quantise (see make_row_invariant)."""
     if type(module) is nn.Linear:
         return ["weight"]
     return ["gate_up_proj", "down_proj"] if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else []
 
 
 def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Module | None:
-    """What stands for a linear that is held in few bits; None: it is none."""
+    """Return a dequantised replacement for a quantised linear; None if the module is not one."""
     if isinstance(module, Fp8Linear):
         bias = None if module.bias is None else module.bias.to(dtype)
         return _Dense(module.numbers.to(dtype) * module.scale.to(dtype)[:, None], bias)
     size = getattr(module, "in_features", None)
     if isinstance(module, nn.Linear) or not isinstance(size, int) or not hasattr(module, "out_features"):
         return None
-    # a library's own: its product with ones says what it multiplies by
+    # a library's own linear: multiplying the identity recovers its weight
     some = next((t for t in (*module.parameters(), *module.buffers())), None)
     device = None if some is None else some.device
     none = module(torch.zeros(1, size, dtype=narrow, device=device))
@@ -441,14 +445,14 @@ def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Mod
 
 
 def _windows(model: PreTrainedModel) -> list[int]:
-    """The sliding windows of the model's layers."""
+    """Return the sliding windows of the model's layers."""
     modules = (*model.base_model.modules(), model.config)
     found = {getattr(module, "sliding_window", None) for module in modules}
     return sorted(window for window in found if isinstance(window, int) and window > 0)
 
 
 def _has_caps(model: PreTrainedModel) -> bool:
-    """Scores of attention go through a cap."""
+    """Return whether attention scores have a soft cap."""
     caps = {getattr(module, "attn_logit_softcapping", None) for module in (*model.base_model.modules(), model.config)}
     return caps != {None}
 
@@ -458,7 +462,7 @@ def _is_routed(layer: nn.Module) -> bool:
 
 
 def _checked(layers: Sequence[nn.Module]) -> list[int]:
-    """Numbers of the layers to check: the first of each kind, the last, and as many others as are not too many."""
+    """Return the layers to check: the first of each kind, the last, and as many others as the limit allows."""
     chosen = {*first_of_kinds(layers), len(layers) - 1}
     room = CHECKED_WEIGHTS // max(1, *(sum(p.numel() for p in layer.parameters()) for layer in layers))
     if room >= len(layers):
@@ -467,7 +471,7 @@ def _checked(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def first_of_kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Numbers of the first layers of each kind: they have the same modules and windows as those of their kind."""
+    """Return the first layer of each kind; layers of a kind have the same modules and windows."""
     kinds: dict[object, int] = {}
     for number, layer in enumerate(layers):
         kinds.setdefault(tuple((type(m), getattr(m, "sliding_window", None)) for m in layer.modules()), number)

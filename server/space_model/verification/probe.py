@@ -1,20 +1,20 @@
 """The check at load: every part of a model computes what transformers computes, but for rounding.
 
-Each part gets the same rows three times: transformers' module in wide numbers (float32; float64 where float32 is
-served), transformers' module in the serving dtype, and ours. With e the root mean square of what a part is off the
-wide numbers, relative to each row's size:
+Each part gets the same rows three times: transformers' module in a wide dtype (float32; float64 if float32 is served),
+transformers' module in the serving dtype, and ours. With e the root mean square of a part's deviation from the wide
+result, relative to each row's size:
 
     e(ours)² ≤ (FACTOR·e(transformers))² + u² + K·u₃₂²/6
 
-Both round the same intermediate results to the serving dtype, of unit roundoff u, at independent places; errors of
-independent roundings add up as squares. An implementation that rounds once more for each operation (a sum or a product
-that the other fuses) at most doubles the square: a factor of √2. Another √2 is for the estimate: the mean square over N
-independent rows has a standard error of √(2/N), a quarter and a bit for N = 24 even if all errors of a row are one.
-u² is one more rounding of the result, where transformers rounds nothing. The last term is another order of summation:
-K terms that are added one by one in float32 are off by u₃₂²·K/6 of the square of their sum, for partial sums grow as
-√k and each is rounded by u₃₂/√3 at most. Where keys and values are kept in eight bits, of unit roundoff u₈, a number
-that is off by u is rounded to the other neighbour with probability u/2u₈, and then off by the step between them, 2u₈: a
-few large errors, of mean square 2u·u₈, at other places than transformers'. The layer's result is allowed so much more.
+Both round the same intermediate results to the serving dtype, of unit roundoff u, at independent places; the squares of
+independent rounding errors add up. An implementation that rounds once more for each operation (a sum or a product that
+the other fuses) at most doubles the square: a factor of √2. Another √2 is for the estimate: the mean square over N
+independent rows has a standard error of √(2/N), about 0.29 for N = 24 even if all errors of a row are correlated. u² is
+one more rounding of the result, if transformers rounds nothing. The last term is another order of summation: K terms
+that are added one by one in float32 are off by u₃₂²·K/6 of the square of their sum, because partial sums grow as √k and
+each is rounded by u₃₂/√3 at most. With an 8-bit KV cache, of unit roundoff u₈, a number that is off by u is rounded to
+the other neighbour with probability u/2u₈, and then off by the step between them, 2u₈: a few large errors, of mean
+square 2u·u₈, at other places than transformers'. The layer's bound is enlarged by as much.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from space_model.networks.transformers_network import TransformersNetwork
 from space_model.verification.layer_reference import Made, Reference, first_of_kinds
 
 FACTOR = 2.0
-"""How much further than transformers a part may be from wide numbers, but for the two terms above."""
+"""Allowed ratio of a part's deviation to transformers', apart from the two terms above."""
 
 _BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one part is off wide numbers: root mean square over the rows, relative to their size."""
+    """One part's deviation from the wide result: root mean square over the rows, relative to their size."""
 
     part: str
     ours: float
@@ -53,13 +53,13 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Rounding explains it; NaN never."""
+        """Return whether rounding explains the difference; False for NaN."""
         return self.ours <= self.bound
 
 
 @torch.inference_mode()
 def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
-    """Raises UnsupportedModel unless every kind of layer attends through transformers' AttentionInterface, on pages."""
+    """Raises UnsupportedModel unless every kind of layer uses transformers' AttentionInterface, over the KV cache."""
     batch = ForwardBatch.build([Segment(range(4), 0, [0])], block_size=_BLOCK, mask_ids=(), device=facts.device)
     network, kv = TransformersNetwork(model.base_model), _pages_of_one_layer(facts, 1)
     _, layers = family.decoder_layers(model.base_model)
@@ -70,9 +70,9 @@ def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
 
 @torch.inference_mode()
 def check_parts(network: Network, logits: Callable[[Tensor], Tensor], facts: ModelFacts, wanted: Reference) -> None:
-    """Raises UnsupportedModel, which names the part that differs by most of its bound.
+    """Raises UnsupportedModel naming the first part that exceeds its bound.
 
-    `logits`: the head's, of [N, hidden]; `wanted`: what transformers makes of the same rows, with the same weights.
+    `logits`: the head, [N, hidden] -> logits; `wanted`: transformers' results for the same rows and weights.
     """
     found = list(differences(network, logits, facts, wanted))
     amiss = [one for one in found if not one.is_rounding]
@@ -89,7 +89,7 @@ def check_parts(network: Network, logits: Callable[[Tensor], Tensor], facts: Mod
 def differences(
     network: Network, logits: Callable[[Tensor], Tensor], facts: ModelFacts, wanted: Reference
 ) -> Iterator[Difference]:
-    """Part by part, in the order in which a row goes through them."""
+    """Yield each part's difference, in the order of computation."""
     count, start = len(wanted.rows.ids), wanted.rows.start
     pages = list(range(-(-(start + count) // _BLOCK)))[::-1]
     batch = ForwardBatch.build(
@@ -117,7 +117,7 @@ def differences(
 
 
 def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> None:
-    """Keys and values [G, R, D] have the heads that config.json says. Raises UnsupportedModel."""
+    """Raises UnsupportedModel unless keys and values [G, R, D] have the heads of config.json."""
     if (shape[0], shape[2]) != (facts.kv_heads, facts.head_dim):
         raise UnsupportedModel(
             f"{part} has {shape[0]} heads of keys or values, of size {shape[2]}, where config.json says "
@@ -135,7 +135,9 @@ class _Comparison:
     def compare(
         self, part: str, found: Tensor, made: Made, *, kept: bool = False, is_routed: bool = False
     ) -> Difference:
-        """`kept`: in pages; `is_routed`: a rounding may send a few rows to another expert, so a quarter is left out."""
+        """`kept`: stored in the KV cache; `is_routed`: rounding may select other experts for a few rows, so a quarter
+        is left out.
+        """
         ours, usual = _off(found, made.exact), _off(made.usual, made.exact)
         if is_routed:
             most = -(-len(ours) * 3 // 4)
@@ -154,7 +156,7 @@ def _off(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
-    """For all layers in turn."""
+    """Return a KV cache of one layer, which all layers use in turn."""
     one = PagedKV.allocate(
         num_layers=1,
         num_blocks=num_blocks,
@@ -168,7 +170,7 @@ def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
 
 
 def _fill(kv: PagedKV, context: tuple[Tensor, Tensor], pages: list[int]) -> None:
-    """Keys and values [G, P, D] of the positions from 0."""
+    """Store keys and values [G, P, D] of the positions from 0 on."""
     for kept, rows in zip((kv.keys[0], kv.values[0]), context, strict=True):
         heads, length, width = rows.shape
         used = -(-length // _BLOCK)
@@ -178,7 +180,7 @@ def _fill(kv: PagedKV, context: tuple[Tensor, Tensor], pages: list[int]) -> None
 
 
 def _read(kept: Tensor, pages: list[int], start: int, count: int) -> Tensor:
-    """[G, count, D] of the positions from `start`."""
+    """Return [G, count, D] of the positions from `start` on."""
     positions = torch.arange(start, start + count, device=kept.device)
     blocks = torch.tensor(pages, device=kept.device)[positions // _BLOCK]
     return widened(as_kept(kept)[blocks, :, positions % _BLOCK]).transpose(0, 1)
