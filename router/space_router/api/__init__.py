@@ -1,1 +1,1 @@
-"""The HTTP faces: OpenAI's, TGI's, and the operators'."""
+"""The HTTP APIs: OpenAI, TGI, and operator routes."""

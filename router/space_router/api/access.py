@@ -1,4 +1,4 @@
-"""The layer around all routes: who may come in, how often, and an answer whatever happens inside."""
+"""ASGI middleware around all routes: API keys, rate limits, and error responses."""
 
 import logging
 import time
@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class HttpAccess:
-    """ASGI middleware: checks the API key and what it may still do, notes its name and the time; refuses early what
-    would be refused later; an unforeseen exception gets an id.
+    """Checks the API key and its limits, and records its name and the arrival time in the scope.
+
+    A full queue refuses requests before their body is read. Unexpected exceptions become errors with a log id.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -50,7 +51,7 @@ class HttpAccess:
                     await answer(scope, receive, send)
 
     def _enter(self, scope: Scope, taken: ExitStack) -> None:
-        """Who comes, and whether there is room. Raises ApiError; what is `taken` is given back with the request."""
+        """Check API key, queue and key limits. Raises ApiError. `taken` frees the key's slot when the request ends."""
         keys = self._service.keys
         name = keys.name_of(Headers(scope=scope).get("authorization", ""))
         scope["spaceserve.key"] = name or ""

@@ -1,4 +1,4 @@
-"""A plan at work: admitted as a whole or not at all, its choices merged step by step, given back by scope."""
+"""Run a plan: submit all of its choices or none, merge their deltas, and release their streams at the end."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def translate(error: engine_errors.EngineError, param: str = "prompt", limit: str = "max_tokens") -> ApiError:
-    """An engine's error as the API's; `param` and `limit`: the fields that a prompt and max_tokens came in."""
+    """Convert an engine error to an ApiError. `param`, `limit`: the field names of the prompt and of max_tokens."""
     match error:
         case engine_errors.PromptTooLong():
             return TooManyTokens(error.message_for(limit), num_prompt=error.num_prompt, limit=error.window, param=param)
@@ -56,19 +56,19 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
 
 
 def _of_prompt(delta: TextDelta) -> TextDelta:
-    """Its tokens are the prompt's, too."""
+    """Turn the delta's tokens into prompt log-probabilities: they are the end of the prompt."""
     known = tuple(token.logprobs for token in delta.tokens if token.logprobs is not None)
     return delta._replace(text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
 
 
 @dataclass
 class ChoiceState:
-    """One choice as far as it has come."""
+    """The progress of one choice."""
 
     choice: PlannedChoice
     stream: Stream
     text_stream: TextStream
-    scope: AsyncExitStack  # closing it gives the stream back; more than once is harmless
+    scope: AsyncExitStack  # closing it releases the stream; idempotent
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -79,7 +79,7 @@ class ChoiceState:
 
 @dataclass
 class CompletedChoice:
-    """The whole of one choice."""
+    """The complete text and tokens of one choice."""
 
     progress: ChoiceState
     text: str = ""
@@ -88,10 +88,10 @@ class CompletedChoice:
 
 
 class Generation:
-    """Streams of a plan. Entering submits every choice, or none; leaving gives all of them back.
+    """The streams of a plan. Entering submits every choice or none; leaving releases all of them.
 
-    async with Running(engine, tokenizer, metrics, plan) as running:
-        async for step in running.steps(): ...      # [(progress, TextDelta), ...] of one moment
+    async with Generation(engine, tokenizer, metrics, plan) as running:
+        async for step in running.steps(): ...      # [(choice, TextDelta), ...] that became ready together
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Generation:
         charge: Callable[[int, int], None] = lambda num_prompt, num_generated: None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """`charge` is told how many tokens came in, once, and went out, at the end of each choice; `tracer`: of spans
-        for each choice, None where nobody wants any.
+        """`charge(num_prompt, num_generated)` is called with the prompt tokens once, and with the generated tokens at
+        the end of each choice. `tracer`: creates a span for each choice; None turns tracing off.
         """
         self.plan = plan
         self._charge = charge
@@ -114,17 +114,17 @@ class Generation:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._tasks: list[asyncio.Task[None]] = []
-        self.since = time.monotonic()  # the request is checked
-        self._outcome = "cancelled"  # of the choices that have not finished, until something else is known
+        self.since = time.monotonic()  # when the request was validated
+        self._outcome = "cancelled"  # outcome of choices that have not finished
 
     @property
     def device(self) -> str:
-        """Where it is computed, as torch names it."""
+        """The worker's torch device."""
         return "" if self._engine.facts is None else self._engine.facts.device
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: while it is the same, a seed gives the same text."""
+        """OpenAI's `system_fingerprint`: a seed gives the same text as long as it is unchanged."""
         return "" if self._engine.facts is None else self._engine.facts.fingerprint
 
     async def __aenter__(self) -> "Generation":
@@ -165,17 +165,17 @@ class Generation:
             await progress.scope.aclose()
 
     def _followed(self, request: ValidRequest) -> ValidRequest:
-        """The request, with spans where they are wanted."""
+        """Return the request, with a trace if tracing is on."""
         if self._tracer is None:
             return request
         return replace(request, trace=RequestTrace(self._tracer, request.request_id))
 
     def overdue(self) -> None:
-        """Its client's own clock has ended it: what has not finished counts as out of time, not as cancelled."""
+        """Record that the client's deadline passed: unfinished choices count as `deadline`, not as `cancelled`."""
         self._outcome = "deadline"
 
     async def steps(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
-        """What became certain, for all choices that moved at one moment. Raises ApiError."""
+        """Yield the deltas of all choices that became ready together. Raises ApiError."""
         try:
             if len(self.choices) == 1:
                 async for delta in self._read(self.choices[0]):
@@ -190,7 +190,7 @@ class Generation:
             raise translate(error) from error
 
     async def whole(self) -> list[CompletedChoice]:
-        """Every choice to its end."""
+        """Run every choice to its end."""
         written = [CompletedChoice(progress) for progress in self.choices]
         pieces: list[list[str]] = [[] for _ in written]
         async for step in self.steps():
@@ -204,7 +204,7 @@ class Generation:
         return written
 
     async def _read(self, progress: ChoiceState) -> AsyncIterator[TextDelta]:
-        """One delta for each of the engine's that made something certain."""
+        """Yield a choice's text deltas, without empty ones."""
         ends_in_prompt = progress.choice.ends_in_prompt
         async for step in progress.stream:
             delta = progress.text_stream.feed(step)
@@ -212,15 +212,15 @@ class Generation:
                 continue
             if delta.finish is not None:
                 progress.finish, progress.stop_reason = delta.finish, delta.stop_reason
-                # The pages are of no use any more, whatever the other choices still do.
+                # Release the pages now; other choices may still be running.
                 await progress.scope.aclose()
             yield _of_prompt(delta) if ends_in_prompt else delta
             if delta.finish is not None:
                 return
 
     async def _merge(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
-        """The choices' deltas in the order they come; those that are there together come together."""
-        # Bounded, so that a slow reader is felt by the streams and not by the memory.
+        """Yield the choices' deltas in order of arrival; those that are ready together form one step."""
+        # Bounded, so that a slow reader holds back the streams instead of filling memory.
         ready: asyncio.Queue[tuple[ChoiceState, TextDelta] | Exception | None] = asyncio.Queue(2 * len(self.choices))
 
         async def pump(progress: ChoiceState) -> None:
@@ -228,14 +228,14 @@ class Generation:
                 async for delta in self._read(progress):
                     await ready.put((progress, delta))
                 await ready.put(None)
-            except Exception as error:  # raised where the choices are merged
+            except Exception as error:  # raised again by the merging loop
                 await ready.put(error)
 
         self._tasks = [asyncio.create_task(pump(progress)) for progress in self.choices]
         num_open = len(self.choices)
         while num_open:
             items = [await ready.get()]
-            await asyncio.sleep(0)  # the others of this step are about to be pumped, too
+            await asyncio.sleep(0)  # let the other choices of this step arrive
             while not ready.empty():
                 items.append(ready.get_nowait())
             step: list[tuple[ChoiceState, TextDelta]] = []

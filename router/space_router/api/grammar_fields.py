@@ -1,4 +1,4 @@
-"""What an output must be: `response_format` and `structured_outputs` of the OpenAI routes, `grammar` of TGI's."""
+"""Constrained output: `response_format` and `structured_outputs` of the OpenAI routes, `grammar` of TGI's."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OLD_NAMES = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Fields that other servers had, and what they are called in `structured_outputs`."""
+"""Older fields of other servers, and their names in `structured_outputs`."""
 
-# Texts, comments and expressions, which name nothing. One that is not closed is the rest: nothing is read twice.
+# Strings, comments and regular expressions. An unclosed one extends to the end, so matching stays linear.
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*+"?|(?://|#)[^\n]*|/(?:\\.|[^/\\])++/?', re.DOTALL)
 _SPECIAL = re.compile(r"<[^<>\s]*>?")
 
@@ -126,11 +126,11 @@ class GrammarFields(Body):
 
     @property
     def grammar_field(self) -> str:
-        """The field that names a grammar."""
+        """The request field that gives the grammar."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
     def wanted_grammar(self) -> Grammar | None:
-        """What the output must be, not checked yet. Raises InvalidRequest."""
+        """Return the grammar of the output, not checked yet, or None. Raises InvalidRequest."""
         asked = None if self.response_format is None else self.response_format.grammar()
         other = None if self.structured_outputs is None else self.structured_outputs.wanted()
         if asked is not None and other is not None:
@@ -143,7 +143,7 @@ class GrammarFields(Body):
 
 
 def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
-    """Text of a JSON schema. Raises InvalidRequest for JSON text that is none."""
+    """Return the grammar for a JSON schema, given as an object or as text. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -155,11 +155,11 @@ def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
 
 
 def of_rules(text: str, param: str) -> Grammar:
-    """A context-free grammar, in Lark's syntax or in GBNF (`root ::= ...`). Raises InvalidRequest."""
+    """Return the grammar for Lark or GBNF rules (`root ::= ...`). Raises InvalidRequest."""
     if "::=" in text:
         try:
             text = any_to_lark(text)
-        except Exception as error:  # the converter's own errors, and whatever else it trips over
+        except Exception as error:  # the converter raises errors of many types
             reason = f"`{param}` holds a grammar that is no GBNF: {str(error)[:300]}"
             raise InvalidRequest(reason, param=param) from None
     if found := _SPECIAL.search(_LITERAL.sub(" ", text)):
@@ -177,7 +177,7 @@ class TgiGrammar(Body):
 
 
 def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
-    """What TGI's clients ask for, not checked yet. Raises InvalidRequest."""
+    """Return the grammar of a TGI request, not checked yet. Raises InvalidRequest."""
     value = grammar.value
     if grammar.type == "regex":
         if not isinstance(value, str):
@@ -191,7 +191,7 @@ def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
 
 
 async def checked(check: GrammarCheck, facts: WorkerModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
-    """The grammar, once it is known that it can be used; bounded in time, and no stream has begun.
+    """Check, within a time limit, that a grammar can be used, and return it. Called before any stream begins.
 
     Raises InvalidRequest with the reason, Overloaded.
     """

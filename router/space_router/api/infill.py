@@ -1,4 +1,4 @@
-"""A prompt with a suffix: the model is to write what stands between them."""
+"""Infill: a prompt with a suffix, between which the model generates."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ from space_router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Infill:
-    """A suffix, ready to be joined to prompts."""
+    """A tokenised suffix, to be joined to prompts."""
 
     tokens: FillInTheMiddle
     suffix_ids: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """How many a prompt gets besides its own."""
+        """Number of tokens added to a prompt."""
         return self.tokens.num_tokens + len(self.suffix_ids)
 
     def joined(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as the model reads it; `echo` still repeats the prompt alone. A BOS stays in front."""
+        """Return the prompt joined with the suffix. A BOS stays first; `echo` still returns only the prompt."""
         ids = list(prompt.ids)
         num_bos = int(bool(ids) and ids[0] == tokenizer.bos_id)
         return Prompt((*ids[:num_bos], *self.tokens.ids(ids[num_bos:], self.suffix_ids)), prompt.text, prompt.param)

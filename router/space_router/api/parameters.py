@@ -1,4 +1,4 @@
-"""What one generation can be told, whichever API it is told by."""
+"""Generation parameters, common to all APIs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from space_router.engine.request.request import Grammar
 
 @dataclass(frozen=True)
 class Parameters:
-    """What all APIs can say about one generation, defaults not yet filled in (None: not said)."""
+    """Parameters of one generation before defaults are applied (None: not given)."""
 
     max_tokens: int | None = None
-    limit_param: str = "max_tokens"  # the field it came in
-    default_max_tokens: int | None = None  # where `max_tokens` is not said: cut to what fits; None: as much as fits
+    limit_param: str = "max_tokens"  # the request field of max_tokens
+    default_max_tokens: int | None = None  # if `max_tokens` is None; cut to what fits; None: all that fits
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    end_ids: Sequence[int] = ()  # end it as EOS does
+    end_ids: Sequence[int] = ()  # additional EOS ids
     stop_token_ids: Sequence[int] | None = None
     stop: Any = None
     include_stop_str_in_output: bool | None = None
@@ -31,18 +31,18 @@ class Parameters:
     logit_bias: Mapping[str, float] | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    grammar: Grammar | None = None  # one that was checked
-    num_choices: int = 1  # how many are generated for each prompt
+    grammar: Grammar | None = None  # already checked
+    num_choices: int = 1  # generated for each prompt
     num_shown: int = 1
     seed: int | None = None
     num_logprobs: int | None = None  # None: no log-probabilities
     num_prompt_logprobs: int | None = None
-    prediction: str | None = None  # a text that the output is expected to have
+    prediction: str | None = None  # text that the output is expected to contain
     speculation: str | int | None = None
     priority: int | None = None
     timeout: float | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    adapter: str = ""  # a checked name
+    adapter: str = ""  # a valid name; "" for none
     skip_special_tokens: bool | None = None
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, checked: prompts, choices, and how their text is to be shown."""
+"""The validated form of one HTTP request: prompts, choices, and how their text is returned."""
 
 from dataclasses import dataclass, replace
 
@@ -8,16 +8,16 @@ from space_router.text.text_stream import TextRules
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as ids, and as the text `echo` repeats."""
+    """One prompt: its ids, and the text that `echo` returns."""
 
     ids: tuple[int, ...]
     text: str
-    param: str = "prompt"  # the field it came in
+    param: str = "prompt"  # the request field of the prompt
 
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """One continuation of one prompt: one request to the engine."""
+    """One choice for one prompt: one request to the engine."""
 
     index: int  # among the choices of its HTTP request
     prompt: Prompt
@@ -25,8 +25,10 @@ class PlannedChoice:
     rules: TextRules
 
     def ending_in_prompt(self) -> "PlannedChoice":
-        """Where only the prompt is wanted and fills the window: its last id becomes the one that the engine makes,
-        whatever its probability. Log-probabilities are the model's own, be it of a prompt's id or of another.
+        """Return a choice in which the engine generates the prompt's last id, as its only allowed token.
+
+        For a request that wants only prompt log-probabilities of a prompt that fills the window. The result is exact,
+        because log-probabilities are the model's own and ignore `allowed_ids`.
         """
         request = self.request
         *before, last = request.prompt_ids
@@ -47,28 +49,28 @@ class PlannedChoice:
 
     @property
     def ends_in_prompt(self) -> bool:
-        """The engine's one token is the prompt's last."""
+        """Whether the engine's one token is the prompt's last."""
         return len(self.request.prompt_ids) < len(self.prompt.ids)
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """All choices of one HTTP request; those of one prompt lie together, choice 0 of it first."""
+    """All choices of one HTTP request, grouped by prompt, choice 0 of each prompt first."""
 
-    request_id: str  # as the client gave it, or ours
+    request_id: str  # the client's, or a generated one
     seed: int  # the client's, or a fresh one
     prompts: tuple[Prompt, ...]
     choices: tuple[PlannedChoice, ...]
-    num_shown: int  # choices of each prompt that are answered; fewer than there are with best_of
-    limit_param: str  # the field that `max_tokens` came in
-    answered: bool  # False: only the prompt is wanted (max_tokens 0); the engine's one token is no answer
+    num_shown: int  # choices returned for each prompt; fewer than generated with best_of
+    limit_param: str  # the request field of max_tokens
+    answered: bool  # False: max_tokens is 0, and the engine's one token is not returned
 
     @property
     def per_prompt(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices for each prompt."""
         return len(self.choices) // len(self.prompts)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """The first choice of each prompt has the prompt's log-probabilities."""
+        """Whether prompt log-probabilities are requested; the first choice of each prompt has them."""
         return self.choices[0].request.num_prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts in streams: computed for the first choice of a prompt, and told with each."""
+"""Prompt log-probabilities in streams: computed for the first choice of a prompt, returned with every choice."""
 
 from collections.abc import AsyncIterator
 
@@ -11,13 +11,13 @@ Step = list[tuple[ChoiceState, TextDelta]]
 
 
 async def with_prompts(steps: AsyncIterator[Step], plan: GenerationPlan) -> AsyncIterator[Step]:
-    """The same steps, but every choice's deltas begin with its prompt's log-probabilities.
+    """Yield the same steps, with the prompt's log-probabilities before each choice's tokens.
 
-    The first choice has them as they come; the others wait until they are complete, and have them in one piece.
+    The first choice gets them as they are computed. The deltas of the others are held until they are complete.
     """
     known: list[list[TokenLogprobs]] = [[] for _ in plan.prompts]
     waiting: list[Step] = [[] for _ in plan.prompts]
-    told: set[int] = set()  # choices beside the first that have them
+    told: set[int] = set()  # other choices that already have them
     async for step in steps:
         ready: Step = []
         for progress, delta in step:

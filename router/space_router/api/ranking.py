@@ -1,4 +1,4 @@
-"""Which of several choices are the best."""
+"""Ranking of choices for `best_of`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,11 @@ from space_router.text.text_stream import TextToken
 
 
 def mean_logprob(tokens: Iterable[TextToken]) -> float:
-    """By what `best_of` ranks: the mean log-probability of a choice's tokens; minus infinity where none is known."""
+    """Return the mean log-probability of a choice's tokens, the rank in `best_of`; minus infinity if none is known."""
     values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
     return sum(values) / len(values) if values else float("-inf")
 
 
 def most_probable(choices: Sequence[CompletedChoice]) -> list[CompletedChoice]:
-    """The best first; of equals the one that came first."""
+    """Return the choices sorted best first; the order of equal ones is kept."""
     return sorted(choices, key=lambda one: mean_logprob(one.tokens), reverse=True)

@@ -1,4 +1,4 @@
-"""Parse at the door: a checked body becomes a plan of valid engine requests, or an error that names its field."""
+"""Build a plan of valid engine requests from a checked body, or raise an error that names the field."""
 
 import secrets
 import uuid
@@ -21,27 +21,27 @@ from space_router.text.model_text import ModelText
 from space_router.text.text_stream import TextRules
 
 MAX_STOP_LENGTH = 1024
-"""Most characters of one stop string."""
+"""Maximum characters in one stop string."""
 
 _LEAST_PENALTY = 1e-6
-"""Of repetition: it decides everything already, and less would leave no finite logit."""
+"""Minimum repetition penalty. A smaller one has no further effect and would make logits infinite."""
 
 _SMALLEST = 1e-30
-"""Positive parameters stay positive in float32, where 0 would mean `unset`."""
+"""Minimum of positive parameters, so that they are not rounded to 0 in float32, where 0 means unset."""
 
 
 NAMELESS = frozenset({"tgi", "dummy"})
-"""What Hugging Face's clients send as `model` where they know a server's address only: they mean whatever it serves."""
+"""Values of `model` that Hugging Face's clients send if they know only the server's address: the served model."""
 
 
 def choice_id(request_id: str, index: int) -> str:
-    """The engine's name for one of several choices; no client can have given it to another request."""
+    """Return the engine's request id for one of several choices. It cannot equal a client's request id."""
     return f"{request_id}/{index}"
 
 
 @contextmanager
 def whole_characters(param: str) -> Iterator[None]:
-    """A text is tokenised in the block. Raises InvalidRequest where it holds half of a surrogate pair."""
+    """Wraps tokenisation of `param`: raises InvalidRequest if the text contains a lone surrogate."""
     try:
         yield
     except UnicodeEncodeError:
@@ -49,7 +49,7 @@ def whole_characters(param: str) -> Iterator[None]:
 
 
 def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
-    """The error for a model name that is none of those served."""
+    """Return the error for a model name that is not served."""
     names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
     verb = "is" if len(served) == 1 else "are"
     return NotFound(f"The model {shown(name)} is not served here; {names} {verb}.", param=param, code="model_not_found")
@@ -57,15 +57,15 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Turns parameters and prompts into plans, for one model under one config."""
+    """Builds plans from parameters and prompts, for one model and config."""
 
     config: ServeConfig
     text: ModelText
     facts: WorkerModelFacts
-    key: str = ""  # name of the API key that its requests come with
+    key: str = ""  # name of the client's API key
 
     def adapter(self, name: str | None, param: str = "model") -> str:
-        """The adapter that is asked for, by its name or as MODEL:NAME; "" for the model itself. Raises NotFound."""
+        """Return the adapter that `model` selects (NAME or MODEL:NAME), or "" for the model itself. Raises NotFound."""
         if name is None or name == self.text.name:
             return ""
         if param == "model" and name in NAMELESS and name not in self.facts.adapters:
@@ -85,7 +85,7 @@ class RequestBuilder:
         max_tokens: int = 1,
         infill: Infill | None = None,
     ) -> list[Prompt]:
-        """A string, a list of strings, token ids, or a list of lists of token ids; joined to the suffix of `infill`."""
+        """Build prompts from a string, a list of strings, token ids, or a list of these; `infill` adds a suffix."""
         if isinstance(value, str):
             values: list[Any] = [value]
         elif isinstance(value, list) and value and all(type(part) is int for part in value):
@@ -126,8 +126,10 @@ class RequestBuilder:
         max_tokens: int = 1,
         reserved: int = 0,
     ) -> Prompt:
-        """One prompt: a string, which begins with BOS if nothing else is in it, or token ids. The last `truncate` ids
-        are kept, with the `reserved` ones that come to them; -1: as many as leave room for `max_tokens`.
+        """Build one prompt from a string or token ids. With `add_special_tokens` an empty string becomes a BOS.
+
+        `truncate`: keep the last ids, `reserved` ones that are added later included; -1: as many as leave room for
+        `max_tokens`.
         """
         tokenizer = self.text.tokenizer
         if isinstance(value, str):
@@ -154,7 +156,7 @@ class RequestBuilder:
         return Prompt(tuple(kept), text, param)
 
     def _most_ids(self, truncate: int | None, max_tokens: int, reserved: int) -> int | None:
-        """How many ids of its own a prompt keeps; None: all."""
+        """Return how many of its ids a prompt keeps, or None for all. Raises InvalidRequest if none are left."""
         if truncate is None:
             return None
         room = min(self.facts.window, self.facts.num_slots - 1) - max(1, max_tokens) if truncate == -1 else truncate
@@ -168,7 +170,7 @@ class RequestBuilder:
         return room - reserved
 
     def infill(self, suffix: str | None) -> Infill | None:
-        """What a suffix makes of prompts; None without one. Raises InvalidRequest where the tokenizer cannot say it."""
+        """Return the Infill for a suffix, or None. Raises InvalidRequest if the tokenizer has no infill tokens."""
         if not suffix:
             return None
         tokens = FillInTheMiddle.of(self.text.tokenizer)
@@ -187,7 +189,7 @@ class RequestBuilder:
         return Infill(tokens, tuple(ids))
 
     def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> GenerationPlan:
-        """One engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
+        """Build one engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
         count = wanted.num_choices
         if count * len(prompts) > self.config.max_choices:
             raise InvalidRequest(
@@ -250,19 +252,19 @@ class RequestBuilder:
         )
 
     def end_ids(self, more: Sequence[int] = ()) -> tuple[int, ...]:
-        """What ends every text, and of `more` what this model can say: no mask, and no id without a row."""
+        """Return the EOS ids, and those of `more` that the model can generate: not masks, and within its vocabulary."""
         possible = (id_ for id_ in more if id_ < self.facts.vocab_size and id_ not in self._masks)
         return tuple(dict.fromkeys((*self.facts.eos_ids, *possible)))
 
     def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
-        """`max_tokens` for the engine, which always makes one; what nobody asked for is cut to what fits."""
+        """Return the engine's `max_tokens`, at least 1. A default is cut to the window; None: as many as fit."""
         if wanted.max_tokens is not None or wanted.default_max_tokens is None:
             return None if wanted.max_tokens is None else max(1, wanted.max_tokens)
         room = min(self.facts.window, self.facts.num_slots - 1) - num_prompt
         return max(1, min(wanted.default_max_tokens, room))
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
-        """Raises InvalidRequest for an id that is no row of the output head."""
+        """Return the ids as a list. Raises InvalidRequest for an id outside the model's vocabulary."""
         if ids and not 0 <= min(ids) <= max(ids) < self.facts.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequest(
@@ -272,7 +274,7 @@ class RequestBuilder:
         return list(ids)
 
     def _check_rows(self, ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest where a text has a token that the model has no row for: its tokenizer is larger."""
+        """Raise InvalidRequest for tokens of text outside the model's vocabulary; the tokenizer may be larger."""
         if ids and (wrong := max(ids)) >= self.facts.vocab_size:
             raise InvalidRequest(
                 f"`{param}` holds {shown(self.text.tokenizer.token_text(wrong))}, which the tokenizer makes the token "
@@ -295,7 +297,7 @@ class RequestBuilder:
         return frozenset(self.facts.mask_ids)
 
     def _check_characters(self, text: str, truncate: int | None, param: str) -> None:
-        """Refuse a hopeless prompt before it is tokenised: no known token is longer than 256 bytes."""
+        """Refuse a prompt that cannot fit before it is tokenised: no known token is longer than 256 bytes."""
         if truncate is None and len(text) > 256 * self.facts.window:
             at_least = len(text) // 256
             raise TooManyTokens(
@@ -351,7 +353,7 @@ class RequestBuilder:
         return allowed
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """A word as it begins a text and as it follows a space: two runs of ids where they differ."""
+        """Return each word's ids, at the start of a text and after a space; once if both are equal."""
         runs: dict[tuple[int, ...], None] = {}
         for word in words:
             for form in (word, " " + word.lstrip()):
@@ -377,7 +379,7 @@ class RequestBuilder:
         return tuple(dict.fromkeys(stops))
 
     def _prediction(self, text: str | None) -> tuple[int, ...] | None:
-        """The ids of a predicted text. Raises InvalidRequest for one that no output can have."""
+        """Return the ids of a predicted text. Raises InvalidRequest if no output can contain it."""
         if text is None:
             return None
         window = self.facts.window
@@ -397,7 +399,7 @@ class RequestBuilder:
         return tuple(ids)
 
     def _speculation(self, wanted: str | int | None) -> int | None:
-        """The bound on drafts per step: the request's, within the server's."""
+        """Return the maximum drafts per step: the request's, at most the server's."""
         if wanted is None:
             return self.config.max_draft_length
         if wanted == "auto" or isinstance(wanted, str):

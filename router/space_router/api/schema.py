@@ -1,6 +1,6 @@
-"""What the OpenAPI document says about bodies and answers.
+"""OpenAPI schemas of request bodies and responses.
 
-A described schema brings the models that it refers to along, under `$defs`; `document` moves them to one place.
+Each schema carries the models that it refers to under `$defs`; `document` moves them to one place.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,10 +13,10 @@ from space_router.http_server.body import BOOKKEEPING, Body
 Responses = dict[int | str, dict[str, Any]]
 
 OPENAI_STATUSES = (400, 401, 404, 408, 413, 415, 429, 499, 500, 503)
-"""Errors of a request that generates."""
+"""Error statuses of generation routes."""
 
 TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
-"""The same, as TGI's routes give them."""
+"""Error statuses of TGI's generation routes."""
 
 _MEANING = {
     400: "A field is wrong: `param` names it. Or prompt and answer do not fit the window.",
@@ -37,14 +37,14 @@ _MEANING = {
 
 
 def referred(model: type[BaseModel]) -> dict[str, Any]:
-    """A reference to a model, with everything it refers to."""
+    """Return a reference to a model, with the definitions of everything it refers to."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
     return {"$ref": f"#/components/schemas/{model.__name__}", "$defs": {**definitions, model.__name__: schema}}
 
 
 def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
-    """Fields that are known and not supported, at the values that change nothing."""
+    """Return schemas of unsupported fields, which accept only the values that have no effect."""
     return {
         name: {"enum": [*values, None], "description": "not supported: leave it out"}
         for name, values in neutral.items()
@@ -52,7 +52,7 @@ def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
 
 
 def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
-    """A JSON body: the model's fields, the `neutral` ones at the values that change nothing, and the client's notes."""
+    """Describe a JSON body: the model's fields, unsupported `neutral` fields, and fields that have no effect."""
     schema = referred(model)
     properties = schema["$defs"][model.__name__].setdefault("properties", {})
     notes = {name: {"description": "the client's own note: changes nothing"} for name in sorted(BOOKKEEPING)}
@@ -61,7 +61,7 @@ def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None =
 
 
 def _event(model: type[BaseModel], errors: type[BaseModel], *, done: bool) -> dict[str, Any]:
-    """One event of a stream, as OpenAPI describes such: what its lines say; `data` is JSON as text."""
+    """Describe one stream event by its lines, as OpenAPI does; `data` is JSON in a string."""
     said = {"anyOf": [referred(model), referred(errors)]}
     data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
     if done:
@@ -78,8 +78,9 @@ def answers(
     done: bool = False,
     media: str = "application/json",
 ) -> Responses:
-    """Everything a route can answer. `model`: of status 200; `event`: of a streamed answer's events; `done`: the last
-    of them is OpenAI's [DONE].
+    """Describe all responses of a route.
+
+    `model`: the body for status 200; `event`: the events of a streamed response; `done`: they end with `[DONE]`.
     """
     content: dict[str, Any] = {}
     if model is not None:

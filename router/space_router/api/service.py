@@ -1,4 +1,4 @@
-"""What every route needs, in one place: the engine, the texts, the config, the figures."""
+"""The state shared by all routes: engine, model text, config and metrics."""
 
 import time
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Service:
-    """The parts of one running server."""
+    """The components of one running server."""
 
     config: ServeConfig
     text: ModelText
@@ -34,8 +34,8 @@ class Service:
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     started: bool = False  # the engine has been ready once
-    draining: bool = False  # SIGTERM has come
-    tracer: "Tracer | None" = None  # of spans; None: nobody wants any
+    draining: bool = False  # SIGTERM was received
+    tracer: "Tracer | None" = None  # None: tracing is off
     keys: ApiKeys = field(init=False)
     allowances: Allowances = field(init=False)
     restart: RollingRestart = field(init=False)
@@ -49,11 +49,11 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """New work is taken and a worker is there to do it."""
+        """Whether new requests are accepted and a worker is ready."""
         return self.engine.ready and not self.draining
 
     def builder(self, key: str = "") -> RequestBuilder:
-        """For requests of one API key, by its name. Raises Unavailable while the model is not known yet, or no more."""
+        """Return a builder for requests of the API key named `key`. Raises Unavailable while starting or draining."""
         if self.draining:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")
         facts = self.engine.facts
@@ -62,25 +62,25 @@ class Service:
         return RequestBuilder(self.config, self.text, facts, key)
 
     async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
-        """The grammar, which can be used. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
+        """Check a grammar and return it. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
         return await checked(self.grammars, self.builder().facts, grammar, param)
 
     def name_of(self, plan: GenerationPlan) -> str:
-        """The model name of a plan's answer: its adapter's, or the model's own."""
+        """Return the model name for the response: the adapter's, or the model's own."""
         return plan.choices[0].request.adapter or self.text.name
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names beside the model's own that requests can ask for."""
+        """Names of adapters that requests can select as `model`."""
         facts = self.engine.facts
         return tuple(name for name, _ in self.config.adapter) if facts is None else facts.adapters
 
     def run(self, plan: GenerationPlan) -> Generation:
-        """Its tokens are charged to the key that the plan's requests came with."""
+        """Return the plan's generation. Its tokens count towards the limits of the request's API key."""
         charge = self.allowances.of(plan.choices[0].request.key).charge
         return Generation(self.engine, self.text.tokenizer, self.metrics, plan, charge, self.tracer)
 
     def check_room(self) -> None:
-        """Raises Overloaded where nobody can wait any more: sooner said than after a body is read and tokenised."""
+        """Raise Overloaded if the queue is full, before the body is read and tokenised."""
         if (full := self.engine.full()) is not None:
             raise translate(full)

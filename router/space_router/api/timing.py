@@ -1,4 +1,4 @@
-"""What an answer cost, as headers: TGI's names, milliseconds, on every route that generates."""
+"""Timing headers of generation routes: TGI's names, in milliseconds."""
 
 import time
 
@@ -7,11 +7,11 @@ from starlette.requests import Request
 from space_router.api.generation import Generation
 
 RECEIVED = "spaceserve.received"
-"""Where a request's scope notes when it came: monotonic seconds."""
+"""Scope key of a request's arrival time, in monotonic seconds."""
 
 
 def begun(request: Request, running: Generation) -> dict[str, str]:
-    """What is known before the first token: all that a stream's headers can say."""
+    """Return the headers known before the first token; streams send only these."""
     prompts = running.plan.prompts
     return {
         "x-request-id": running.plan.request_id,
@@ -23,7 +23,7 @@ def begun(request: Request, running: Generation) -> dict[str, str]:
 
 
 def ended(request: Request, running: Generation) -> dict[str, str]:
-    """The same and what is known at the end. With several choices: the longest wait, and the longest answer's pace."""
+    """Return all headers. With several choices: the longest wait, and the longest answer's time per token."""
     lengths = [choice.statistics.num_tokens if running.plan.answered else 0 for choice in running.choices]
     now = time.monotonic()
     total = now - request.scope[RECEIVED]

@@ -1,4 +1,4 @@
-"""What one request has cost: OpenAI's `usage`, and our `spaceserve` object."""
+"""Token counts of one request: OpenAI's `usage` and the `spaceserve` object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from space_router.api.plan import GenerationPlan
 
 
 def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    """Tokens so far, over all choices; the prompts count once each."""
+    """Return OpenAI's `usage` so far, over all choices; each prompt counts once."""
     num_prompt = sum(len(prompt.ids) for prompt in plan.prompts)
     num_generated = sum(choice.statistics.num_tokens for choice in choices) if plan.answered else 0
     leaders = choices[:: plan.per_prompt]
-    # A token of the prediction counts once for each choice: it is in that answer, or it is not (yet).
+    # Each prediction token counts once for each choice, as accepted or rejected (so far).
     num_predicted = sum(len(choice.choice.request.prediction or ()) for choice in choices)
     num_found = 0
     if num_predicted and plan.answered:
@@ -23,7 +23,7 @@ def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,  # nothing is thought that is not answered
+            "reasoning_tokens": 0,  # no hidden reasoning
             "accepted_prediction_tokens": num_found,
             "rejected_prediction_tokens": num_predicted - num_found,
         },
@@ -31,7 +31,7 @@ def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any
 
 
 def statistics(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    """The `spaceserve` object: what speculation did for this request, over all its choices."""
+    """Return the `spaceserve` object: the request's speculation statistics over all choices."""
     figures = [choice.statistics for choice in choices]
     steps = sum(one.num_steps for one in figures)
     decoded = sum(one.num_decoded for one in figures)

@@ -1,4 +1,4 @@
-"""JSON answers and errors, in the shape of the API they belong to."""
+"""JSON responses and errors, in the format of the API that the path belongs to."""
 
 import logging
 import traceback
@@ -14,7 +14,7 @@ from space_router.errors import ApiError, Internal
 log = logging.getLogger(__name__)
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize", "/chat_tokenize", "/invocations"})
-"""Paths whose errors have TGI's shape."""
+"""Paths whose errors have TGI's format."""
 
 
 def answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -37,16 +37,16 @@ def tgi_error(error: ApiError) -> dict[str, Any]:
 
 
 def error_answer(error: ApiError, path: str) -> Response:
-    """The answer to a request that came by `path`."""
+    """Return the error response in the format of the API that `path` belongs to."""
     if path in TGI_PATHS:
         return answer(tgi_error(error), status=error.tgi_status or error.status, headers=error.headers)
     return answer(openai_error(error), status=error.status, headers=error.headers)
 
 
 def unforeseen(error: Exception) -> Internal:
-    """Log an exception nobody expected; the client learns the id under which the log has it.
+    """Log an unexpected exception and return an error with the id of the log entry.
 
-    Where it came from and what it is, but not its words: they may be those of a prompt.
+    The log has the type and the traceback but not the message, which may contain prompt text.
     """
     error_id = uuid.uuid4().hex[:12]
     frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()

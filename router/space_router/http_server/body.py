@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked pydantic model, or to an error that stays small."""
+"""Parse a request body into a checked pydantic model, or raise an error of bounded size."""
 
 import asyncio
 import re
@@ -14,10 +14,10 @@ from space_router.config import ServeConfig
 from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRequest, UnsupportedMedia
 
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields that are accepted and change nothing: they are the client's own notes."""
+"""Fields that are accepted and have no effect: the client keeps them for its own bookkeeping."""
 
 MAX_UNKNOWN_FIELDS = 16
-"""From one more on, unknown fields are counted and not named."""
+"""With more unknown fields than this, the error gives their number instead of their names."""
 
 
 class Body(BaseModel):
@@ -30,8 +30,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _said(cls, value: Any) -> Any:
-        """What is not null; and few unknown fields, for half a million of them would be as many complaints, at a
-        kilobyte each.
+        """Drop null fields and limit the number of unknown ones.
+
+        pydantic reports about one kilobyte for each unknown field, and a body can hold half a million.
         """
         if not isinstance(value, dict):
             return value
@@ -52,20 +53,20 @@ _short.maxlevel = 2
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: short whatever it is."""
+    """Return a short representation of a value for an error message, at most 120 characters."""
     text = _short.repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 class Received(NamedTuple):
-    """A body as it came."""
+    """A parsed body and its size on the wire."""
 
     values: dict[str, Any]
     size: int  # bytes
 
 
 async def read_object(request: Request, config: ServeConfig) -> Received:
-    """The JSON object in the body, read once.
+    """Return the JSON object in the body; later calls return the same object.
 
     Raises UnsupportedMedia, BodyTooLarge, SlowRequest, InvalidRequest, ClientGone.
     """
@@ -96,7 +97,7 @@ async def _read_object(request: Request, config: ServeConfig) -> Received:
 
 
 async def _content(request: Request, max_body: int) -> bytes:
-    """The bytes of the body."""
+    """Read the body. Raises BodyTooLarge or ClientGone."""
     too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:18]) > max_body:
@@ -115,7 +116,7 @@ async def _content(request: Request, max_body: int) -> bytes:
 
 
 def parse_json(content: bytes, max_depth: int) -> Any:
-    """The value. Raises InvalidRequest for what is no JSON, or is nested deeper."""
+    """Parse JSON. Raises InvalidRequest if it is malformed or nested deeper than `max_depth`."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -128,7 +129,7 @@ def parse_json(content: bytes, max_depth: int) -> Any:
 
 
 def _deeper(value: Any, max_depth: int) -> bool:
-    """Level by level, for it must not recurse itself."""
+    """Return whether a value is nested deeper than `max_depth`. Iterates by level, because recursion could overflow."""
     level = [value]
     for _ in range(max_depth):
         level = [
@@ -145,7 +146,7 @@ def _deeper(value: Any, max_depth: int) -> bool:
 def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]]) -> BodyT:
     """Check an object against a model; null means absent.
 
-    `neutral`: known but unsupported fields with the values at which leaving them out changes nothing.
+    `neutral`: known but unsupported fields, with the values that are accepted because they equal the default.
     """
     given = {key: value for key, value in values.items() if value is not None and key not in BOOKKEEPING}
     for key in neutral.keys() & given.keys():
@@ -163,16 +164,16 @@ def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str
 
 
 class _Complaint(NamedTuple):
-    """What is wrong about one place of a value."""
+    """One validation error and the place in the body that it is about."""
 
-    place: tuple[str | int, ...]  # keys of the value, as the client wrote it
-    kind: str  # as pydantic calls it
+    place: tuple[str | int, ...]  # keys and indexes from the top of the body
+    kind: str  # pydantic's error type
     message: str
-    value: Any  # what stands there
+    value: Any  # the value at that place
 
     @classmethod
     def of(cls, error: Mapping[str, Any], value: Any) -> "_Complaint":
-        """One of pydantic's errors about a value."""
+        """Build a complaint from one pydantic error about `value`."""
         kind, message, there = error["type"], error["msg"], error["input"]
         steps = error["loc"][:-1] if kind == "missing" else error["loc"]
         place, _ = max(_places(steps, value), key=lambda found: (found[1] is there, len(found[0])))
@@ -196,8 +197,10 @@ def _or(names: str) -> str:
 
 
 def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Where in a value steps may lead, and what stands there. A step that is no key of it is a branch of a union:
-    pydantic names these too. One that is may be a branch all the same, such as `text`.
+    """Yield each (place, value) that a pydantic error location may refer to.
+
+    pydantic's locations also name union branches. A step that is not a key is a branch; a step that is a key may still
+    be one, for example `text`.
     """
     if not steps:
         yield (), value
@@ -213,8 +216,10 @@ def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[st
 
 
 def _invalid(error: ValidationError, value: Any) -> InvalidRequest:
-    """One complaint, as `field` must be ...; got ...; the number of others. Of those about the first field it is the
-    one that lies deepest: the others say of a union that it is none of its other branches.
+    """Build the error for one complaint, with the number of others.
+
+    Of the complaints about the first field, the deepest is reported: the others only say that a value does not match
+    the other branches of a union.
     """
     found = error.errors(include_url=False)
     about = [_Complaint.of(one, value) for one in found if one["loc"][:1] == found[0]["loc"][:1]]

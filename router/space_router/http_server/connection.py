@@ -1,4 +1,4 @@
-"""Work that is worth doing only while somebody is there to read it."""
+"""Work that is cancelled when the client disconnects."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ P = ParamSpec("P")
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The body has been read before."""
+    """Return when the client has closed its connection. The body must have been read already."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, with everything it holds, once the client goes away: ClientGone."""
+    """Return the result of `work`. Cancels it and raises ClientGone if the client disconnects first."""
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
     try:
@@ -38,18 +38,18 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 LONG_BODY = 16 * 1024
-"""Bytes of a body from which on its prompt is tokenised in a thread: about 40 ms of work with a slow tokenizer."""
+"""Body size in bytes from which a prompt is tokenised in a thread: about 40 ms of work with a slow tokenizer."""
 
 
 async def beside(size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a function over a body of `size` bytes; a long one must not hold up the running streams."""
+    """Call a function on a body of `size` bytes; a long body in a thread, so that running streams are not delayed."""
     if size < LONG_BODY:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class EventStream(Response):
-    """Server-sent events, as they come; holds `scope` until the last one is sent or the client has gone."""
+    """A response of server-sent events. `scope` stays open until the last one is sent or the client disconnects."""
 
     media_type = "text/event-stream"
 

@@ -1,7 +1,4 @@
-"""One client's HTTP connection, bounded in both directions: what it may send, how slowly, and what it may leave unread.
-
-uvicorn holds the connection; what it leaves unbounded is bounded here.
-"""
+"""Limits on one client's HTTP connection that uvicorn does not have: header size, slow senders and slow readers."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from space_router.settings.connection_settings import ConnectionSettings
 log = logging.getLogger(__name__)
 
 NUM_GUESTS = 32
-"""Connections beyond `max_connections` that may say whether they come from a probe; more are refused unheard."""
+"""Connections beyond `max_connections` whose request is read, to answer probes; further ones are refused unread."""
 
 GUEST_SECONDS = 1.0
-"""That they have for it."""
+"""How long such a connection has to send its headers."""
 
 FLUSH_SECONDS = 5.0
 """How long the last bytes of a finished answer may take to be sent."""
 
 PARTING_SECONDS = 1.0
-"""That an idle client has to say goodbye as well, which TLS waits for."""
+"""How long an idle client has to close its side, which TLS waits for."""
 
 _PATHS_OF_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
 
@@ -42,7 +39,7 @@ class HeaderTooLarge(Exception):
 
 
 class Reading(enum.Enum):
-    """What a client is in the middle of."""
+    """Which part of a request is being received."""
 
     NOTHING = enum.auto()
     HEAD = enum.auto()
@@ -50,19 +47,19 @@ class Reading(enum.Enum):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Refuses what is too long or too slow before it is a request, and cuts a client that does not read.
+    """Refuses headers that are too large or too slow, and closes the connection of a client that does not read.
 
-    A head (first line and headers) has `receive_timeout` from its first byte on, and a new connection so long for its
-    first byte. A head that comes while an earlier request is answered has it from the end of that answer on, and what
-    is wrong with it is said then.
+    A new connection must send its first byte within `receive_timeout`. The head (first line and headers) must be
+    complete within the same time from its first byte. For a pipelined head the time starts when the earlier response
+    ends, and an error in it is reported then.
 
-    The transport says when more than it holds waits to be read (`pause_writing`): the stream behind waits from then on,
-    its request gets no more pages, and after `slow_reader_timeout` the connection is cut.
+    The transport calls `pause_writing` when its send buffer is full. The stream then waits, its request gets no more
+    pages, and after `slow_reader_timeout` the connection is closed.
 
-    A connection beyond `max_connections` takes the place of the one that is idle longest. Where none is idle it is a
-    guest: one request of a probe is answered, any other is told to go.
+    A connection beyond `max_connections` replaces the one that has been idle longest. If none is idle, the connection
+    is a guest: one probe request is answered, any other request gets 503.
 
-    A client's offer of another protocol (`Upgrade: h2c`, `websocket`) is not taken up, as RFC 9110 §7.8 allows.
+    Protocol upgrades (`Upgrade: h2c`, `websocket`) are ignored, as RFC 9110 §7.8 allows.
     """
 
     def __init__(
@@ -73,21 +70,21 @@ class HttpConnection(HttpToolsProtocol):
         idle: dict[HttpConnection, None],
         **kwargs: Any,
     ) -> None:
-        """`idle`: all connections that are, the longest first."""
+        """`idle`: all idle connections, the longest idle first."""
         super().__init__(*args, **kwargs)
         self._idle = idle
         self._limits, self._metrics = limits, metrics
-        self.timeout_keep_alive = limits.keep_alive  # type: ignore[assignment]  # uvicorn says int, any number does
+        self.timeout_keep_alive = limits.keep_alive  # type: ignore[assignment]  # uvicorn declares int; floats work
         self._reading = Reading.NOTHING
-        self._had_whole_head = False  # the data that came last
-        self._head_size = 0  # bytes of it, at least
+        self._had_whole_head = False  # the last data completed a head
+        self._head_size = 0  # bytes so far, a lower bound
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
         self._parting_timer: asyncio.TimerHandle | None = None
-        self._answered_at = -FLUSH_SECONDS  # last, by the loop's clock
-        self._running: RequestResponseCycle | None = None  # the request that is answered, or was last
+        self._answered_at = -FLUSH_SECONDS  # end of the last response, in loop time
+        self._running: RequestResponseCycle | None = None  # the current or last request
         self._refused = False
-        self._last_word = b""  # where refused
+        self._last_word = b""  # the response to a refused request
         self._is_guest = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -107,7 +104,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer = _stop(self._slow_timer)
         self._parting_timer = _stop(self._parting_timer)
         self._idle.pop(self, None)
-        if self._running is not None:  # uvicorn tells the last request alone, which may wait behind this one
+        if self._running is not None:  # uvicorn notifies only the last pipelined request
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -120,15 +117,17 @@ class HttpConnection(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError:
             self.send_400_response("This is no valid HTTP request.")
-        among_it = was_in_body or self._had_whole_head  # a body, maybe
+        among_it = was_in_body or self._had_whole_head  # `data` may include body bytes
         if self._reading is Reading.HEAD and not among_it and not self._refused:
-            self._head_size += len(data)  # an unfinished header is known to the parser alone
+            self._head_size += len(data)  # the parser does not report an unfinished header
             if self._head_size > 2 * self._limits.max_header:
                 self._refuse_head()
 
     def _parse(self, data: bytes) -> None:
-        """The parser takes an offered protocol for accepted: the body would be the first words in it. So it stops
-        behind the head, and reads it again without the offer. Raises HttpParserError.
+        """Feed the parser, ignoring protocol upgrades. Raises HttpParserError.
+
+        The parser assumes that an offered upgrade is accepted, so it would not parse the body. It stops after the head;
+        the head is then parsed again without the `Upgrade` header.
         """
         rest = memoryview(data)
         while True:
@@ -140,7 +139,7 @@ class HttpConnection(HttpToolsProtocol):
                     return
                 rest = rest[offer.args[0] :]
                 head = self._head_without_offer()
-                self.parser = _parser(self)  # the old one is at its end if the client wants no further request
+                self.parser = _parser(self)  # after `connection: close` the old one accepts no more data
                 self.parser.feed_data(head)
 
     def _head_without_offer(self) -> bytes:
@@ -170,7 +169,7 @@ class HttpConnection(HttpToolsProtocol):
             self._say(400, "invalid_request", "CONNECT is for proxies, and this server is none.")
             return
         if self.parser.should_upgrade():
-            return  # it comes again without the offer
+            return  # called again without the upgrade
         self._had_whole_head = True
         self._head_timer = _stop(self._head_timer)
         if self._is_guest and self.url.partition(b"?")[0] not in _PATHS_OF_PROBES:
@@ -215,7 +214,7 @@ class HttpConnection(HttpToolsProtocol):
         self._part()
 
     def shutdown(self) -> None:
-        """What uvicorn calls at the end of the server."""
+        """Close the connection after the current response. uvicorn calls this when the server stops."""
         if self._is_answering:
             super().shutdown()
         else:
@@ -231,12 +230,12 @@ class HttpConnection(HttpToolsProtocol):
             self._slow_timer = _stop(self._slow_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn says to a request that is none: here too to one whose head is too large."""
+        """Refuse an invalid request. uvicorn also calls this after HeaderTooLarge, which is already answered."""
         if not self._refused:
             self._say(400, "invalid_request", msg)
 
     def _count(self, num_bytes: int) -> None:
-        """Raises HeaderTooLarge, which the parser takes for an error in the request."""
+        """Count bytes of the head. Raises HeaderTooLarge, which the parser reports as an invalid request."""
         self._head_size += num_bytes
         if self._head_size > self._limits.max_header:
             self._refuse_head()
@@ -262,7 +261,7 @@ class HttpConnection(HttpToolsProtocol):
         return self._running is not None and not self._running.response_complete
 
     def _await_head(self) -> None:
-        """The rest of a head that has begun. Empty lines before it begin nothing: RFC 9112 §2.2."""
+        """Start the timer for the rest of a head. Empty lines before a head do not start one: RFC 9112 §2.2."""
         if self._is_answering:
             return
         self._unset_keepalive_if_required()
@@ -274,7 +273,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._reading is Reading.NOTHING:
-            self.transport.close()  # nothing was ever asked
+            self.transport.close()  # no request was begun
             return
         if self._is_guest:
             self._refuse_guest()
@@ -284,7 +283,7 @@ class HttpConnection(HttpToolsProtocol):
         self._say(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
 
     def _say(self, status: int, code: str, message: str, *, kind: str = "invalid_request_error") -> None:
-        """The last word on this connection, to a request that never became one; earlier ones are answered first."""
+        """Answer a refused request and close the connection, after the responses to earlier requests."""
         self._refused = True
         body = (
             b'{"error":{"message":"%s","type":"%s","param":null,"code":"%s"}}'
@@ -296,11 +295,11 @@ class HttpConnection(HttpToolsProtocol):
             % (status, http.HTTPStatus(status).phrase.encode(), len(body), later)
             + body
         )
-        if self._reading is Reading.BODY:  # what began as a request goes wrong in its body
+        if self._reading is Reading.BODY:  # the error is in the body of a request that was accepted
             if self.pipeline:
-                self.pipeline.popleft()  # it waits behind another: nobody has begun with it
+                self.pipeline.popleft()  # still queued behind another request
             elif self.cycle.response_started:
-                self._last_word = b""  # it has its answer
+                self._last_word = b""  # its response has already started
             else:
                 self._leave()
                 return
@@ -313,7 +312,10 @@ class HttpConnection(HttpToolsProtocol):
         self._mind_leftovers()
 
     def _has_taken_a_place(self) -> bool:
-        """Of a connection that has been idle for so long that nothing can be on its way to its client any more."""
+        """Close the longest idle connection to make room, and return whether there was one.
+
+        It must be idle for FLUSH_SECONDS, so that its last response has been delivered.
+        """
         longest = next(iter(self._idle), None)
         if longest is None or self.loop.time() - longest._answered_at < FLUSH_SECONDS:
             return False
@@ -322,7 +324,7 @@ class HttpConnection(HttpToolsProtocol):
         return True
 
     def _part(self) -> None:
-        """End of an idle connection."""
+        """Close an idle connection; abort it if the client does not close its side in time."""
         self._idle.pop(self, None)
         self.transport.close()
         self._mind_leftovers()
@@ -331,7 +333,7 @@ class HttpConnection(HttpToolsProtocol):
             self._parting_timer = self.loop.call_at(when, self.transport.abort)
 
     def _mind_leftovers(self) -> None:
-        """A connection closes once everything is read, which must not be never."""
+        """Limit how long a closing connection waits for the client to read its last bytes."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._await_reader()
 
@@ -347,7 +349,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpConnection]:
-    """What uvicorn is to make of each connection."""
+    """Return the protocol factory for uvicorn; its connections share one table of idle connections."""
 
     idle: dict[HttpConnection, None] = {}
 
@@ -358,19 +360,19 @@ def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpC
 
 
 def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
-    """As uvicorn makes it."""
+    """Create a parser with the same settings as uvicorn's."""
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 def _ended_by_closing(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """The application for a client that knows no chunks: its answer ends where its connection does."""
+    """Wrap the application for HTTP/1.0, which has no chunked encoding: closing the connection ends the response."""
 
     async def ended_by_closing(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_all(message: Message) -> None:
             cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn takes it for a mistake
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn raises on a mismatch
             await send(message)
 
         await app(scope, receive, send_all)
@@ -379,7 +381,7 @@ def _ended_by_closing(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """What is left of a timer: nothing."""
+    """Cancel a timer and return None."""
     if timer is not None:
         timer.cancel()
     return None

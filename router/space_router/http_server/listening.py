@@ -1,4 +1,4 @@
-"""Where the web server listens: a TCP address, or a Unix socket that only this user may use."""
+"""Listening sockets of the web server: a TCP address, or a Unix socket that only this user may use."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from space_router.errors import ConfigError
 UNIX = "unix:"
 
 OTHER_FILES = 256
-"""Open files of a server beside its clients' connections: workers, logs, refused clients on their way out."""
+"""File descriptors reserved for other uses: workers, logs, connections that are being refused."""
 
 GUARD = (
     "Set SPACESERVE_API_KEYS or --api-key-file, or keep others from the port (--host 127.0.0.1, docker run -p "
     "127.0.0.1:8080:8080)."
 )
-"""What makes a server that others reach ask who they are."""
+"""Advice for a server without API keys that other machines can reach."""
 
 
 @contextmanager
 def listening(host: str, port: int, *, flag: str = "--port", buffer: int | None = None) -> Iterator[socket.socket]:
-    """A bound socket, so that a taken address is known before the model is read; a Unix one is removed at the end.
+    """Bind a socket before the model is loaded, so that an address in use fails early. Raises ConfigError.
 
-    `buffer`: bytes that the system may hold for one client. Raises ConfigError.
+    `buffer`: size in bytes of the system's send buffer for each client. A Unix socket is removed at the end.
     """
     if host.startswith(UNIX):
         path = Path(host.removeprefix(UNIX)).expanduser()
@@ -59,14 +59,14 @@ def _cannot(host: str, port: int, flag: str, error: OSError) -> ConfigError:
 
 
 def _buffered(bound: socket.socket, buffer: int | None) -> socket.socket:
-    """Connections inherit it."""
+    """Set the send buffer size; accepted connections inherit it."""
     if buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(buffer, 2**30))
     return bound
 
 
 def _unix(path: Path, host: str) -> socket.socket:
-    """A socket with mode 0600 from its first moment on. One that a killed server left behind is taken over."""
+    """Bind a Unix socket that has mode 0600 from its creation. Replaces a stale socket of a killed server."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with suppress(FileNotFoundError):
@@ -84,7 +84,7 @@ def _unix(path: Path, host: str) -> socket.socket:
 
 
 def connected(place: str, seconds: float) -> socket.socket:
-    """To unix:PATH or HOST:PORT. Raises OSError, or ValueError for a place that is neither."""
+    """Connect to unix:PATH or HOST:PORT. Raises OSError, or ValueError for any other format."""
     if not place.startswith(UNIX):
         host, _, port = place.rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), seconds)
@@ -99,7 +99,7 @@ def connected(place: str, seconds: float) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Somebody listens on this socket."""
+    """Return whether a process listens on this socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         try:
             asking.connect(str(path))
@@ -109,14 +109,15 @@ def _answers(path: Path) -> bool:
 
 
 def bound_buffers(port: int, buffer: int) -> int:
-    """Bound what the system may hold for one client on sockets of this process that listen at `port` and were made by a
-    library that has no option for it; how many there are.
+    """Set the send buffer size of this process's sockets that listen at `port`, and return their number.
+
+    For sockets of a library that has no option for it.
     """
     found = 0
     for file in list(Path("/dev/fd").iterdir()):
         try:
             one = socket.socket(fileno=int(file.name))
-        except OSError:  # no socket, or gone meanwhile
+        except OSError:  # not a socket, or closed meanwhile
             continue
         try:
             is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
@@ -124,7 +125,7 @@ def bound_buffers(port: int, buffer: int) -> int:
                 _buffered(one, buffer)
                 found += 1
         finally:
-            one.detach()  # it is somebody else's
+            one.detach()  # the library owns the descriptor
     return found
 
 
@@ -133,7 +134,7 @@ def _listens(one: socket.socket) -> bool:
 
 
 def room_for(num_connections: int) -> int:
-    """Let this process open so many connections, if it may; how many it can have."""
+    """Raise the open file limit for this many connections; return how many of them the limit allows."""
     wanted = num_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -143,14 +144,14 @@ def room_for(num_connections: int) -> int:
 
 
 def is_open_to_others(bound: socket.socket) -> bool:
-    """Other machines may reach it, as far as the address tells."""
+    """Return whether the socket's address is reachable from other machines."""
     if bound.family == socket.AF_UNIX:
         return False
     return not ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url(bound: socket.socket, *, encrypted: bool) -> str:
-    """How a client names the place; of a Unix socket, its path behind `unix:`."""
+    """Return the base URL of a bound socket; for a Unix socket, `unix:PATH`."""
     if bound.family == socket.AF_UNIX:
         return f"{UNIX}{bound.getsockname()}"
     scheme = "https" if encrypted else "http"
@@ -159,7 +160,7 @@ def url(bound: socket.socket, *, encrypted: bool) -> str:
 
 
 def curl(place: str, path: str) -> str:
-    """The beginning of a command that asks there."""
+    """Return a curl command for this address and path."""
     if place.startswith(UNIX):
         return f"curl --unix-socket {place.removeprefix(UNIX)} http://localhost{path}"
     return f"curl {place}{path}"

@@ -1,4 +1,4 @@
-"""The span of an HTTP exchange: taken up from the client's traceparent, current for all that is done for it."""
+"""A tracing span for each HTTP request; it continues the client's `traceparent`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Traced:
-    """ASGI middleware, there only where spans are wanted. Probes, scrapers and the page's files get none."""
+    """ASGI middleware, installed only if tracing is on. Probes, metric scrapes and web page files get no span."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app
@@ -44,6 +44,6 @@ class Traced:
                 await self._app(scope, receive, watched_send)
             finally:
                 route = getattr(scope.get("route"), "path", None)
-                if route is not None:  # a path that is no route may be anything
+                if route is not None:  # other paths have unbounded cardinality
                     span.set_attribute("http.route", route)
                     span.update_name(f"{method} {route}")

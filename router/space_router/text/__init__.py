@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, incremental detokeniser, stop strings, chat templates."""
+"""Text and token ids: tokenizer, incremental detokeniser, stop strings, chat templates, tool calls."""

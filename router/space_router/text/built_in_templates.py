@@ -1,4 +1,4 @@
-"""Chat templates by name, for checkpoints without one."""
+"""Built-in chat templates by name, for checkpoints without one."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Messages to one prompt, by the checkpoint's Jinja template or one of ours, in a sandbox."""
+"""Render messages into a prompt with the checkpoint's Jinja template or a built-in one, in a sandbox."""
 
 import functools
 import json
@@ -21,9 +21,9 @@ from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
 from space_router.text.checkpoint import read_json
 from space_router.text.template_budget import TemplateBudget, check_arguments, check_operands, check_result, metered
 
-_MAX_PROMPT = 16 * 1024**2  # characters a template may produce: far above any window, below harm
-_GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # what is passed to every template
-_CUT = "\x02cut here\x03 "  # marks the end of a message that is to be continued; no client's text has these controls
+_MAX_PROMPT = 16 * 1024**2  # characters a template may produce; far above any context window
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # variables passed to every template
+_CUT = "\x02cut here\x03 "  # marks the end of a message to continue; control characters avoid clashes with text
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -50,9 +50,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that refuses to make much of little."""
+    """Wrap a filter so that it refuses results that are too large."""
 
-    @functools.wraps(apply)  # with the mark that says what Jinja is to pass first
+    @functools.wraps(apply)  # keeps Jinja's pass_context and pass_environment marks
     def checked(*arguments: Any, **named: Any) -> Any:
         given = [one for one in arguments if not isinstance(one, jinja2.Environment | jinja2.runtime.Context)]
         check_arguments(name, given, named)
@@ -62,7 +62,7 @@ def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's words for training; the text is that of its body."""
+    """`{% generation %}` marks assistant text for training; it renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Extension declares it)
 
@@ -73,16 +73,16 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class Habits:
-    """What a template wants, found out by asking it."""
+    """What a template accepts, found by rendering probe conversations."""
 
-    takes_tools: bool  # it shows the model which tools there are
-    takes_text: bool  # a message's content as a string
-    takes_parts: bool  # a message's content as a list of parts
-    arguments_as_text: bool  # a call's arguments as JSON text; else as an object, as transformers gives them
+    takes_tools: bool  # it renders the tools
+    takes_text: bool  # message content as a string
+    takes_parts: bool  # message content as a list of parts
+    arguments_as_text: bool  # call arguments as JSON text; else as an object, as in transformers
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name.
+    """A compiled template with the special tokens that it may use.
 
     `with_tools`: the checkpoint's other template, for requests with tools.
     """
@@ -106,11 +106,11 @@ class ChatTemplate:
             self.variables = frozenset(meta.find_undeclared_variables(parsed) - known)
             self._template = environment.from_string(metered(environment, parsed))
         except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-            # A `break` outside a loop, for one, is found by Python only.
+            # Some errors, such as a `break` outside a loop, are found only by Python's compiler.
             raise ConfigError(f"{name} is no valid Jinja template: {str(error)[:300]}.") from error
 
     def of(self, tools: Sequence[object]) -> "ChatTemplate":
-        """The template for a request with these tools."""
+        """Return the template for a request with these tools."""
         return self if self.with_tools is None or not tools else self.with_tools
 
     def render(
@@ -122,9 +122,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, ending where the assistant is to speak. Raises InvalidRequest with the template's own words.
+        """Return the prompt, ending where the assistant's turn begins. Raises InvalidRequest with the template's error.
 
-        `continue_final_message`: it ends behind the last message's own words instead, which are to be continued.
+        `continue_final_message`: the prompt ends directly after the last message's text, which the model continues.
         """
         budget = TemplateBudget()
         values: dict[str, Any] = {
@@ -156,7 +156,7 @@ class ChatTemplate:
 
     @cached_property
     def habits(self) -> Habits:
-        """Asked with a conversation of our own; what it refuses is taken for what templates usually do."""
+        """What the template accepts; the usual behaviour is assumed where it rejects the probe conversation."""
         parts = self._tries([{"role": "user", "content": [{"type": "text", "text": "spaceprobe"}]}])
         takes_parts = parts.strip() != "" and "spaceprobe" in parts and "'type'" not in parts and '"type"' not in parts
         takes_text = "spaceprobe" in self._tries([{"role": "user", "content": "spaceprobe"}]) or not takes_parts
@@ -183,7 +183,7 @@ class ChatTemplate:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, the last with a mark at its end."""
+    """Return the messages with `_CUT` appended to the last one."""
     *before, last = messages
     content = last["content"]
     if isinstance(content, str):
@@ -193,7 +193,7 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """The text before the mark; white space before it goes where the template trims messages, mark and all."""
+    """Return the text before the mark. Strips white space at its end if the template trims messages."""
     at = text.rfind(_CUT.rstrip())
     if at < 0:
         raise InvalidRequest(
@@ -205,7 +205,7 @@ def _cut(text: str) -> str:
 
 
 def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> ChatTemplate | None:
-    """The template asked for, else the checkpoint's own, else None. Raises ConfigError."""
+    """Return the chosen template, else the checkpoint's own, else None. Raises ConfigError."""
     if choice is not None:
         if choice in BUILT_IN:
             return ChatTemplate(BUILT_IN[choice], tokens, name=choice)
@@ -233,16 +233,17 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
 
 @dataclass(frozen=True)
 class _Source:
-    """A template of the checkpoint and where it was found."""
+    """A template of the checkpoint and the file it is from."""
 
     source: str
     name: str
 
 
 def _own(folder: Path) -> dict[str, _Source]:
-    """The checkpoint's templates by their names there, where transformers looks for them: chat_template.jinja is in the
-    place of all of tokenizer_config.json, others of their own add to them; what multimodal models keep in
-    chat_template.json comes last.
+    """Return the checkpoint's templates by name, found as transformers does.
+
+    chat_template.jinja replaces those of tokenizer_config.json; additional template files add to them;
+    chat_template.json (multimodal models) is used if there are no others.
     """
     config = "chat_template of tokenizer_config.json"
     found = _parts(read_json(folder, "tokenizer_config.json").get("chat_template"), config)
@@ -258,7 +259,7 @@ def _own(folder: Path) -> dict[str, _Source]:
 
 
 def _parts(own: Any, name: str) -> dict[str, _Source]:
-    """One template, or several by name, as a list of objects or as one."""
+    """Parse a template entry: one template, or several by name as a list of objects or as one object."""
     if isinstance(own, str):
         return {"default": _Source(own, name)}
     if isinstance(own, list):
@@ -284,5 +285,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Return plain JSON. Jinja's own filter escapes for HTML, which models are not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Where a checkpoint's small files lie: tokenizer and configs, never weights."""
+"""Locate a checkpoint's small files: tokenizer and configs, not weights."""
 
 import json
 from dataclasses import replace
@@ -16,10 +16,10 @@ from space_router.errors import ConfigError
 
 
 def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
-    """The folder of `demo`, of a path, or of a Hugging Face id (downloads its small files). Raises ConfigError.
+    """Return the folder for `demo`, a path, or a Hugging Face id (downloads its small files). Raises ConfigError.
 
-    A gated adapter without weights names its base in config.json: the texts are the base's. Those of a GGUF file are
-    in its header; the folder is one that they were written to.
+    For a gated adapter, the folder is that of its base, which config.json names. For a GGUF file, the folder holds the
+    files extracted from its header.
     """
     folder = _folder(model, hub)
     section = read_json(folder, "config.json").get("space")
@@ -60,20 +60,20 @@ def _folder(model: str, hub: Hub) -> Path:
 
 
 def _view_of(place: Path) -> Path | None:
-    """The texts in the header of the GGUF file that `place` is or holds; None: it is a folder of other files."""
+    """Return a folder with the files in the header of the GGUF file at or in `place`, or None if there is none."""
     section = read_json(place, "config.json").get("space") if place.is_dir() else None
     if isinstance(section, dict) and section.get("base"):
         return None
     file = find_gguf(place)
     if file is None:
         return None
-    from space_common.gguf.view import view_folder  # only here: models of other formats need no gguf package
+    from space_common.gguf.view import view_folder  # imported here because other formats do not need the gguf package
 
     return view_folder(file)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a file of the folder; empty where there is no such file. Raises ConfigError."""
+    """Return the JSON object in a file of the folder, or {} if the file is missing. Raises ConfigError."""
     try:
         value = json.loads(read_text(folder / name))
     except FileNotFoundError:

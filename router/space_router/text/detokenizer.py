@@ -1,4 +1,4 @@
-"""Ids to text, one by one, a character only when it is whole."""
+"""Incremental detokeniser: ids to text, one at a time, emitting only whole characters."""
 
 import codecs
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from space_router.text.tokenizer import Tokenizer
 
 
 class TokenSpan(NamedTuple):
-    """Where one token lies in the text of its stream: [start, end) in characters.
+    """The span of one token in the text of its stream: [start, end) in characters.
 
-    A token that is part of a character spans that character, though its text comes with the token that completes it.
+    A token that is part of a character spans that character; the text comes with the token that completes it.
     start == end: the token has no characters (a skipped special token).
     """
 
@@ -20,7 +20,7 @@ class TokenSpan(NamedTuple):
 
 
 class Detokenizer:
-    """The text of one stream so far. Every character comes exactly once, whole, with the token that completes it."""
+    """Detokenises one stream. Each character is returned once, whole, with the token that completes it."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class Detokenizer:
         self._bytes_of = tokenizer.bytes_of
         self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = False  # bytes of an unfinished character are waiting
-        self._length = 0  # characters given out so far
-        # SentencePiece's space before the first word: part of the text unless the text begins here.
+        self._pending = False  # bytes of an incomplete character are buffered
+        self._length = 0  # characters returned so far
+        # Strip SentencePiece's space before the first word only if the text begins here.
         self._strip = tokenizer.bytes_of.strips_first_space and all(id_ in tokenizer.special_ids for id_ in prompt_ids)
 
     def push(self, id_: int) -> tuple[str, TokenSpan]:
-        """The characters this token completes, and where it lies."""
+        """Return the characters that this token completes, and its span."""
         start = self._length
         whole = "" if id_ in self._skipped else self._bytes_of.text(id_)
         if whole == "" or (whole is not None and not self._pending and not self._strip):
@@ -48,7 +48,7 @@ class Detokenizer:
         content = self._bytes_of[id_]
         if self._pending:
             head = self._decoder.decode(content[:1])
-            # A first byte that does not continue the waiting ones leaves them to a replacement character of their own.
+            # The first byte does not continue the buffered ones: they become a replacement character.
             if len(head) > 1 or (head and self._decoder.getstate()[0]):
                 start += 1
             text = head + self._decoder.decode(content[1:])
@@ -63,7 +63,7 @@ class Detokenizer:
         return text, TokenSpan(id_, start, max(start, end))
 
     def finish(self) -> str:
-        """What an unfinished character leaves behind at the end of the stream: a replacement character, or nothing."""
+        """End the stream; return a replacement character for an incomplete one, else ""."""
         text = self._decoder.decode(b"", final=True)
         self._pending = False
         self._length += len(text)

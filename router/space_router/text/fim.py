@@ -1,4 +1,4 @@
-"""Fill in the middle: a prefix and a suffix as one prompt, where the tokenizer has tokens that say so.
+"""Fill-in-the-middle prompts, for tokenizers that have tokens for them.
 
 Sources: Bavarian et al., arXiv 2207.14255 (both orders); Code Llama, arXiv 2308.12950 §3.2 (a suffix begins without the
 space that SentencePiece puts before a first word, and `<EOT>` ends the middle); the model cards for the names.
@@ -12,13 +12,13 @@ from space_router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class _Names:
-    """How one family of checkpoints calls its tokens."""
+    """Names of one model family's fill-in-the-middle tokens."""
 
     prefix: str
     suffix: str
-    middle: str | None  # None: the middle follows the prefix without a token of its own
+    middle: str | None  # None: the middle follows the prefix directly
     suffix_first: bool = False
-    ends: tuple[str, ...] = ()  # what such checkpoints write behind the middle, beside their EOS
+    ends: tuple[str, ...] = ()  # tokens besides EOS that end the middle
 
 
 _FAMILIES = (
@@ -40,7 +40,7 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """The tokens of one tokenizer, and their order.
+    """The fill-in-the-middle tokens of one tokenizer, and their order.
 
     prefix first:  <prefix> the prefix <suffix> the suffix <middle>
     suffix first:  <suffix> the suffix <prefix> the prefix <middle>
@@ -50,11 +50,11 @@ class FillInTheMiddle:
     suffix_id: int
     middle_id: int | None
     suffix_first: bool
-    end_ids: tuple[int, ...]  # each ends the middle, as EOS does
+    end_ids: tuple[int, ...]  # end the middle, as EOS does
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillInTheMiddle | None":
-        """None for a tokenizer that has no such tokens."""
+        """Find the tokens of this tokenizer; None if it has none."""
         for names in _FAMILIES:
             prefix, suffix = tokenizer.token_to_id(names.prefix), tokenizer.token_to_id(names.suffix)
             middle = None if names.middle is None else tokenizer.token_to_id(names.middle)
@@ -66,11 +66,11 @@ class FillInTheMiddle:
 
     @property
     def num_tokens(self) -> int:
-        """How many of its own a prompt gets."""
+        """Number of special tokens that are added to a prompt."""
         return 2 if self.middle_id is None else 3
 
     def ids(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
-        """One prompt, behind which the middle is to be written."""
+        """Return the prompt ids; the model continues them with the middle."""
         first, second = [self.prefix_id, *prefix], [self.suffix_id, *suffix]
         if self.suffix_first:
             first, second = second, first

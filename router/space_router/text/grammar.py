@@ -1,4 +1,4 @@
-"""Whether a grammar can be used, asked before a request is queued, of a process that may fail at it."""
+"""Check grammars before requests are queued, in a separate process, because compiling one can crash or hang."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from space_router.engine.request.request import Grammar
 from space_router.errors import Overloaded
 
 MOST_SECONDS = 5.0
-"""Longest that one grammar is looked at. Common ones take a few milliseconds."""
+"""Time limit for one grammar. Common ones take a few milliseconds."""
 
 START_SECONDS = 30.0
-"""Longest that a process may take to start."""
+"""Time limit for the start of a process."""
 
 NUM_CHECKERS = 2
-"""Processes at most; they start with the first grammars."""
+"""Maximum number of processes; they start with the first grammars."""
 
 MOST_WAITING = 16
-"""Grammars that wait for a process; more are told to come again."""
+"""Maximum number of grammars being checked or waiting; further ones raise Overloaded."""
 
 MOST_KNOWN = 4096
-"""Verdicts that are kept."""
+"""Number of cached results."""
 
 
 class GrammarCheck:
-    """Says why a grammar cannot be used. What takes too long, too much memory or the process with it cannot be.
+    """Checks grammars. One that takes too much time or memory, or crashes the process, is rejected.
 
     reason = await GrammarCheck().why_not(Grammar("regex", "a("))
     """
 
     def __init__(self, *, most_seconds: float = MOST_SECONDS) -> None:
         self._most_seconds = most_seconds
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # the last used ones, by a digest
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # results by digest, least recently used first
         self._idle: list[GrammarProcess] = []
         self._num_waiting = 0
         self._threads = ThreadPoolExecutor(NUM_CHECKERS, thread_name_prefix="grammar check")
 
     async def why_not(self, grammar: Grammar) -> str | None:
-        """The reason against this grammar; None: it can be used. Raises Overloaded."""
+        """Return why this grammar cannot be used, or None if it can. Raises Overloaded."""
         name = blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass"), digest_size=16).digest()
         if name in self._known:
             self._known.move_to_end(name)
@@ -64,11 +64,11 @@ class GrammarCheck:
         return verification
 
     def _ask(self, grammar: Grammar) -> str | None:
-        """In a thread of its own."""
+        """Check a grammar in an idle or new process. Runs in a thread."""
         reasons = None
-        with contextlib.suppress(IndexError):  # none is idle
+        with contextlib.suppress(IndexError):  # no process is idle
             reasons = self._told(self._idle.pop(), grammar)
-        if reasons is None:  # one that has tried many may be short of memory, or gone: a new one is asked
+        if reasons is None:  # the used process may be out of memory or gone; retry in a new one
             reasons = self._told(_started(), grammar)
         if reasons is None:
             return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
@@ -84,7 +84,7 @@ class GrammarCheck:
 
 
 def _started() -> GrammarProcess:
-    """One that has answered: the time a grammar has is not that of a start. Raises Overloaded."""
+    """Start a process and wait until it answers: start-up is not part of the checking time. Raises Overloaded."""
     process = GrammarProcess()
     with _closed_unless_kept(process) as kept:
         if process.ask("regex", "a", START_SECONDS) is None:
@@ -94,7 +94,7 @@ def _started() -> GrammarProcess:
 
 
 def _closed_unless_kept(process: GrammarProcess) -> contextlib.ExitStack:
-    """Ends the process with the block, whatever happens there, unless `pop_all` keeps it."""
+    """Close the process at the end of the block, unless `pop_all` is called."""
     stack = contextlib.ExitStack()
     stack.callback(process.close)
     return stack

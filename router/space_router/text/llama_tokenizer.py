@@ -1,9 +1,9 @@
-"""Llama's tokenizer as transformers builds it, which is not always what tokenizer.json says.
+"""Llama's tokenizer as transformers builds it, which can differ from tokenizer.json.
 
-Where a checkpoint names the class LlamaTokenizer, transformers (5 and later) takes vocabulary and merges from
-tokenizer.json and the rest from the class: a space is put before the first word of a text, with `legacy` also behind
-each special token. The files of Llama 2, Vicuna and Alpaca do the latter whatever `legacy` says, so that the word
-behind a `<s>` that a template prints would have other ids.
+If a checkpoint names the class LlamaTokenizer, transformers (5 and later) takes the vocabulary and merges from
+tokenizer.json and the rest from the class: a space is added before the first word of a text, and with `legacy` also
+after each special token. The tokenizer.json of Llama 2, Vicuna and Alpaca always does the latter, so the word after a
+`<s>` in a chat template would get different ids.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,16 @@ AS_IT_IS = frozenset({
     "pocket_tts", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2", "smolvlm",
     "stablelm", "step3_vl", "umt5", "vipllava", "voxtral", "voxtral_realtime", "xlm-roberta-xl",
 })  # fmt: skip
-"""Model types for which transformers takes tokenizer.json as it is, whatever class their files name (5.23)."""
+"""Model types for which transformers (5.23) uses tokenizer.json unchanged, whatever class the files name."""
 
 DEFAULTS: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-"""The special tokens of the class, where the files name none."""
+"""The class's special tokens, used if the files name none."""
 
 
 def is_llama_class(content: Mapping[str, Any], config: Mapping[str, Any], model_config: Mapping[str, Any]) -> bool:
-    """Whether transformers builds the tokenizer by Llama's class: of tokenizer.json, tokenizer_config.json and
-    config.json.
+    """Return whether transformers builds the tokenizer with Llama's class.
+
+    The arguments are tokenizer.json, tokenizer_config.json and config.json.
     """
     named = config.get("tokenizer_class") or model_config.get("tokenizer_class")
     if not isinstance(named, str) or named.removesuffix("Fast") not in _CLASSES:
@@ -43,7 +44,7 @@ def is_llama_class(content: Mapping[str, Any], config: Mapping[str, Any], model_
 
 
 def rebuilt(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer.json as the class has it, without its added tokens."""
+    """Return tokenizer.json as Llama's class builds it, without added tokens."""
     is_code = str(config.get("tokenizer_class", "")).startswith("CodeLlama")
     has_prefix = config.get("add_prefix_space") is not False
     scheme = "never" if not has_prefix else "always" if config.get("legacy") is True and not is_code else "first"
@@ -70,7 +71,7 @@ def rebuilt(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def _kinds(part: Any) -> set[str]:
-    """The types of a pre-tokenizer or decoder and of its parts."""
+    """Return the types of a pre-tokenizer or decoder and of its parts."""
     if not isinstance(part, Mapping):
         return set()
     inner = [*(part.get("pretokenizers") or ()), *(part.get("decoders") or ())]

@@ -1,4 +1,4 @@
-"""Everything textual a checkpoint brings along."""
+"""The text side of a checkpoint: tokenizer, chat template and default sampling parameters."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "re
 
 @contextmanager
 def malformed_is_unusable() -> Iterator[None]:
-    """A checkpoint's files may say anything: what Python says to that is a reason to refuse it, and no crash."""
+    """Turn the errors that malformed checkpoint files cause into ConfigError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -39,33 +39,34 @@ def malformed_is_unusable() -> Iterator[None]:
 class ModelText:
     """Tokenizer, chat template (None: the checkpoint has none) and default sampling parameters of one model."""
 
-    name: str  # as clients call it
+    name: str  # the model name in the API
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, float]
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer in a conversation, beside those that end any text."""
+        """Ids that end an assistant turn, in addition to the EOS ids."""
         return () if self.chat_template is None else turn_end_ids(self.chat_template, self.tokenizer)
 
     @classmethod
     @malformed_is_unusable()
     def load(cls, config: ServeConfig) -> "ModelText":
-        """Raises ConfigError where a file is missing or unusable."""
+        """Load a model's text files. Raises ConfigError if one is missing or unusable."""
         folder = checkpoint.locate(config.model, hub_of(config))
         tokenizer = Tokenizer.load(folder)
         template = chat_template.find(folder, config.chat_template, tokenizer.named_tokens)
         defaults = _defaults(folder) if config.generation_config == "auto" else {}
         made = cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
-        log.debug("token ids that end an answer: %s", made.turn_end_ids)  # found now, so that no request waits for it
+        log.debug("token ids that end an answer: %s", made.turn_end_ids)  # computed now: no request waits
         return made
 
 
 def with_default_model(config: ServeConfig) -> ServeConfig:
-    """The same; with the default model's weights fetched, or, if it was not named and cannot be had, with `demo`.
+    """Download the weights if the model is the default one, and return the config.
 
-    Raises ConfigError where it was named.
+    If the user did not name a model and the download fails, the config has `demo` instead; for a named model it raises
+    ConfigError.
     """
     try:
         model, fallback = default_model.choose(config.model, is_named=config.model_is_named, hub=hub_of(config))
@@ -78,7 +79,7 @@ def with_default_model(config: ServeConfig) -> ServeConfig:
 
 
 def hub_of(config: ServeConfig) -> Hub:
-    """How models are fetched."""
+    """Return the hub client for this config."""
     return Hub(
         revision=config.revision,
         token_file=None if config.token_file is None else Path(config.token_file).expanduser(),
@@ -89,7 +90,7 @@ def hub_of(config: ServeConfig) -> Hub:
 
 
 def _defaults(folder: Path) -> dict[str, float]:
-    """The sampling parameters generation_config.json names; the others keep the API's own defaults."""
+    """Return the sampling parameters in generation_config.json; the others keep the API's defaults."""
     values = checkpoint.read_json(folder, "generation_config.json")
     return {
         key: value

@@ -1,11 +1,11 @@
-"""Stop strings, found in text whatever the pieces it comes in."""
+"""Incremental search for stop strings in streamed text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """The first stop string to be completed; of several completed at once, the longest."""
+    """The first stop string that is completed; the longest if several end at the same character."""
 
     stop: str
     start: int  # absolute, in characters of the searched text
@@ -13,7 +13,7 @@ class StopMatch(NamedTuple):
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt: how much of one stop string the text ends with, character by character."""
+    """Knuth-Morris-Pratt matcher for one stop string."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -27,7 +27,7 @@ class _Pattern:
             self._fallback[i + 1] = border
 
     def advance(self, piece: str) -> int | None:
-        """Read a piece; the end (in characters of the piece) of the first match in it, if there is one."""
+        """Read a piece of text; return the end of the first match, in characters of the piece, or None."""
         stop, matched = self.stop, self.matched
         position = 0
         while position < len(piece):
@@ -47,9 +47,9 @@ class _Pattern:
 
 
 class StopStrings:
-    """Which part of a growing text is certain to stay.
+    """Searches streamed text for stop strings.
 
-    `num_certain` characters can no longer become part of a match; those behind it may.
+    The first `num_certain` characters can no longer become part of a match; later ones can.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class StopStrings:
         self.num_certain = 0
 
     def push(self, piece: str) -> StopMatch | None:
-        """Read the next piece of text; the match that ends the stream, if one is completed."""
+        """Read the next piece of text; return the match that ends the stream, or None."""
         found: StopMatch | None = None
         for pattern in self._patterns:
             end = pattern.advance(piece)

@@ -1,7 +1,7 @@
-"""What one rendering of a chat template may cost.
+"""Limits on the work and the output of one chat template rendering.
 
-A template is a program from a checkpoint. The sandbox keeps it from the machine, but lets it loop and grow for ever:
-so every turn of a loop, every call of a macro and every text it writes, also into a variable, is counted.
+A template is a program from a checkpoint. Jinja's sandbox isolates it from the machine but does not limit loops or
+output size, so every loop iteration, macro call and written text (also into variables) is counted.
 """
 
 import re
@@ -13,23 +13,23 @@ from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 500_000  # turns of loops and calls of macros: each of 4096 messages may be looked at 120 times
-MAX_WRITTEN = 64 * 1024**2  # characters, each time they are written: far above any window, below harm
-MAX_OPERAND = 4 * 1024**2  # characters, entries or digits that one operator may give
-MAX_SECONDS = 10.0  # what is left to loops that count nothing, such as those of filters
+MAX_STEPS = 500_000  # loop iterations and macro calls: 120 for each of 4096 messages
+MAX_WRITTEN = 64 * 1024**2  # characters, counted each time they are written; far above any context window
+MAX_OPERAND = 4 * 1024**2  # characters, entries or digits in the result of one operator
+MAX_SECONDS = 10.0  # bounds loops that are not counted, such as those inside filters
 STEP, WROTE = "_template_step", "_template_wrote"
-"""Names under which a metered template finds its budget's methods."""
+"""Names by which a metered template calls its budget."""
 
 _LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
 _LONG_FIELD = re.compile(r"\{[^}]*:[^}]*(\d{5,}|\{)")
 _PADDING = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "lipsum"}
 )
-"""Calls and filters whose result has a size that is named."""
+"""Methods and filters with a result size given by an argument."""
 
 
 class TemplateBudget:
-    """What is left for one rendering. Raises SecurityError once it is spent."""
+    """The remaining budget of one rendering. Raises SecurityError when it is exhausted."""
 
     def __init__(self) -> None:
         self._steps = MAX_STEPS
@@ -38,11 +38,11 @@ class TemplateBudget:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a metered template must be given."""
+        """Variables that a metered template must be rendered with."""
         return {STEP: self.step, WROTE: self.wrote}
 
     def step(self, num_literal: int) -> None:
-        """Once more through a body with so many characters of plain text."""
+        """Count one execution of a body with `num_literal` characters of plain text."""
         self._steps -= 1
         if self._steps < 0:
             raise SecurityError(f"it loops more than {MAX_STEPS} times.")
@@ -51,7 +51,7 @@ class TemplateBudget:
         self._spend(num_literal)
 
     def wrote(self, value: Any) -> Any:
-        """A value on its way into a text."""
+        """Count a value that is written, and return it."""
         self._spend(len(value) if isinstance(value, str) else 16)
         return value
 
@@ -62,13 +62,13 @@ class TemplateBudget:
 
 
 def metered(environment: Environment, template: nodes.Template) -> nodes.Template:
-    """The same template, which reports what it does to the budget it is given."""
+    """Insert calls to the budget into a template and return it."""
     _Meter(environment).visit(template)
     return template
 
 
 class _Meter(NodeTransformer):
-    """Puts the reports in."""
+    """Inserts the calls to the budget."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -109,7 +109,7 @@ class _Meter(NodeTransformer):
 
 
 def check_operands(operator: str, left: Any, right: Any) -> None:
-    """Refuse an operation whose result alone would be too much. Raises SecurityError."""
+    """Raise SecurityError if the result of an operation would be too large."""
     size = 0
     if operator == "+":
         if hasattr(left, "__len__") and hasattr(right, "__len__"):
@@ -126,9 +126,9 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
 
 
 def check_arguments(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Refuse a call or filter whose result would be far larger than what goes in. Raises SecurityError.
+    """Raise SecurityError if the result of a method or filter would be too large.
 
-    `arguments`: with what it is called on, first.
+    `arguments`: the object or filtered value first.
     """
     given = [*arguments, *named.values()]
     size = 0
@@ -152,7 +152,7 @@ def check_arguments(name: str, arguments: Sequence[Any], named: Mapping[str, Any
 
 
 def check_result(name: str, value: Any) -> Any:
-    """The value, which is not too large. Raises SecurityError."""
+    """Return the value. Raises SecurityError if it is too large."""
     if isinstance(value, str | bytes | list | tuple | dict) and len(value) > MAX_OPERAND:
         raise SecurityError(f"`{name}` gives something larger than {MAX_OPERAND} characters.")
     return value

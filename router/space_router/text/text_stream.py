@@ -1,4 +1,4 @@
-"""One engine stream as text: detokenised, cut at stop strings, with the tokens that belong to each piece."""
+"""Turn an engine stream into text: detokenise, cut at stop strings, and keep the tokens of each piece."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from space_router.text.tokenizer import Tokenizer
 
 
 class FinishReason(Enum):
-    """Why a text ended, as clients are told."""
+    """Why a text ended, as reported to clients."""
 
     EOS = "eos"  # an EOS id
     STOP = "stop"  # a stop string or stop id
@@ -21,17 +21,17 @@ class FinishReason(Enum):
 
 
 class TextToken(NamedTuple):
-    """A token that is part of the text for good."""
+    """A token that is definitely part of the text."""
 
     span: TokenSpan
     logprobs: TokenLogprobs | None
-    step: int = 0  # which of its stream's steps gave it; 0 is the prefill
-    draft: bool = False  # it was a draft that came true, and not the step's own token
-    num_predicted: int = 0  # ids of the request's prediction that appeared with it
+    step: int = 0  # the stream's step that produced it; 0 is the prefill
+    draft: bool = False  # an accepted draft, not the step's own token
+    num_predicted: int = 0  # number of `prediction` ids matched with it
 
 
 class TextDelta(NamedTuple):
-    """What became certain with one step: a piece of text and the tokens that begin in it."""
+    """The text that one step made certain, and the tokens that begin in it."""
 
     text: str
     tokens: tuple[TextToken, ...]
@@ -42,30 +42,30 @@ class TextDelta(NamedTuple):
 
 @dataclass
 class TextStatistics:
-    """What one text has cost, counting only what is inside the cut."""
+    """Counts for one text. Tokens after the cut are excluded."""
 
     num_tokens: int = 0
     num_steps: int = 0  # decode steps
     num_decoded: int = 0  # tokens of decode steps
     num_drafted: int = 0
     num_accepted: int = 0
-    num_predicted: int = 0  # ids of the request's prediction that appeared
+    num_predicted: int = 0  # number of `prediction` ids matched
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """How ids become text, and where the text ends."""
+    """How ids are detokenised, and where the text ends."""
 
     stops: tuple[str, ...] = ()
     keep_stop: bool = False  # include_stop_str_in_output
-    min_tokens: int = 0  # stop strings are looked for behind the text of so many tokens
+    min_tokens: int = 0  # stop strings are searched for only after this many tokens
     skip_special_tokens: bool = True
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are text all the same
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
 
 
 @dataclass
 class TextStream:
-    """Deltas in, TextDeltas out. Ends by itself at a stop string: the engine's stream is left to its owner to close."""
+    """Converts engine Deltas to TextDeltas. A stop string ends the text; the caller must close the engine's stream."""
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
@@ -81,16 +81,16 @@ class TextStream:
         )
         self._search = StopStrings(self.rules.stops)
         self._searched_from = 0  # characters before the search began
-        self._text = ""  # text that is not given out yet; begins at character self._given
+        self._text = ""  # text not yet given out; starts at character self._given
         self._given = 0
-        self._tokens: deque[TextToken] = deque()  # tokens that are not given out yet
+        self._tokens: deque[TextToken] = deque()  # tokens not yet given out
         self._num_seen = 0
         self._num_stepped = 0  # deltas with tokens
-        self._uncounted: deque[Delta] = deque()  # not all of their tokens are given out yet
-        self._num_uncounted = 0  # tokens of these that are
+        self._uncounted: deque[Delta] = deque()  # deltas with tokens not yet given out
+        self._num_uncounted = 0  # tokens of these deltas already given out
 
     def feed(self, delta: Delta) -> TextDelta | None:
-        """What one delta makes certain; None where that is nothing. No more deltas after one with `finish`."""
+        """Return what one delta makes certain, or None. A result with `finish` is the last one."""
         match = self._take(delta)
         if match is not None:
             made = self._cut(match, delta.prompt_logprobs)
@@ -105,7 +105,7 @@ class TextStream:
         """Detokenise and search the tokens of a delta, up to the match if there is one."""
         shown = len(delta.tokens)
         if delta.finish in (Finish.EOS, Finish.STOP_ID) and not self.rules.keep_stop:
-            shown -= 1  # the id that ends the stream has no text
+            shown -= 1  # the EOS or stop id has no text
         for i, id_ in enumerate(delta.tokens):
             if i < shown:
                 piece, span = self._detokenizer.push(id_)
@@ -136,7 +136,7 @@ class TextStream:
         return self._given + len(self._text)
 
     def _certain(self) -> int:
-        """Characters that stay whatever comes."""
+        """Return the number of characters that later text cannot remove."""
         return self._searched_from + self._search.num_certain if self.rules.stops else self._length
 
     def _cut(self, match: StopMatch, prompt_logprobs: tuple[TokenLogprobs, ...]) -> TextDelta:
@@ -158,7 +158,7 @@ class TextStream:
         return TextDelta(made.text, tokens, made.prompt_logprobs, reason, stop)
 
     def _give(self, end: int, prompt_logprobs: tuple[TokenLogprobs, ...]) -> TextDelta:
-        """Give out the text before `end`, with every token up to the first that has all its characters behind it."""
+        """Return the text before `end` and the tokens that begin in it, and remove both from the buffer."""
         text = self._text[: end - self._given]
         self._text = self._text[len(text) :]
         self._given += len(text)

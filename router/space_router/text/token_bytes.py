@@ -1,4 +1,4 @@
-"""What bytes a token stands for, whatever its neighbours: the base of streaming exactly."""
+"""The bytes of each token, independent of its neighbours, so that text can be streamed exactly."""
 
 import json
 import re
@@ -12,16 +12,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: a character for each of the 256 bytes, printable ones for themselves."""
+    """Return GPT-2's byte alphabet: printable character -> byte. Printable bytes map to themselves."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenBytes:
-    """id -> bytes for the two families of tokenizers decoder models use: byte-level BPE and SentencePiece.
+    """Maps ids to bytes, for byte-level BPE and SentencePiece tokenizers.
 
-    `strips_first_space`: SentencePiece writes a space before the first word, which is no part of the text.
+    `strips_first_space`: SentencePiece adds a space before the first word that is not part of the text.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -39,14 +39,14 @@ class TokenBytes:
         self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
 
     def __getitem__(self, id_: int) -> bytes:
-        """The bytes of a token; none for an id without a token (padding rows of the output head)."""
+        """Return the bytes of a token; empty for ids without a token (padding rows of the output head)."""
         known = self._cache.get(id_)
         if known is None:
             known = self._cache[id_] = self._compute(id_)
         return known
 
     def text(self, id_: int) -> str | None:
-        """The text of a token that begins and ends with whole characters; None for any other."""
+        """Return the token's text, or None if its bytes are not whole characters."""
         try:
             return self._texts[id_]
         except KeyError:

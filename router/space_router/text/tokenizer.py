@@ -17,11 +17,11 @@ from space_router.text import llama_tokenizer
 from space_router.text.checkpoint import read_json
 from space_router.text.token_bytes import TokenBytes
 
-_NO_WORD = "☺"  # merges with nothing that could follow it
+_NO_WORD = "☺"  # never merges with the text after it
 
 
 class Tokenizer:
-    """Text to ids and ids to text; `content_hash` is the sha256 of tokenizer.json, to compare with the worker's."""
+    """Encodes and decodes text. `content_hash`: sha256 of tokenizer.json, compared with the worker's."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Tokenizer:
         special_map: Mapping[str, Any] = MappingProxyType({}),
         defaults: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`config`: tokenizer_config.json; `special_map`: special_tokens_map.json; `defaults`: what special tokens are
-        called where neither says so.
+        """`config`: tokenizer_config.json; `special_map`: special_tokens_map.json; `defaults`: special tokens that
+        neither file names.
         """
         inner.no_truncation()
         inner.no_padding()
@@ -43,17 +43,17 @@ class Tokenizer:
         self.content_hash = content_hash
         self.bytes_of = TokenBytes(inner)
         self.num_ids = inner.get_vocab_size()
-        """Ids of all tokens, added ones too; an embedding may have fewer rows."""
+        """Number of token ids, added tokens included; the embedding may have fewer rows."""
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
         self.added_texts = frozenset(token.content for token in inner.get_added_tokens_decoder().values())
-        """Tokens that a text holds whole or not at all, special ones and others."""
+        """Texts of added tokens, special or not; the tokenizer never splits them."""
         self.named_tokens: Mapping[str, str] = {name: token_text(entry) or "" for name, entry in named.items()}
-        """`bos_token`, `eos_token`, … as chat templates know them."""
+        """Special tokens by the names that chat templates use: `bos_token`, `eos_token`, …"""
         self.bos_token = self.named_tokens.get("bos_token")
         self.eos_token = self.named_tokens.get("eos_token")
         self.pad_token = self.named_tokens.get("pad_token")
         self.unk_token = self.named_tokens.get("unk_token")
-        # Older Llama checkpoints say only in tokenizer_config.json that a prompt begins with BOS.
+        # Older Llama checkpoints ask for a BOS before the prompt only in tokenizer_config.json.
         self._bos_id = None
         self.bos_id: int | None = None if self.bos_token is None else inner.token_to_id(self.bos_token)
         if config.get("add_bos_token") and self.bos_id is not None and inner.encode("a").ids[:1] != [self.bos_id]:
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """From the tokenizer's files of a folder. Raises ConfigError."""
+        """Load the tokenizer from the files in a folder. Raises ConfigError."""
         file = folder / "tokenizer.json"
         config, special_map = (read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
         defaults: Mapping[str, str] = {}
@@ -85,10 +85,10 @@ class Tokenizer:
         digest = hashlib.sha256(content).hexdigest()
         return cls(inner, config, digest, special_map=special_map, defaults=defaults)
 
-    # The batch calls alone let other threads run meanwhile; a long prompt takes seconds.
+    # Only the batch calls release the GIL; a long prompt takes seconds.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens (BOS) are added as the checkpoint's post-processor does.
+        """Return the ids of a text; special tokens (BOS) are added as the checkpoint's post-processor does.
 
         Raises UnicodeEncodeError for half of a surrogate pair.
         """
@@ -99,7 +99,7 @@ class Tokenizer:
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that stands inside another: without the space that SentencePiece puts before a first word."""
+        """Return the ids of text within another text: without the space that SentencePiece adds before a first word."""
         if self.bytes_of.strips_first_space:
             before, ids = (self.encode(part, add_special_tokens=False) for part in (_NO_WORD, _NO_WORD + text))
             if ids[: len(before)] == before:
@@ -107,20 +107,20 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of each token, in characters of the text. Raises UnicodeEncodeError."""
+        """Return (id, start, end) of each token, in characters of the text. Raises UnicodeEncodeError."""
         with _no_halves(text):
             encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         spans = [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
         return [(self._bos_id, 0, 0), *spans] if add_special_tokens and self._bos_id is not None else spans
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids, alone."""
+        """Return the text of ids, decoded without context."""
         kept = (id_ for id_ in ids if not (skip_special_tokens and id_ in self.special_ids))
         text = b"".join(self.bytes_of[id_] for id_ in kept).decode("utf-8", "replace")
         return text[1:] if self.bytes_of.strips_first_space and text.startswith(" ") else text
 
     def token_text(self, id_: int) -> str:
-        """One token for a list of log-probabilities: its text, or `bytes:\\xe2\\x82` where it is half a character."""
+        """Return a token's text for a logprobs list, or `bytes:\\xe2\\x82` if the token is not valid UTF-8."""
         content = self.bytes_of[id_]
         try:
             return content.decode("utf-8")
@@ -134,7 +134,7 @@ class Tokenizer:
 
 @contextmanager
 def _no_halves(text: str) -> Iterator[None]:
-    """What the tokenizer says of half of a surrogate pair, as Python says it."""
+    """Raise UnicodeEncodeError for a lone surrogate, where the tokenizer raises TypeError."""
     try:
         yield
     except TypeError:
@@ -143,22 +143,23 @@ def _no_halves(text: str) -> Iterator[None]:
 
 
 def _of_llama_class(text: str, config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """tokenizer.json, parsed, where transformers builds the tokenizer by Llama's class."""
+    """Return the parsed tokenizer.json if transformers builds the tokenizer with Llama's class, else None."""
     model_config = read_json(folder, "config.json")
     if not llama_tokenizer.is_llama_class({}, config, model_config):
-        return None  # before a large file is parsed
+        return None  # avoids parsing a large file
     parsed: dict[str, Any] = json.loads(text)
     return parsed if llama_tokenizer.is_llama_class(parsed, config, model_config) else None
 
 
 def _known(inner: tokenizers.Tokenizer, defaults: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, str]:
-    """The defaults that the vocabulary has and the config does not name, be it as null."""
+    """Return the defaults that are in the vocabulary and that the config does not mention, not even as null."""
     return {name: text for name, text in defaults.items() if name not in config and inner.token_to_id(text) is not None}
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Sequence[Any]) -> None:
-    """Tokens that only the other files know, as transformers adds them; without that `<s>` would be read as `<`, `s`,
-    `>`. One that the vocabulary lacks gets the next id.
+    """Add the tokens that only the other files name, as transformers does; a new token gets the next id.
+
+    Without this `<s>` would be split into `<`, `s`, `>`.
     """
     listed = (config.get("added_tokens_decoder") or {}).items()
     made = [_added(entry) for _, entry in sorted(listed, key=lambda item: int(item[0]))]
@@ -171,7 +172,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special:
 
 
 def _added(entry: Any, *, special: bool = False) -> tokenizers.AddedToken:
-    """A token as it is written in the files: a text, or an object."""
+    """Return the AddedToken for an entry of the files: a string or an object."""
     if isinstance(entry, str):
         return tokenizers.AddedToken(entry, special=special)
     flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}

@@ -1,7 +1,8 @@
-"""Which tokens a chat template writes to end the assistant's turn: a chat model says one where its answer ends.
+"""Find the tokens with which a chat template ends the assistant's turn; the model generates one to end its answer.
 
-They are found by rendering conversations of our own. Many checkpoints name them nowhere else: a fine-tuned model with
-`<|im_end|>` in its template and its base's `</s>` in generation_config.json would talk on in the user's name.
+They are found by rendering probe conversations, because many checkpoints name them nowhere else. A fine-tuned model
+with `<|im_end|>` in its template and its base's `</s>` in generation_config.json would otherwise go on to write the
+user's next message.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,10 @@ _QUESTION, _ANSWER, _THOUGHT, _NEXT, _CALLED = "spaceask", "spaceanswer", "space
 
 
 def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of the added tokens that follow the assistant's words directly, or behind white space; none where the
-    template refuses the conversations. A token that the template also writes inside a turn, as between a thought and
-    the answer or between words and a call, ends no turn.
+    """Return the ids of added tokens that follow the assistant's text, white space aside.
+
+    Tokens that the template also writes inside a turn (between reasoning and answer, or text and call) are excluded.
+    Empty if the template rejects the probe conversations.
     """
     found: dict[str, None] = {}
     templates = [template] if template.with_tools is None else [template, template.with_tools]
@@ -31,14 +33,14 @@ def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...
 
 
 def _first_token(behind: str, tokenizer: Tokenizer) -> str | None:
-    """The added token with which a text begins, white space aside; the longest of several."""
+    """Return the longest added token that the text begins with, white space aside, or None."""
     behind = behind.lstrip()
     fitting = [token for token in tokenizer.added_texts if token.strip() and behind.startswith(token.strip())]
     return max(fitting, key=len, default=None)
 
 
 def _rendered(template: ChatTemplate) -> Iterator[str]:
-    """Conversations that end with an answer, and that go on behind it."""
+    """Yield conversations that end with an answer, and ones that continue after it."""
     user, answer = _message(template, "user", _QUESTION), _message(template, "assistant", _ANSWER)
     for messages in ([user, answer], [user, answer, _message(template, "user", _NEXT)]):
         text = _try(template, messages)
@@ -47,7 +49,7 @@ def _rendered(template: ChatTemplate) -> Iterator[str]:
 
 
 def _insides(template: ChatTemplate) -> Iterator[str]:
-    """What the template writes between the parts of one turn of the assistant's."""
+    """Yield what the template writes between the parts of one assistant turn."""
     user, answer = _message(template, "user", _QUESTION), _message(template, "assistant", _ANSWER)
     thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _THOUGHT)
     function = {"name": _CALLED, "arguments": "{}" if template.habits.arguments_as_text else {}}

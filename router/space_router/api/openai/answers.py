@@ -1,4 +1,4 @@
-"""What the OpenAI routes answer, for the document and for tests; the answers themselves are written by hand."""
+"""Response models of the OpenAI routes, for the OpenAPI document and tests; the routes build their JSON directly."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ class OpenAIErrorDetails(Answer):
     type: str
     param: str | None
     code: str | None
-    n_prompt_tokens: Count | None = None  # with the code context_length_exceeded
+    n_prompt_tokens: Count | None = None  # only with the code context_length_exceeded
     n_ctx: Count | None = None
 
 

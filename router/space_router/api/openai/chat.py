@@ -30,7 +30,7 @@ from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
 
 
 def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
-    """What the request may do with its tools. Raises InvalidRequest."""
+    """Return the request's tool use. Raises InvalidRequest."""
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old) not in (None, [], "none", "auto"):
             raise InvalidRequest(
@@ -44,12 +44,12 @@ def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
 
 
 def conversation_text(builder: RequestBuilder, body: ChatBody) -> str:
-    """A request's messages, tools and all, as its model reads them. Raises InvalidRequest."""
+    """Return the request's messages and tools as rendered by the chat template. Raises InvalidRequest."""
     return prompt_text(builder, body.messages, PromptOptions.of(body, tools_of(builder, body).shown))
 
 
 def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> GenerationPlan:
-    """`tools`: of the same body, where they are known already. Raises InvalidRequest."""
+    """Build the plan. `tools`: the body's tool use, if already computed. Raises InvalidRequest."""
     adapter = builder.adapter(body.model)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("`top_logprobs` goes with `logprobs: true` only.", param="top_logprobs")
@@ -65,7 +65,7 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
     tools = tools_of(builder, body) if tools is None else tools
     prompt = builder.prompt(
         prompt_text(builder, body.messages, PromptOptions.of(body, tools.shown)),
-        add_special_tokens=bool(body.add_special_tokens),  # the template writes its special tokens itself
+        add_special_tokens=bool(body.add_special_tokens),  # the template already writes special tokens
         truncate=body.truncate_prompt_tokens,
         param="messages",
         max_tokens=max_tokens or 1,
@@ -89,7 +89,7 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
 
 @dataclass
 class ChatShape:
-    """How an answer in a conversation is written."""
+    """Builds the choices of a chat completion."""
 
     tokenizer: Tokenizer
     body: ChatBody
@@ -97,7 +97,7 @@ class ChatShape:
     tools: ToolUse
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
-    _readers: dict[int, ToolCallReader | None] = field(default_factory=dict)  # of streamed choices
+    _readers: dict[int, ToolCallReader | None] = field(default_factory=dict)  # by index of streamed choice
 
     def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         progress = written.progress
@@ -130,7 +130,7 @@ class ChatShape:
         return body | self._reason(reader, delta.finish)
 
     def _call(self, choice: PlannedChoice, piece: CallPiece) -> dict[str, Any]:
-        """A call, or more of the arguments of one."""
+        """Return a tool call piece: a new call, or more arguments of one."""
         if piece.name is None:
             return {"function": {"arguments": piece.arguments}}
         return {
@@ -141,7 +141,7 @@ class ChatShape:
 
     def _reason(self, reader: ToolCallReader, finish: FinishReason | None) -> dict[str, Any]:
         ended = finish in (FinishReason.EOS, FinishReason.STOP)
-        called = ended and reader.num_calls and reader.is_whole  # half a call is none to act upon
+        called = ended and reader.num_calls and reader.is_whole  # an incomplete call must not be executed
         return {"finish_reason": "tool_calls"} if called else {}
 
     def _logprobs(self, tokens: Any) -> dict[str, Any] | None:

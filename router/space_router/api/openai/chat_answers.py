@@ -1,4 +1,4 @@
-"""What `/v1/chat/completions` answers, for the document and for tests; the answers themselves are written by hand."""
+"""Response models of chat completions, for the OpenAPI document and tests; the route builds its JSON directly."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The fields of a chat completion that completions do not have: messages, tools and the template's."""
+"""Fields that only chat completions have: messages, tools and template options."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,11 +20,11 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 MAX_TOOLS = 128
-"""Most tools of a request, as OpenAI's."""
+"""Maximum tools in a request, as in OpenAI's API."""
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 2 * MAX_MESSAGES
-"""Most parts of all messages together, calls among them."""
+"""Maximum parts of all messages together, calls included."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolCallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -41,7 +41,7 @@ Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="ty
 
 
 def _few_parts(value: Any) -> Any:
-    """Counted before they are read: each is an object to be checked, and takes longer than it is to be sent."""
+    """Limit the number of parts before validation, because validating one takes longer than sending it."""
     if isinstance(value, list):
         messages = (message for message in value[: MAX_MESSAGES + 1] if isinstance(message, dict))
         num_parts = sum(len(field) for message in messages for field in message.values() if isinstance(field, list))
@@ -51,7 +51,7 @@ def _few_parts(value: Any) -> Any:
 
 
 FEW_PARTS = BeforeValidator(_few_parts)
-"""Of a list of messages."""
+"""Applied to a list of messages."""
 
 
 class CalledFunction(Body):
@@ -67,7 +67,7 @@ class ToolCall(Body):
     id: ToolCallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # what a client that kept streamed pieces still has
+    index: int | None = None  # left over by clients that join streamed pieces
 
 
 class Message(Body):
@@ -133,7 +133,7 @@ class FunctionReference(Body):
 
 
 def _typed(value: Any) -> Any:
-    """Hugging Face's client names a function without saying that it is one."""
+    """Add `type: function`, which Hugging Face's client omits."""
     return {"type": "function", **value} if isinstance(value, dict) and "function" in value else value
 
 

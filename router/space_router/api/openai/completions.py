@@ -26,11 +26,11 @@ from space_router.text.text_stream import TextDelta
 from space_router.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's."""
+"""OpenAI's default."""
 
 
 def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
-    """The fields completions and chat have in common."""
+    """Return the parameters from the fields that completions and chat completions share."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` goes with `stream: true` only.", param="stream_options")
     same = Parameters.__dataclass_fields__.keys() & GenerationFields.model_fields.keys() - rest.keys()
@@ -78,14 +78,14 @@ def plan(builder: RequestBuilder, body: CompletionBody, grammar: Grammar | None 
 
 @dataclass
 class CompletionShape:
-    """How a completion is written."""
+    """Builds the choices of a completion."""
 
     tokenizer: Tokenizer
     body: CompletionBody
     plan: GenerationPlan
     object: str = "text_completion"
     chunk_object: str = "text_completion"
-    _echoes: dict[int, Echo] = field(default_factory=dict)  # of streamed choices
+    _echoes: dict[int, Echo] = field(default_factory=dict)  # by index of streamed choice
 
     def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         choice = written.progress.choice

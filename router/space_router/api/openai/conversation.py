@@ -1,4 +1,4 @@
-"""The messages of a request as the prompt of the checkpoint's chat template."""
+"""Render the messages of a request with the chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from space_router.text.chat_template import ChatTemplate, Habits
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What a request says about its prompt beside the messages."""
+    """Options of a request for its prompt, besides the messages."""
 
-    tools: Sequence[Mapping[str, Any]] = ()  # as templates know them
+    tools: Sequence[Mapping[str, Any]] = ()  # in the form that templates expect
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)  # for the template, by its own names
+    variables: Mapping[str, Any] = field(default_factory=dict)  # template variables by name
 
     @classmethod
     def of(cls, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> "PromptOptions":
-        """Raises InvalidRequest for options that contradict each other."""
+        """Read the options of a body. Raises InvalidRequest if they contradict each other."""
         if body.continue_final_message and body.add_generation_prompt:
             raise InvalidRequest(
                 "`continue_final_message` and `add_generation_prompt` are both true: the prompt ends with the last "
@@ -46,7 +46,7 @@ class PromptOptions:
 
 
 def template_for(builder: RequestBuilder, tools: Sequence[object] = ()) -> ChatTemplate:
-    """The chat template for a request with these tools. Raises InvalidRequest where there is none."""
+    """Return the chat template for a request with these tools. Raises InvalidRequest if there is none."""
     template = builder.text.chat_template
     if template is None:
         raise InvalidRequest(
@@ -59,7 +59,7 @@ def template_for(builder: RequestBuilder, tools: Sequence[object] = ()) -> ChatT
 
 
 def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: PromptOptions | None = None) -> str:
-    """The messages through the chat template. Raises InvalidRequest."""
+    """Return the messages as rendered by the chat template. Raises InvalidRequest."""
     options = options or PromptOptions()
     template = template_for(builder, options.tools)
     variables = {key: value for key, value in options.variables.items() if _is_heeded(template, key, value)}
@@ -77,7 +77,7 @@ def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: P
 
 
 def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
-    """Whether a variable is passed on. Raises InvalidRequest for one that would change nothing."""
+    """Return whether a variable is passed to the template. Raises InvalidRequest if it would have no effect."""
     if key in template.variables:
         return True
     if key == "reasoning_effort" and value == "none":
@@ -93,8 +93,8 @@ def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
 
 
 def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
-    """Messages as templates know them: what is not said is not there, calls have their arguments in their form."""
-    names: dict[str, str] = {}  # of called functions, by the ids of the calls
+    """Return messages in the form that the template expects, without absent fields."""
+    names: dict[str, str] = {}  # function name by call id
     plain: list[dict[str, Any]] = []
     for message in messages:
         one: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
 
 
 def _content(message: Message, habits: Habits) -> Any:
-    """Text, or a list of its parts where the template wants one."""
+    """Return the content as text, or as a list of parts if the template requires it."""
     content = message.refusal or "" if message.content is None else message.content
     texts = (
         [content]
@@ -132,7 +132,7 @@ def _call(call: ToolCall, habits: Habits) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Arguments as an object; as they are where they are none: a model was cut off in them, or wrote nonsense."""
+    """Return call arguments as an object, or unchanged if they are invalid, as in a truncated call."""
     try:
         arguments = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""An echoed prompt with the log-probabilities of its tokens, whole or as they are computed."""
+"""An echoed prompt with its tokens' log-probabilities, whole or streamed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,19 +11,19 @@ from space_router.text.tokenizer import Tokenizer
 
 
 class Echo:
-    """Where one choice stands in repeating its prompt."""
+    """Echoes the prompt of one choice incrementally."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, num_top: int) -> None:
-        """`num_top`: alternatives to show of each token."""
+        """`num_top`: alternatives to return for each token."""
         self._prompt = prompt
         self._num_top = num_top
         self._offsets = _offsets(tokenizer, prompt)
-        self._num_written = 0  # ids
+        self._num_written = 0  # ids echoed so far
 
     def add(self, known: Sequence[TokenLogprobs], lists: CompletionLogprobs) -> str:
-        """Write the next tokens, whose log-probabilities are `known`, into the lists; the text up to the one after."""
+        """Add the next tokens, with the log-probabilities `known`, to the lists; return their text."""
         start = self._num_written
-        first: list[TokenLogprobs | None] = [] if start else [None]  # the first id of a prompt has none
+        first: list[TokenLogprobs | None] = [] if start else [None]  # the first id has no log-probability
         values = first + [replace(one, top=one.top[: self._num_top]) for one in known]
         self._num_written = end = start + len(values)
         lists.add_prompt(self._prompt.ids[start:end], self._offsets[start:end], values)
@@ -32,9 +32,9 @@ class Echo:
 
 
 def _offsets(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Where each id begins, in characters of the text as it is echoed."""
+    """Return the start of each id, in characters of the echoed text."""
     detokenizer = Detokenizer(tokenizer)
-    num_written = 0  # characters of special tokens that the client itself has written out
+    num_written = 0  # characters of special tokens that are spelled out in the prompt text
     offsets = []
     for id_ in prompt.ids:
         offset = num_written + detokenizer.push(id_)[1].start

@@ -1,4 +1,4 @@
-"""What an event of a stream says about steps, with `stream_options.include_steps`."""
+"""Step details in stream events, with `stream_options.include_steps`."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from space_router.text.text_stream import TextDelta
 
 
 class EventSteps:
-    """The `spaceserve` object of each event of one answer.
+    """Builds the `spaceserve` object of each event of one response.
 
     {"tokens": [{"text": " cat", "step": 3, "draft": true}, ...], "verified": 5}
 
-    The texts join to the event's own. A character comes with the last of its tokens; text that is left of a token of an
-    event before goes with the next one, or stands in an event without tokens. `step` 0 is the prefill; `draft` says
-    that the token had been drafted and came true; `verified` counts the drafts tried since the choice's event before.
+    The texts join to the event's text. A character belongs to the last of its tokens; remaining text of a token in an
+    earlier event goes with the next token, or is in an event without tokens. `step` 0 is the prefill; `draft` marks an
+    accepted draft; `verified` is the number of drafts verified since the choice's previous event.
     """
 
     def __init__(self) -> None:
-        self._given: dict[int, int] = {}  # characters of each choice before this event
-        self._drafted: dict[int, int] = {}  # drafts of each choice before this event
+        self._given: dict[int, int] = {}  # characters sent for each choice
+        self._drafted: dict[int, int] = {}  # drafts counted for each choice
 
     def of(self, progress: ChoiceState, delta: TextDelta) -> dict[str, Any]:
         index, drafted = progress.choice.index, progress.statistics.num_drafted

@@ -1,4 +1,4 @@
-"""The fields of the OpenAI requests, ours included; bounds that depend on model or flags are checked in `builder`."""
+"""Fields of the OpenAI requests; limits that depend on the model or flags are checked in `request_builder`."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,11 +19,11 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 MAX_BIASED = 4096
-"""Most entries of `logit_bias`."""
+"""Maximum entries of `logit_bias`."""
 
 
 def _few_entries(value: Any) -> Any:
-    """Counted before they are read: each wrong one would be a complaint of its own."""
+    """Limit the number of entries before validation, because pydantic reports each invalid one."""
     if isinstance(value, dict) and len(value) > MAX_BIASED:
         raise ValueError(f"must have at most {MAX_BIASED} entries, and has {len(value)}")
     return value
@@ -38,7 +38,7 @@ def _not_zero(value: int) -> int:
 _STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
-# Read by hand in `builder`, so that of ten thousand wrong parts one is named.
+# Validated in `request_builder`, so that an error names only one of many invalid parts.
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}, {"type": "null"}]})]
 PromptValue = Annotated[
     Any,
@@ -57,7 +57,7 @@ PromptValue = Annotated[
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count20 = Annotated[int, Field(ge=0, le=20)]
 TEXT_OR_PARTS = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
-"""Of a union of the two: what is wrong about one is told, and not that it is none of both."""
+"""Discriminates the union, so that an error is about one branch instead of both."""
 
 
 class StreamOptions(Body):
@@ -87,7 +87,7 @@ class PredictedOutput(Body):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole predicted text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI writes them."""
+"""Log-probabilities in OpenAI's formats."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from space_router.text.text_stream import TextToken
 from space_router.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def finite(logprob: float) -> float:
@@ -28,12 +28,12 @@ class CompletionLogprobs:
         }
 
     def add_prompt(self, ids: Sequence[int], offsets: Sequence[int], known: Sequence[TokenLogprobs | None]) -> None:
-        """Tokens of an echoed prompt; the first of all has no log-probability."""
+        """Add tokens of an echoed prompt; the first one has no log-probability."""
         for id_, offset, logprobs in zip(ids, offsets, known, strict=True):
             self._add(id_, logprobs, offset)
 
     def add(self, tokens: Sequence[TextToken], offset: int) -> None:
-        """Generated tokens; `offset`: where the generated text begins."""
+        """Add generated tokens. `offset`: the start of the generated text, in characters."""
         for token in tokens:
             self._add(token.span.id, token.logprobs, offset + token.span.start)
 
@@ -52,7 +52,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
+    """Return the `logprobs` of a chat choice."""
 
     def one(id_: int, logprob: float) -> dict[str, Any]:
         return {
@@ -72,8 +72,9 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str
 def prompt_logprobs(
     tokenizer: Tokenizer, known: Sequence[TokenLogprobs], count: int, *, first: bool
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs`, or the next piece of it: for each prompt id, id -> log-probability, rank and text of itself
-    and of the `count` most probable; null for the `first` of all.
+    """Return `prompt_logprobs`, or its next piece: for each prompt id, a map from id to log-probability, rank and text.
+
+    Each map has the prompt id and the `count` most probable ids; with `first`, the first entry is null.
     """
     found: list[dict[str, Any] | None] = [None] if first else []
     for logprobs in known:

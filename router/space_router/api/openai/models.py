@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served."""
+"""`GET /v1/models`: the served model and its adapters."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     def cards() -> dict[str, dict[str, Any]]:
-        """By name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
+        """Return the cards by name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
         facts = service.engine.facts
         base: dict[str, Any] = {
             "id": service.text.name,

@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers, for the document and for tests; the answers themselves are written by hand."""
+"""Response models of `/v1/responses`, for the OpenAPI document and tests; the route builds its JSON directly."""
 
 from typing import Annotated, Any, Literal
 

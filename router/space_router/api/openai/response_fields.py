@@ -1,4 +1,4 @@
-"""The fields of `POST /v1/responses`, and what they are in a conversation."""
+"""Fields of `POST /v1/responses`, and their conversion to chat messages."""
 
 from typing import Annotated, Any, Literal
 
@@ -44,7 +44,7 @@ class InputTextPart(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None  # what came with it when it came out
+    logprobs: list[Any] | None = None  # returned with it earlier; has no effect
 
 
 class InputRefusalPart(Body):
@@ -254,7 +254,7 @@ class ResponseBody(Body):
                 return choice
 
     def messages(self) -> list[Message]:
-        """Instructions and input as a conversation: calls belong to the assistant's message before them."""
+        """Return instructions and input as chat messages; calls are part of the preceding assistant message."""
         items: list[InputMessage | FunctionCallItem | FunctionCallOutput]
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
         system = [self.instructions] if self.instructions else []

@@ -1,4 +1,4 @@
-"""The output of a response, item by item, with the events that tell of it as it comes."""
+"""The output items of a response, and the events for them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from space_router.api.plan import GenerationPlan
 from space_router.text.tool_calls.parser import CallPiece
 
 Event: TypeAlias = dict[str, Any]
-"""An event without its number."""
+"""An event without its sequence number."""
 
 
 @dataclass
 class OutputItems:
-    """The items so far; the last of them may be open. Each method gives the events of what it did."""
+    """The items so far; the last one may be open. Each method yields the events for its changes."""
 
     plan: GenerationPlan
     tools: ToolUse
@@ -23,7 +23,7 @@ class OutputItems:
     _open: bool = False
 
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """More content."""
+        """Add text to the open message, or begin one."""
         if not (self._open and self.items[-1]["type"] == "message"):
             yield from self.close()
             item = {"type": "message", "id": self._id("msg"), "status": "in_progress", "role": "assistant"}
@@ -37,7 +37,7 @@ class OutputItems:
         yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def call(self, piece: CallPiece) -> Iterator[Event]:
-        """More of a call."""
+        """Add a piece of a call."""
         if piece.name is not None:
             yield from self.close()
             item = {"type": "function_call", "id": self._id("fc"), "status": "in_progress", "name": piece.name}
@@ -48,7 +48,7 @@ class OutputItems:
             yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """Nothing more of the last item."""
+        """Close the last item, if it is open."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: OpenAI's newer API, for text and function tools. Nothing is stored."""
+"""`POST /v1/responses`: OpenAI's Responses API, for text and function tools. Responses are not stored."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -37,12 +37,12 @@ _PARAMS = {
     "messages": "input", "prompt": "input", "response_format": "text", "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
 }  # fmt: skip
-"""What the fields of a conversation are called here."""
+"""Names of chat completion fields in this API."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What a client keeps with a response: it gets it back, and nothing else comes of it."""
+    """Fields that are returned unchanged with the response and have no other effect."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,14 +63,14 @@ class Notes:
 
 
 def tools_of(builder: RequestBuilder, body: ResponseBody) -> ToolUse:
-    """What the request may do with its tools, and what its answer must be. Raises InvalidRequest."""
+    """Return the request's tool use and the grammar of its output. Raises InvalidRequest."""
     form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
     parallel = body.parallel_tool_calls is not False
     return tool_use(builder, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
 
 
 def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> GenerationPlan:
-    """Raises InvalidRequest."""
+    """Build the plan. Raises InvalidRequest."""
     if body.wants_logprobs and tools.format is not None:
         raise InvalidRequest(
             "Log-probabilities of the text cannot be told from those of calls; leave `include` or `tools` out.",
@@ -85,7 +85,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
         variables["reasoning_effort"] = body.reasoning.effort
     prompt = builder.prompt(
         prompt_text(builder, body.messages(), PromptOptions(tools.shown, variables=variables)),
-        add_special_tokens=False,  # the template writes its special tokens itself
+        add_special_tokens=False,  # the template already writes special tokens
         truncate=None,
         param="input",
     )
@@ -122,7 +122,7 @@ class ResponseAnswer:
         return response
 
     async def events(self, running: Generation) -> AsyncGenerator[bytes]:
-        """Typed events, those of one step as one chunk; a failure is told by an `error` and by `response.failed`."""
+        """Yield typed events, those of one step as one chunk. A failure sends `error` and `response.failed`."""
         number = 0
 
         def written(event: Event) -> bytes:
@@ -144,7 +144,7 @@ class ResponseAnswer:
             )
 
     async def _told(self, running: Generation) -> AsyncGenerator[Event]:
-        """The events, the last of which has the whole response."""
+        """Yield the events; the last one has the whole response."""
         output = OutputItems(self.plan, self.tools)
         reader = self.tools.reader()
         finish: FinishReason | None = None
@@ -219,14 +219,14 @@ def _plain(choice: Any) -> Any:
 
 
 async def _deltas(running: Generation) -> AsyncIterator[TextDelta]:
-    """Of the one choice."""
+    """Yield the deltas of the only choice."""
     async for step in running.steps():
         for _, delta in step:
             yield delta
 
 
 def _usage(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's usage as responses call it."""
+    """Return `usage` with the field names of the Responses API."""
     return {
         "input_tokens": figures["prompt_tokens"],
         "input_tokens_details": {**figures["prompt_tokens_details"], "cache_write_tokens": 0},

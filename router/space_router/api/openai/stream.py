@@ -1,4 +1,4 @@
-"""What completions and chat completions share: usage, statistics, whole answers and streams of events."""
+"""Whole and streamed responses of completions and chat completions."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -33,22 +33,25 @@ _GOES_ON = {"finish_reason": None, "stop_reason": None}
 
 
 class AnswerShape(Protocol):
-    """How one API writes a choice."""
+    """Builds the choices of one API's responses."""
 
     tokenizer: Tokenizer
-    object: str  # of a whole answer
-    chunk_object: str  # of an event
+    object: str  # `object` of a whole response
+    chunk_object: str  # `object` of an event
 
     def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
-        """A finished choice without index; its own reasons win. `prompt`: the choice that has its prompt's logprobs."""
+        """Return a finished choice without its index. Its finish fields take precedence.
+
+        `prompt`: the choice that has the prompt's log-probabilities.
+        """
 
     def piece(self, progress: ChoiceState, delta: TextDelta, *, first: bool) -> dict[str, Any]:
-        """A piece of a choice without index; its own reasons win."""
+        """Return a piece of a choice without its index. Its finish fields take precedence."""
 
 
 @dataclass(frozen=True)
 class OpenAIAnswer:
-    """One request's answer, whole or as events."""
+    """The response to one request, whole or as events."""
 
     shape: AnswerShape
     plan: GenerationPlan
@@ -83,7 +86,7 @@ class OpenAIAnswer:
         }
 
     async def events(self, running: Generation) -> AsyncGenerator[bytes]:
-        """One event per step and choice; those of one moment as one chunk; an error is the last event."""
+        """Yield one event per step and choice, ready ones as one chunk. An error is the last event."""
         steps = running.steps()
         written = _Events(self, running)
         try:
@@ -102,7 +105,7 @@ class OpenAIAnswer:
     def add_extensions(
         self, body: dict[str, Any], written: CompletedChoice, prompt: Sequence[TokenLogprobs], *, first: bool
     ) -> None:
-        """What OpenAI's choices do not have: ids, and log-probabilities of the prompt; `written` may be a piece."""
+        """Add fields that OpenAI does not have: token ids and prompt log-probabilities. `written` may be a piece."""
         if self.options.return_token_ids:
             body["token_ids"] = [token.span.id for token in written.tokens] if self.plan.answered else []
             if first:
@@ -119,7 +122,7 @@ class OpenAIAnswer:
 
 
 class _Events:
-    """The events of one answer, in order."""
+    """Builds the events of one response, in order."""
 
     def __init__(self, reply: OpenAIAnswer, running: Generation) -> None:
         options = reply.options.stream_options
@@ -131,12 +134,12 @@ class _Events:
         self._extended = reply.extended
         head = {"id": reply.plan.request_id, "object": reply.shape.chunk_object, "created": reply.created}
         head |= {"model": reply.model, "system_fingerprint": running.fingerprint}
-        self._prefix = b"data: " + event_json(head)[:-1] + b","  # the same in all of them
-        self._begun: set[int] = set()  # choices
+        self._prefix = b"data: " + event_json(head)[:-1] + b","  # the same in all events
+        self._begun: set[int] = set()  # indexes of choices that have sent an event
         self._num_open = len(running.choices)
 
     def event(self, progress: ChoiceState, delta: TextDelta) -> bytes:
-        """A piece of one choice."""
+        """Return the event for a piece of one choice."""
         reply, index = self._reply, progress.choice.index
         first = index not in self._begun
         if first:
@@ -160,7 +163,7 @@ class _Events:
         return obfuscated(data) if self._obfuscate else data
 
     def last(self) -> bytes:
-        """Usage, where it is wanted, and the end."""
+        """Return the usage event, if requested, and the end of the stream."""
         if not self._usage_at_end:
             return DONE
         plan, choices = self._reply.plan, self._running.choices
@@ -172,7 +175,7 @@ class _Events:
 
 
 async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:
-    """Submit, then answer whole or as events; nothing is sent before all choices are queued."""
+    """Submit all choices, then respond whole or as a stream. Nothing is sent before all choices are queued."""
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(service.run(reply.plan))
         if reply.options.stream:

@@ -1,4 +1,4 @@
-"""What a request may do with its tools: which of them the model sees, may call or must call, and how calls are read."""
+"""Tool use of a request: which tools the model sees, may call or must call, and how calls are parsed."""
 
 import hashlib
 import json
@@ -24,20 +24,20 @@ ToolChoice = str | NamedTool | AllowedToolChoice
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Checked: what the model sees, what it may call, and the grammar that holds it to it."""
+    """Validated tool use: the tools that the model sees and may call, and the grammar that enforces it."""
 
-    shown: tuple[Mapping[str, Any], ...] = ()  # to the model, as templates know tools
-    names: frozenset[str] = frozenset()  # what it may call
-    format: ToolFormat | None = None  # how calls are read; None: they are not
+    shown: tuple[Mapping[str, Any], ...] = ()  # tools passed to the chat template
+    names: frozenset[str] = frozenset()  # tools that the model may call
+    format: ToolFormat | None = None  # None: calls are not parsed
     grammar: Grammar | None = None
-    markers: frozenset[int] = frozenset()  # special ids that the reader must see
+    markers: frozenset[int] = frozenset()  # special ids that the parser needs in the text
 
     def reader(self) -> ToolCallReader | None:
-        """For one text; None where calls are not read."""
+        """Return a parser for one text, or None if calls are not parsed."""
         return None if self.format is None else ToolCallReader(self.format.form, self.names)
 
     def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
-        """The same for the same request with the same seed, and another for each call of a conversation."""
+        """Return a call's id: reproducible for a request and seed, and unique within a conversation."""
         place = f"{seed}/{choice.index}/{index}/".encode() + str(choice.prompt.ids).encode()
         digest = hashlib.blake2b(place, digest_size=12).hexdigest()
         return digest[:9] if self.format is not None and self.format.short_ids else f"call_{digest}"
@@ -51,7 +51,7 @@ def tool_use(
     parallel: bool,
     answer: Grammar | None = None,
 ) -> ToolUse:
-    """`answer`: what an answer without a call must be. Raises InvalidRequest."""
+    """Validate tools and tool_choice. `answer`: grammar of an answer without a call. Raises InvalidRequest."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("`tool_choice` asks for a call, and there are no `tools`.", param="tool_choice")
@@ -96,7 +96,7 @@ def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def _chosen(choice: ToolChoice | None, names: Sequence[str]) -> tuple[str, list[str]]:
-    """none, auto, required or named, and which tools it is about."""
+    """Return the mode (none, auto, required or named) and the tools that may be called."""
     match choice:
         case NamedTool():
             mode, wanted = "named", [choice.function.name]
@@ -114,20 +114,20 @@ def _chosen(choice: ToolChoice | None, names: Sequence[str]) -> tuple[str, list[
 
 
 def _shown(tool: Tool) -> Mapping[str, Any]:
-    """A tool as models were trained to see it: without OpenAI's switches, and with parameters, be it none."""
+    """Return a tool as models are trained to see it: without OpenAI's `strict`, always with parameters."""
     function = tool.function
     described = {} if function.description is None else {"description": function.description}
     return {"type": "function", "function": {"name": function.name, **described, "parameters": _schema(tool)}}
 
 
 def _schema(tool: Tool) -> Mapping[str, Any]:
-    """The JSON schema of a tool's arguments, which are always an object."""
+    """Return the JSON schema of a tool's arguments, always an object."""
     schema = tool.function.parameters
     return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
 
 
 def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
-    """How calls are read; None: they are not, because the server was told so. Raises InvalidRequest."""
+    """Return the tool call format, or None if the server's flags turn parsing off. Raises InvalidRequest."""
     match builder.config.tool_call_parser:
         case "off":
             return None
@@ -146,7 +146,7 @@ def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
 
 
 def _special_id(builder: RequestBuilder, text: str) -> int | None:
-    """The id of a special token; None for other texts."""
+    """Return the id of a special token, or None for other text."""
     id_ = builder.text.tokenizer.token_to_id(text)
     return id_ if id_ in builder.text.tokenizer.special_ids else None
 
@@ -160,7 +160,7 @@ def _grammar(
     parallel: bool,
     answer: Grammar | None,
 ) -> Grammar | None:
-    """What holds the output to what was asked for; None where any text will do. Raises InvalidRequest."""
+    """Return the grammar of the output, or None if it is not constrained. Raises InvalidRequest."""
     strict = any(tool.function.strict for tool in tools)
     if mode == "auto" and parallel and not strict and (answer is None or known is None):
         return answer
@@ -190,7 +190,7 @@ def _grammar(
 
 
 def _schema_of(answer: Grammar | None, known: ToolFormat) -> Mapping[str, Any] | None:
-    """What an answer without a call must be, as a JSON schema."""
+    """Return the JSON schema of an answer without a call, or None."""
     if answer is None:
         return None
     if known.layout is None or not known.layout.trigger or answer.kind not in ("json_schema", "json_object"):

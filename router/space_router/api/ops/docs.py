@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI document to read, written out as one page that loads nothing from anywhere."""
+"""`GET /docs`: the OpenAPI document as one self-contained HTML page."""
 
 import json
 import re
@@ -28,7 +28,7 @@ Json = Mapping[str, Any]
 
 
 def routes(document: Callable[[], Json]) -> APIRouter:
-    """`document`: makes the OpenAPI document."""
+    """Return the `/docs` route. `document`: returns the OpenAPI document."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
@@ -70,7 +70,7 @@ def _operation(path: str, method: str, operation: Json) -> Iterator[str]:
 
 
 def _fields(schema: Json) -> str:
-    """A table of an object's fields: name, type, whether it is required, what it means."""
+    """Return a table of an object's fields: name, type, required, description."""
     required = schema.get("required", ())
     rows = (
         f"<tr><td><code>{escape(name)}</code><td>{_type(field)}"
@@ -81,7 +81,7 @@ def _fields(schema: Json) -> str:
 
 
 def _type(schema: Any) -> str:
-    """In few words: `integer 0 to 20`, `array of string`, links to other schemas."""
+    """Return a short type: `integer 0 to 20`, `array of string`, links to other schemas."""
     if not isinstance(schema, dict):
         return ""
     if "$ref" in schema:
@@ -106,7 +106,7 @@ def _type(schema: Any) -> str:
 
 
 def _names(schema: Any) -> str:
-    """Links to all schemas that one refers to by itself, not through others."""
+    """Return links to all schemas that this one refers to directly."""
     found = dict.fromkeys(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(schema)))
     return " or ".join(f'<a href="#{escape(name)}"><code>{escape(name)}</code></a>' for name in found)
 

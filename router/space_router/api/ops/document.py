@@ -1,4 +1,4 @@
-"""`/openapi.json`: what every route takes and answers, as one document."""
+"""`/openapi.json`: the request and response schemas of every route."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from fastapi import FastAPI
 
 from space_router.http_server.paths import is_open
 
-_VALIDATION = ("HTTPValidationError", "ValidationError")  # FastAPI's own errors, which no route here answers with
+_VALIDATION = ("HTTPValidationError", "ValidationError")  # FastAPI's own errors, which no route returns
 
 
 class DocumentedApp(FastAPI):
-    """The application, with a document that says what our routes say of themselves and nothing else."""
+    """A FastAPI application with an OpenAPI document that contains only what the routes declare."""
 
     keyed = False  # requests need an API key
 
@@ -36,7 +36,7 @@ class DocumentedApp(FastAPI):
 
 
 def _drop_guesses(responses: dict[str, Any]) -> None:
-    """What FastAPI says of its own accord: some JSON of every route, and a 422 of each that has a parameter."""
+    """Remove FastAPI's default responses: a generic JSON body, and a 422 for routes with parameters."""
     json = responses["200"].get("content", {}).get("application/json")
     if json is not None and not json.get("schema"):
         del responses["200"]["content"]["application/json"]
@@ -46,7 +46,7 @@ def _drop_guesses(responses: dict[str, Any]) -> None:
 
 
 def _gather(node: Any, schemas: dict[str, Any]) -> None:
-    """Move every `$defs` to the one place. Raises ValueError where two models of one name differ."""
+    """Move every `$defs` into `schemas`. Raises ValueError if two models with the same name differ."""
     if isinstance(node, list):
         for item in node:
             _gather(item, schemas)

@@ -1,4 +1,4 @@
-"""`POST /invocations`, as SageMaker calls it: one route for three kinds of body."""
+"""`POST /invocations` for SageMaker: one route for three kinds of body."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from space_router.errors import InvalidRequest
 from space_router.http_server.body import read_object
 
 ROUTE_OF = {"inputs": "/", "messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-"""The field by which a body is known, and the route that answers it; as TGI does."""
+"""The field that identifies each kind of body, and the route that handles it, as in TGI."""
 
 JSON, EVENTS = "application/json", "text/event-stream"
 
 
 def routes(service: Service, routers: list[APIRouter]) -> APIRouter:
-    """`routers`: the face's others, among them those of ROUTE_OF."""
+    """Return the route. `routers`: the API's other routers, which contain the routes in ROUTE_OF."""
     router = APIRouter(tags=["TGI"])
     found = (route for one in routers for route in one.routes if isinstance(route, APIRoute))
     posts = {route.path: route for route in found if "POST" in (route.methods or ())}
@@ -40,7 +40,7 @@ def routes(service: Service, routers: list[APIRouter]) -> APIRouter:
 
 
 def _described(routes: list[APIRoute]) -> dict[str, Any]:
-    """What the document says of a route that is any of these."""
+    """Return OpenAPI arguments for a route that accepts and returns what any of `routes` does."""
     bodies = [(route.openapi_extra or {})["requestBody"]["content"][JSON]["schema"] for route in routes]
     contents = [route.responses.get(200, {}).get("content", {}) for route in routes]
     wholes = [content[JSON]["schema"] for content in contents if JSON in content]

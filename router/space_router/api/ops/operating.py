@@ -1,4 +1,4 @@
-"""What operators ask: is it alive, is it ready, what is it, how does it do."""
+"""Operator routes: health, readiness, version, metrics, load, info, and cancelling requests."""
 
 from typing import Any, get_args
 
@@ -85,7 +85,7 @@ def routes(service: Service) -> APIRouter:
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """The body of `/info`. What only a worker knows is null until one is there."""
+    """Return the body of `/info`. Values that a worker reports are null until one is connected."""
     config, facts = service.config, service.engine.facts
     window = None if facts is None else facts.window
     num_workers = len(service.engine.connections)
@@ -101,11 +101,11 @@ def describe(service: Service) -> dict[str, Any]:
         "max_input_tokens": None if window is None else window - 1,
         "max_total_tokens": window,
         "max_batch_total_tokens": None if facts is None else facts.num_slots * num_workers,
-        "validation_workers": 1,  # the event loop; long prompts are checked in threads beside it
+        "validation_workers": 1,  # the event loop; long prompts are validated in threads
         "max_client_batch_size": config.max_choices,
         "router": "spaceserve",
         "version": VERSION,
-        "sha": None,  # known to whoever built it, not to the package
+        "sha": None,  # not known to the package
         "docker_label": None,
         "vocab_size": None if facts is None else facts.vocab_size,
         "attention": None if facts is None else facts.attention,
@@ -121,15 +121,15 @@ def describe(service: Service) -> dict[str, Any]:
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
-        "eos_token_ids": None if facts is None else list(facts.eos_ids),  # end every text
-        "turn_end_token_ids": list(service.text.turn_end_ids),  # end an answer in a conversation, too
+        "eos_token_ids": None if facts is None else list(facts.eos_ids),  # end any text
+        "turn_end_token_ids": list(service.text.turn_end_ids),  # also end an assistant turn
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,
     }
 
 
 def _step_costs(facts: WorkerModelFacts) -> dict[str, str | None] | None:
-    """Where a worker's estimates of how long steps take came from; None: it does not say."""
+    """Return the origin of a worker's step cost estimates, or None if the worker does not report it."""
     if facts.step_cost_source not in get_args(StepCostSource):
         return None
     return {"source": facts.step_cost_source, "reason": facts.step_cost_reason or None}

@@ -30,7 +30,7 @@ class TokenizeBody(Body):
     inputs: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    parameters: Settings | None = None  # as `/generate` takes them; `truncate` matters here
+    parameters: Settings | None = None  # as for `/generate`; only `truncate` has an effect
 
 
 class DetokenizeBody(Body):
@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
 def _spans(
     builder: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
 ) -> list[dict[str, Any]]:
-    """The tokens of a text as TGI lists them; of too many the last `truncate`."""
+    """Return the tokens of a text in TGI's format; only the last `truncate` if it is set."""
     with whole_characters(param):
         spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
     kept = spans if truncate is None else spans[-truncate:]
@@ -51,9 +51,9 @@ def _spans(
 
 
 def _conversation(builder: RequestBuilder, body: ChatBody) -> dict[str, Any]:
-    """A conversation as the chat template writes it, and its tokens."""
+    """Return a conversation as rendered by the chat template, and its tokens."""
     text = conversation_text(builder, body)
-    special = bool(body.add_special_tokens)  # the template writes its special tokens itself
+    special = bool(body.add_special_tokens)  # the template already writes special tokens
     spans = _spans(builder, text, "messages", add_special_tokens=special, truncate=body.truncate_prompt_tokens)
     return {"tokenize_response": spans, "templated_text": text}
 

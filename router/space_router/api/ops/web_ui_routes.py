@@ -9,7 +9,7 @@ from space_router.web_ui.files import PAGE_FILES, PageFile
 
 
 def routes() -> APIRouter:
-    """One route per file; but for `/`, which is a TGI route, too, they are not in the API's document."""
+    """Return one route for each file. Only `/`, which is also a TGI route, is in the OpenAPI document."""
     router = APIRouter()
     described = answers({"type": "string"}, errors=TgiError, media="text/html")
     described[304] = {"description": "The client has it: `If-None-Match` names it."}

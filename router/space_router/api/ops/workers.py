@@ -1,4 +1,4 @@
-"""What operators ask of workers: who is there, and to have them restarted one after the other."""
+"""`GET /workers`, and the route for rolling restarts of workers."""
 
 from typing import Annotated, Any
 
@@ -71,7 +71,7 @@ def routes(service: Service) -> APIRouter:
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """The body of `/workers`."""
+    """Return the body of `GET /workers`."""
     restart = service.restart
     return {
         "workers": [_described(connection) for connection in service.engine.connections],

@@ -1,4 +1,4 @@
-"""What TGI's routes answer, for the document and for tests; the answers themselves are written by hand."""
+"""Response models of TGI's routes, for the OpenAPI document and tests; the routes build their JSON directly."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""TGI's face: `POST /generate`, `POST /generate_stream`, and `POST /`, which is one of the two."""
+"""TGI's routes: `POST /generate`, `POST /generate_stream`, and `POST /`, which acts as one of the two."""
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -30,7 +30,7 @@ from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 100
-"""As TGI's."""
+"""TGI's default."""
 
 _FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
 
@@ -40,13 +40,13 @@ BodyT = TypeVar("BodyT", bound=GenerateBody)
 
 @dataclass(frozen=True)
 class TgiGeneration:
-    """One TGI request, checked."""
+    """A validated TGI request."""
 
     plan: GenerationPlan
     options: GenerateParameters
     tokenizer: Tokenizer
-    sampled: bool  # False: greedy, and the seed is not shown
-    full_text: bool  # the answer begins with the prompt
+    sampled: bool  # False: greedy decoding, and the seed is not returned
+    full_text: bool  # the returned text includes the prompt
 
     @classmethod
     def read(
@@ -58,7 +58,7 @@ class TgiGeneration:
         *,
         stream: bool,
     ) -> "TgiGeneration":
-        """`options`: the body's parameters; `grammar`: theirs, known to be usable."""
+        """Build from a body. `options`: its parameters; `grammar`: their grammar, already checked."""
         chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
         sampled = bool(options.do_sample) or any(value is not None for value in chosen)
         best_of = options.best_of or 1
@@ -90,7 +90,7 @@ class TgiGeneration:
             adapter=builder.adapter(options.adapter_id, "adapter_id"),
         )
         plan = builder.plan([prompt], wanted, prefix="gen")
-        # TGI's `/` answers with the prompt in front unless told otherwise, `/generate` without.
+        # By default TGI's `/` includes the prompt in the text, `/generate` does not.
         full_text = isinstance(body, CompatBody) if options.return_full_text is None else options.return_full_text
         return cls(plan, options, builder.text.tokenizer, sampled, full_text)
 
@@ -140,7 +140,7 @@ class TgiGeneration:
         }
 
     async def events(self, running: Generation) -> AsyncGenerator[bytes]:
-        """One event per token; those of one step as one chunk; an error is the last event."""
+        """Yield one event per token; the events of one step form one chunk. An error is the last event."""
         try:
             async with aclosing(self._events(running)) as chunks:
                 async for chunk in chunks:
@@ -151,7 +151,7 @@ class TgiGeneration:
             yield b"data:" + event_json(tgi_error(unforeseen(error))) + b"\n\n"
 
     async def _events(self, running: Generation) -> AsyncGenerator[bytes]:
-        # With stop strings a token waits for the next one, so that the last one kept can carry the end.
+        # With stop strings each token is held until the next one, so that the last kept token can carry the finish.
         hold = bool(self.plan.choices[0].rules.stops)
         waiting: list[tuple[TextToken, str]] = []
         index = 0
@@ -193,7 +193,7 @@ class TgiGeneration:
         return {"id": id_, "text": text, "logprob": logprob, "special": id_ in self.tokenizer.special_ids}
 
     def _no_token(self, progress: ChoiceState) -> dict[str, Any]:
-        """Stands in the last event where a stop string swallowed every token; clients want some token there."""
+        """Return a placeholder token for the last event if a stop string removed every token; clients require one."""
         id_ = next(iter(progress.choice.request.eos_ids), 0)
         return {"id": id_, "text": "", "logprob": 0.0, "special": True}
 
@@ -210,9 +210,9 @@ class TgiGeneration:
 
 
 def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], offset: int) -> list[str]:
-    """The text of each token, so that they join to `text`, which begins at character `offset` of the stream.
+    """Return the text of each token; joined they give `text`, which begins at character `offset` of the stream.
 
-    A character comes with the last of its tokens; text whose token was given before goes with the next one.
+    A character belongs to the last of its tokens; text of a token that was returned earlier goes with the next token.
     """
     texts: list[str] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""The fields of TGI's requests; bounds that depend on model or flags are checked in `builder`."""
+"""Fields of TGI's requests; limits that depend on the model or flags are checked in `request_builder`."""
 
 from typing import Annotated, Any, Literal
 
@@ -38,12 +38,12 @@ class GenerateParameters(Body):
 
     @property
     def detailed(self) -> bool:
-        """What is in the details is asked for by name: then all of them are given, as TGI does for the prompt's."""
+        """Whether to return details. Asking for any part of them by name returns all, as in TGI."""
         return bool(self.details or self.decoder_input_details or self.top_n_tokens)
 
 
 class _Described:
-    """What the document says of a field that is checked by hand."""
+    """The OpenAPI schema of a field that is validated by hand."""
 
     def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(GenerateParameters.__pydantic_core_schema__)
@@ -52,7 +52,7 @@ class _Described:
 
 
 Settings = Annotated[dict[str, Any], _Described()]
-"""`parameters` as they come: checked as GenerateParameters, so that errors name a field without its path."""
+"""Unvalidated `parameters`; validated later as GenerateParameters, so that errors name a field without its path."""
 
 
 class GenerateBody(Body):

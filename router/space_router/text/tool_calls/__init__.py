@@ -1,1 +1,1 @@
-"""Tool calls in a model's text: formats, parsing, grammars."""
+"""Tool calls in generated text: formats, parsing, grammars."""

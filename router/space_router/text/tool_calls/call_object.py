@@ -1,4 +1,4 @@
-"""A call written as a JSON object: `{"name": "f", "arguments": {...}}`, keys in any order."""
+"""Parse a call that is a JSON object: `{"name": "f", "arguments": {...}}`, keys in any order."""
 
 import json
 from collections.abc import Callable
@@ -10,21 +10,21 @@ ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 OTHER_KEYS = frozenset({"type", "id"})
 
 MAX_UNCERTAIN = 16 * 1024
-"""Characters after which something that could still become a call is content."""
+"""A candidate that is still not known to be a call after this many characters is content."""
 
 
 def call_object(cursor: Cursor, telling: Telling, tools: frozenset[str], *, needs_arguments: bool) -> Reading[bool]:
-    """Reads one call, and tells its arguments as they come. False: it is none, and nothing was told.
+    """Parse one call and report its arguments as they arrive. Returns False, reporting nothing, if it is not a call.
 
-    The cursor must be kept from where the caller would read again; it is let go where there is a call.
+    The caller marks the start with `cursor.keep`; the mark is dropped once the object is known to be a call.
     """
     limit = cursor.at + MAX_UNCERTAIN
     name: str | None = None
-    early: str | None = None  # arguments that came before the name
+    early: str | None = None  # arguments that precede the name
     told = False
 
     def tell(arguments: str) -> None:
-        """A call with these arguments; with none, they are to follow."""
+        """Report a call. Empty `arguments`: they follow."""
         nonlocal told
         if name is not None:
             telling.call(name)
@@ -74,12 +74,12 @@ def call_object(cursor: Cursor, telling: Telling, tools: frozenset[str], *, need
 
 
 def whole_characters(text: str) -> str:
-    """The text as bytes can say it: half of a surrogate pair, which an escape can write, becomes U+FFFD."""
+    """Replace lone surrogates, which JSON escapes can produce, by U+FFFD."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def brackets(cursor: Cursor, give: Callable[[str], None], limit: int | None = None) -> Reading[bool]:
-    """A JSON object as it is written, up to its closing bracket; False where that does not come (before `limit`)."""
+    """Pass a JSON object's text to `give`. Returns False if it is not closed before the end of the text or `limit`."""
     depth, quoted, escaped = 0, False, False
     while True:
         start = cursor.at
@@ -107,7 +107,7 @@ def brackets(cursor: Cursor, give: Callable[[str], None], limit: int | None = No
 
 
 def _arguments(cursor: Cursor, limit: int) -> Reading[str | None]:
-    """Arguments before it is certain that there is a call: an object, an object written into a string, or null."""
+    """Parse arguments of a candidate call: an object, an object in a string, or null. None if it is none of these."""
     char = yield from cursor.peek()
     if char == "{":
         pieces: list[str] = []
@@ -119,7 +119,7 @@ def _arguments(cursor: Cursor, limit: int) -> Reading[str | None]:
 
 
 def _string(cursor: Cursor, limit: int | None) -> Reading[str | None]:
-    """A JSON string; None where there is none."""
+    """Parse a JSON string; None if there is none."""
     if not (yield from cursor.takes('"')):
         return None
     written, escaped = '"', False

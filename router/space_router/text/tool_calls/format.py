@@ -1,4 +1,4 @@
-"""The formats of tool calls that are known here: how each is read, how it is written, how it is recognised."""
+"""Supported tool call formats: how each is parsed, generated and recognised."""
 
 import re
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from space_router.text.tool_calls.parser import Form
 
 @dataclass(frozen=True)
 class ToolCallLayout:
-    """How calls are written where they must be: `trigger opening CALL between CALL closing`."""
+    """How a required call is generated: `trigger opening CALL between CALL closing`."""
 
     before_name: str
     before_arguments: str
     behind_arguments: str
-    trigger: str = ""  # nothing but calls begins with it; "": the beginning of a call does
+    trigger: str = ""  # only calls begin with it; "": the start of a call itself
     opening: str = ""
     between: str = ""
     closing: str = ""
@@ -28,9 +28,9 @@ class ToolFormat:
 
     name: str
     form: Form
-    markers: tuple[str, ...]  # special tokens that it is read by
-    layout: ToolCallLayout | None  # None: calls are read, but nobody can be made to write one
-    short_ids: bool = False  # templates of this format take ids of nine letters and digits only
+    markers: tuple[str, ...]  # special tokens that the parser needs
+    layout: ToolCallLayout | None  # None: calls are parsed, but cannot be required
+    short_ids: bool = False  # templates of this format need ids of nine letters and digits
 
 
 _HERMES = ToolFormat(
@@ -72,18 +72,18 @@ _PYTHONIC = ToolFormat("pythonic", forms.pythonic, (forms.PYTHON_START, forms.PY
 FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {one.name: one for one in (_HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC)}
 )
-"""By the name that `--tool-call-parser` takes."""
+"""Formats by their `--tool-call-parser` name."""
 
 _PYTHON_CALL = re.compile(r"\[\s*\w+\(\w+\s*=")
 
 
 def named(name: str, template: str) -> ToolFormat:
-    """The format of this name, in the variant that the template's text speaks of."""
+    """Return the format of this name, in the variant that the template mentions."""
     return _MISTRAL_NAMED if name == "mistral" and forms.ARGS in template else FORMATS[name]
 
 
 def recognised(template: str) -> ToolFormat | None:
-    """The format that a chat template tells its model to write; None where it tells of none that is known here."""
+    """Return the format that a chat template instructs the model to use, or None if it is not supported."""
     if forms.TOOL_CALLS in template:
         return named("mistral", template)
     if forms.OPEN in template:

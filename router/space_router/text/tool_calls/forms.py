@@ -1,4 +1,4 @@
-"""How families of models write calls of tools."""
+"""Parsers of the tool call formats of model families."""
 
 import ast
 import json
@@ -28,8 +28,8 @@ def hermes(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading[N
 
 
 def llama3_json(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading[None]:
-    """`{"name": "f", "parameters": {...}}` where a line begins or behind <|python_tag|>; more behind `;` or `,`."""
-    begins = True  # nothing but white space before it in its line
+    """`{"name": "f", "parameters": {...}}` at a line start or after <|python_tag|>; more calls after `;` or `,`."""
+    begins = True  # only white space precedes it in its line
     while char := (yield from cursor.peek()):
         cursor.keep()
         if (begins and char == "{") or (char == "<" and (yield from cursor.takes(PYTHON_TAG))):
@@ -47,7 +47,7 @@ def llama3_json(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Read
 
 
 def _more_objects(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading[None]:
-    """Calls behind a call."""
+    """Parse further calls after a call."""
     while True:
         cursor.keep()
         yield from cursor.skip()
@@ -110,7 +110,7 @@ def _named_call(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Read
 
 
 def pythonic(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading[None]:
-    """`[f(a=1, b="x"), g()]`, alone or between <|python_start|> and <|python_end|>, where the text begins."""
+    """`[f(a=1, b="x"), g()]` at the start of the text, alone or between <|python_start|> and <|python_end|>."""
     cursor.keep()
     yield from cursor.skip()
     yield from cursor.takes(PYTHON_START)
@@ -126,7 +126,7 @@ def pythonic(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading
 
 
 def _python_calls(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Reading[None]:
-    """`f(a=1), g()]`; the cursor is back before what is no call."""
+    """Parse `f(a=1), g()]`; the cursor returns to the start of anything that is not a call."""
     while True:
         yield from cursor.skip()
         name = yield from cursor.run(_in_name, 64)
@@ -149,7 +149,7 @@ def _python_calls(cursor: Cursor, telling: Telling, tools: frozenset[str]) -> Re
 
 
 def _parentheses(cursor: Cursor) -> Reading[str | None]:
-    """`(...)` as Python reads it: brackets and quotes in strings do not count. None where it does not end."""
+    """Read `(...)` by Python's rules: brackets in strings do not count. None if it is not closed."""
     written, depth, quote, escaped = "", 0, "", False
     while len(written) < MAX_UNCERTAIN and (char := (yield from cursor.peek())):
         if not written and char != "(":
@@ -171,7 +171,7 @@ def _parentheses(cursor: Cursor) -> Reading[str | None]:
 
 
 class _Literals(ast.NodeTransformer):
-    """JSON's names for what Python calls otherwise."""
+    """Replaces JSON's true, false and null by Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         values = {"true": True, "false": False, "null": None}
@@ -179,7 +179,7 @@ class _Literals(ast.NodeTransformer):
 
 
 def _keywords(written: str) -> Mapping[str, Any] | None:
-    """The keyword arguments of `(...)`, all of them literals that JSON can say; else None."""
+    """Return the keyword arguments of `(...)`, or None unless all are literals that JSON can represent."""
     try:
         call = _Literals().visit(ast.parse("f" + written, mode="eval")).body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
@@ -196,7 +196,7 @@ def _in_name(char: str) -> bool:
 
 
 def _no_call(cursor: Cursor, telling: Telling, word: str) -> None:
-    """The word before the cursor was kept begins no call: it is content, and what follows is read once more."""
+    """Report `word`, which starts at the mark and does not begin a call, as content, and continue after it."""
     cursor.back()
     cursor.at += len(word)
     telling.content(word)

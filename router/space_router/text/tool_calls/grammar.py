@@ -1,4 +1,4 @@
-"""Grammars that hold an answer to calls of tools: Lark, with JSON schemas for the arguments."""
+"""Lark grammars that constrain output to tool calls, with JSON schemas for the arguments."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from space_router.text.tool_calls.format import ToolCallLayout
 
 SpecialId = Callable[[str], int | None]
-"""The id of a special token; None for text that is none."""
+"""Maps a text to the id of its special token, or None."""
 
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _CALL_KEYS = "name|function|type|id|parameters|arguments"
@@ -17,7 +17,7 @@ _CALL_KEYS = "name|function|type|id|parameters|arguments"
 def calls_only(
     layout: ToolCallLayout, tools: Mapping[str, Mapping[str, Any]], special_id: SpecialId, *, many: bool
 ) -> str:
-    """One call, or with `many` one or more, and nothing else. `tools`: JSON schemas of the arguments by name."""
+    """Return a grammar for exactly one call (`many`: one or more). `tools`: JSON schemas of the arguments by name."""
     rules = _rules(layout, tools, special_id, many=many)
     return "\n".join(["start: " + _joined(_terminal(layout.trigger, special_id), "calls"), *rules])
 
@@ -30,18 +30,18 @@ def calls_or(
     *,
     many: bool,
 ) -> str:
-    """Calls, behind any text, or an answer without one: of this JSON schema, where there is one, else any text."""
+    """Return a grammar for any text followed by calls, or for an answer without calls (`answer`: its JSON schema)."""
     rules = _rules(layout, tools, special_id, many=many)
     trigger = layout.trigger
     if answer is not None:
         start = f"start: answer | {_joined(_terminal(trigger, special_id), 'calls')}\nanswer: {_json(answer)}"
     elif not trigger:
-        # Lines that the reader would take for the beginning of a call are no text.
+        # Plain text must not contain lines that the parser would read as the start of a call.
         begins = r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + _CALL_KEYS + r")\"(?s:.*)"
         start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{begins}/"
     else:
         marker = _pattern(trigger)
-        plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # nor its letters where it is a special token
+        plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
         special = special_id(trigger)
         head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
         start = f"start: PLAIN | head calls\n{plain}\n{head}"
@@ -72,7 +72,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _terminal(text: str, special_id: SpecialId) -> str:
-    """A text in Lark; special tokens in it by their ids, for no characters make them."""
+    """Return a text in Lark syntax. Special tokens are given by id, because no characters produce them."""
     parts = []
     for part in re.split(r"(\[[A-Z_]+\]|<[^<>\s]+>)", text):
         if part and (id_ := special_id(part)) is not None:
@@ -89,5 +89,5 @@ def _joined(*parts: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """Return a text as a regular expression between slashes."""
     return re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", text)

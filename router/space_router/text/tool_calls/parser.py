@@ -1,8 +1,8 @@
-"""Calls of tools in a model's text, found whatever the pieces it comes in.
+"""Incremental parser for tool calls in streamed text.
 
-A reader splits a text into content and calls. What it gives out is final: a call once its name is known to be one of
-the tools and its arguments have begun, content once it can be no call. What only looks like a call is content. White
-space next to a call is content only where it stands between two pieces of it.
+A reader splits text into content and calls. Its output is final: a call is given out once its name matches a tool and
+its arguments have begun, content once it cannot become a call. Text that only resembles a call is content. White space
+next to a call is content only between two pieces of content.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -11,12 +11,12 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Reads on where it left off; yields where it needs more text."""
+"""A coroutine that yields when it needs more text and resumes where it stopped."""
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of one call: its name comes with its first piece, its arguments are JSON as the model wrote it."""
+    """A piece of one call. The first piece has the name; the arguments are JSON as the model wrote it."""
 
     index: int
     name: str | None
@@ -25,7 +25,7 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Said:
-    """What became certain: content and pieces of calls, in their order."""
+    """Parsed output: content and pieces of calls, in order."""
 
     parts: tuple[str | CallPiece, ...]
 
@@ -39,41 +39,41 @@ class Said:
 
 
 class Cursor:
-    """The text so far, and how far it has been read."""
+    """The text so far and the read position."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
-        self._kept: int | None = None  # from where on the text may be read again
+        self._kept: int | None = None  # position that `back` returns to
 
     def add(self, text: str) -> None:
-        """More text. Places in it stay what they are while it is kept."""
+        """Append text. Positions stay valid between `keep` and `let_go`; otherwise text already read is dropped."""
         if self._kept is None:
             self.text, self.at = self.text[self.at :], 0
         self.text += text
 
     def keep(self) -> None:
-        """What comes now may be read again."""
+        """Mark the current position, for `back`."""
         self._kept = self.at
 
     def let_go(self) -> None:
-        """It will not."""
+        """Drop the mark."""
         self._kept = None
 
     def back(self) -> None:
-        """Read it again."""
+        """Return to the mark."""
         if self._kept is not None:
             self.at, self._kept = self._kept, None
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays; "" at the end of the text."""
+        """Return the next character without consuming it; "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def takes(self, word: str) -> Reading[bool]:
-        """Whether a word comes next; if so it is behind us."""
+        """Consume `word` if it comes next; return whether it did."""
         while True:
             there = self.text[self.at : self.at + len(word)]
             if there == word:
@@ -84,12 +84,12 @@ class Cursor:
             yield
 
     def skip(self, characters: str = " \t\r\n") -> Reading[None]:
-        """Behind all of these characters that come next."""
+        """Consume all following characters that are in `characters`."""
         while (char := (yield from self.peek())) and char in characters:
             self.at += 1
 
     def run(self, holds: Callable[[str], bool], most: int) -> Reading[str]:
-        """As many of the next characters as there are of a kind, `most` at most."""
+        """Consume and return the following characters for which `holds` is true, `most` at most."""
         found = ""
         while len(found) < most and (char := (yield from self.peek())) and holds(char):
             self.at += 1
@@ -98,19 +98,19 @@ class Cursor:
 
 
 class Telling:
-    """Collects what is certain until it is asked for."""
+    """Collects parsed output until `taken` is called."""
 
     def __init__(self) -> None:
-        self._space = ""  # white space behind the latest content: it goes if nothing but calls follow
-        self._space_behind = ""  # white space behind the latest call
+        self._space = ""  # after the latest content; dropped if only calls follow
+        self._space_behind = ""  # white space after the latest call
         self._spoken = False  # there was content
         self._behind_call = False
         self._parts: list[str | CallPiece] = []
         self.num_calls = 0
-        self.is_whole = True  # the latest call has all of its arguments
+        self.is_whole = True  # the latest call's arguments are complete
 
     def content(self, text: str) -> None:
-        """Characters that belong to no call."""
+        """Add text that is not part of a call."""
         if self._behind_call:
             words = text.lstrip()
             self._space_behind += text[: len(text) - len(words)]
@@ -125,14 +125,14 @@ class Telling:
         self._space += text[len(words) :]
 
     def call(self, name: str) -> None:
-        """A call has begun."""
+        """Begin a call."""
         self._behind_call, self._space_behind = True, ""
         self._parts.append(CallPiece(self.num_calls, name, ""))
         self.num_calls += 1
         self.is_whole = False
 
     def arguments(self, text: str) -> None:
-        """More of the latest call's arguments."""
+        """Add to the latest call's arguments."""
         last = self._parts[-1] if self._parts else None
         if isinstance(last, CallPiece):
             self._parts[-1] = replace(last, arguments=last.arguments + text)
@@ -140,11 +140,11 @@ class Telling:
             self._parts.append(CallPiece(self.num_calls - 1, None, text))
 
     def whole(self) -> None:
-        """No more of them."""
+        """Mark the latest call's arguments as complete."""
         self.is_whole = True
 
     def taken(self, *, ended: bool) -> Said:
-        """What came since the last time."""
+        """Return the output since the last call. `ended`: the text is complete."""
         if ended and not self._behind_call and self._space:
             self._parts.append(self._space)
         said = Said(tuple(self._parts))
@@ -153,11 +153,11 @@ class Telling:
 
 
 Form: TypeAlias = Callable[[Cursor, Telling, frozenset[str]], Reading[None]]
-"""How one family of models writes calls: reads a text to its end and tells what it finds; the names are the tools'."""
+"""Parser of one model family's format: reads the cursor to its end and reports to the Telling; takes tool names."""
 
 
 class ToolCallReader:
-    """One text, split into content and calls of known tools as it comes."""
+    """Splits one streamed text into content and calls of known tools."""
 
     def __init__(self, form: Form, tools: frozenset[str]) -> None:
         self._cursor = Cursor()
@@ -166,16 +166,16 @@ class ToolCallReader:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun so far."""
+        """Number of calls begun so far."""
         return self._telling.num_calls
 
     @property
     def is_whole(self) -> bool:
-        """No call so far lacks the end of its arguments."""
+        """Whether the arguments of every call so far are complete."""
         return self._telling.is_whole
 
     def push(self, text: str, *, ended: bool = False) -> Said:
-        """What these characters make certain. `ended`: nothing comes after them."""
+        """Read text; return the output that is now certain. `ended`: the text is complete."""
         self._cursor.add(text)
         self._cursor.ended = ended
         next(self._reading, None)
@@ -183,7 +183,7 @@ class ToolCallReader:
 
 
 def content_until(cursor: Cursor, telling: Telling, marker: str) -> Reading[bool]:
-    """Everything before a marker is content. The cursor stands on it: True; or at the end of the text: False."""
+    """Report the text before `marker` as content. Returns True at the marker, False at the end of the text."""
     while True:
         place = cursor.text.find(marker, cursor.at)
         if place < 0:
@@ -198,7 +198,7 @@ def content_until(cursor: Cursor, telling: Telling, marker: str) -> Reading[bool
 
 
 def _start_of(marker: str, text: str, at: int) -> int:
-    """Where the longest beginning of a marker that the text ends with begins."""
+    """Return the start of the longest suffix of `text` that is a prefix of `marker`."""
     for length in range(min(len(marker) - 1, len(text) - at), 0, -1):
         if text.endswith(marker[:length]):
             return len(text) - length
