@@ -1,9 +1,9 @@
-"""Compile every Triton kernel of the package in every configuration it can be launched in, without a GPU.
+"""Compiles every Triton kernel of the package in every configuration it can be launched in, without a GPU.
 
     python -m space_kernels.compile_check [--cc 80,90,100] [--module norm] [--out report.json]
 
-Checks that each kernel compiles to machine code and that its shared memory fits the device. Prints registers and
-spilled bytes.
+What is checked: that it compiles to machine code, and that its shared memory fits the device. Registers and spilled
+bytes are printed.
 """
 
 from __future__ import annotations

@@ -184,7 +184,8 @@ def test_nothing_of_it_needs_the_router_or_a_web_server() -> None:
     absent = ["fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "orjson", "space_router"]
     modules = [f"gpu.{file.stem}" for file in Path(__file__).parent.glob("*.py") if file.stem != "test_gpu_check"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import {', '.join(modules)}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 

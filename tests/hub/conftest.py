@@ -173,7 +173,7 @@ def repository() -> type[Repository]:
 FETCH = """
 import json, sys
 from pathlib import Path
-from space_proto import hub_file
+from space_common import hub_file
 from space_common.hub import Hub, HubError
 hub_file.PAUSES = (0.01, 0.01)
 for line in sys.stdin:
